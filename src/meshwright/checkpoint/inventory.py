@@ -1,7 +1,6 @@
-"""What lies in a folder of checkpoints, whole or not, and what can go; works without torch.
+"""Lists the checkpoints of a folder, intact or not, and prunes old ones; works without torch.
 
-Whether one is whole is the manifest's business. Nothing here removes what does not verify: it may be of
-another version, and its owner may know better.
+``manifest`` verifies them. A checkpoint that does not verify is never removed: it may be of another version.
 """
 
 from __future__ import annotations
@@ -25,43 +24,43 @@ _NAME = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """One checkpoint, or what is left of it."""
+    """One checkpoint, intact or not."""
 
     path: Path
     step: int
     bytes: int
-    """Of all its files."""
+    """Size of all its files."""
     reason: str = ""
     """Why it cannot be used; empty if it can."""
     best: bool = False
-    """Marked as the one with the lowest evaluation loss."""
+    """Whether it is marked as the one with the lowest evaluation loss."""
     eval_loss: float | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether nothing wrong was found."""
+        """Whether it can be used."""
         return not self.reason
 
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What was removed, and what was not."""
+    """What was removed and what was kept."""
 
     kept: tuple[StoredCheckpoint, ...]
     removed: tuple[StoredCheckpoint, ...]
     broken: tuple[StoredCheckpoint, ...]
-    """Left alone, because they do not verify."""
+    """Kept, because they do not verify."""
     leftovers: tuple[Path, ...]
-    """Drafts of writers that were killed: removed."""
+    """Drafts of killed processes, removed."""
     freed_bytes: int
 
 
 def list_stored(path: Path, verify: bool) -> list[StoredCheckpoint]:
-    """The checkpoints that a path means, oldest first: one, those of a folder, or those of a run.
+    """The checkpoints at a path, oldest first.
 
     Args:
         path: A checkpoint, a folder of them, or the folder of a run.
-        verify: Also read every file and compare its checksum.
+        verify: Also read every file and check its checksum.
 
     Raises:
         UserError: There are none.
@@ -72,7 +71,7 @@ def list_stored(path: Path, verify: bool) -> list[StoredCheckpoint]:
 
 
 def find_root(path: Path) -> Path:
-    """The folder of checkpoints that a path means: itself, or that of a run."""
+    """The folder of checkpoints at a path: itself, or that of a run."""
     for root in (path, path / "checkpoints"):
         if _folders(root):
             return root
@@ -81,25 +80,25 @@ def find_root(path: Path) -> Path:
 
 
 def prune(root: Path, keep: int, sweep: bool) -> PruneResult:
-    """Remove all but the newest checkpoints that verify, checksums included, and the best one.
+    """Remove checkpoints, except the newest that verify (checksums included) and the best one.
 
     Args:
         root: The folder of checkpoints.
         keep: How many of the newest to keep, at least one.
-        sweep: Remove drafts too; only where nobody can be writing one.
+        sweep: Also remove drafts; only if no run is writing there.
 
     Raises:
-        UserError: None verifies, so that none is removed; or one cannot be removed.
+        UserError: None verifies, then none is removed; or one cannot be removed.
     """
     assert keep >= 1, "the newest is never removed"
     found = list_stored(root, verify=True)
-    whole = [stored for stored in found if stored.complete]
+    intact = [stored for stored in found if stored.complete]
     broken = tuple(stored for stored in found if not stored.complete)
-    if not whole:
-        rule = f"holds no whole checkpoint: {broken[-1].path.name} {broken[-1].reason}"
+    if not intact:
+        rule = f"holds no intact checkpoint: {broken[-1].path.name} {broken[-1].reason}"
         raise UserError(Problem("checkpoint-none-good", rule, path=str(root)))
-    kept = tuple(stored for stored in whole if stored in whole[-keep:] or stored.best)
-    removed = tuple(stored for stored in whole if stored not in kept)
+    kept = tuple(stored for stored in intact if stored in intact[-keep:] or stored.best)
+    removed = tuple(stored for stored in intact if stored not in kept)
     leftovers = tuple(list_leftovers(root)) if sweep else ()
     freed = sum(stored.bytes for stored in removed) + sum(map(folder_bytes, leftovers))
     for path in (*leftovers, *(stored.path for stored in removed)):
@@ -107,7 +106,7 @@ def prune(root: Path, keep: int, sweep: bool) -> PruneResult:
             remove_checkpoint(path)
         except OSError as error:
             rule = f"cannot be removed: {error.strerror or error}"
-            fix = "Use an account that may write there"
+            fix = "Use an account with write permission"
             raise UserError(Problem("checkpoint-not-removed", rule, path=str(path), fix=fix)) from None
     return PruneResult(kept, removed, broken, leftovers, freed)
 

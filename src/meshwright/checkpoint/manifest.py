@@ -1,4 +1,4 @@
-"""What checkpoints there are and whether they are whole; reads and rotates without torch.
+"""The manifest of a checkpoint: lists, verifies and rotates checkpoints without torch.
 
 A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, the
 tokenizer and ``manifest.json``, which is written last and holds size and SHA-256 of the others.
@@ -26,15 +26,15 @@ CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL_FILE = "model.safetensors"
 SELECTION_BIAS = "routers.selection_bias"
-"""In that file, the biases by which experts are chosen: (layers with experts, experts)."""
+"""Name in that file of the biases of expert selection, (layers with experts, experts)."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 BEST_FILE = "best"
-"""Names the checkpoint with the lowest evaluation loss; rotation spares it."""
+"""Names the checkpoint with the lowest evaluation loss, which rotation keeps."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file of a checkpoint must be."""
+    """Size and checksum of a file."""
 
     bytes: int
     sha256: str
@@ -42,12 +42,12 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is a checkpoint of."""
+    """Describes a checkpoint: the run, the counters, and the files."""
 
     step: int
     """Optimizer steps done."""
     position: int
-    """Samples consumed: where the data go on."""
+    """Samples consumed: where the data continue."""
     world_size: int
     model: dict[str, Any]
     train: dict[str, Any]
@@ -55,7 +55,7 @@ class Manifest:
     data_sha256: str
     """Identity of the data that the position counts in."""
     buckets: list[list[str]]
-    """DDP's bucket boundaries: with the same ones the curve goes on bit by bit."""
+    """DDP buckets: with the same ones the loss curve continues bit by bit."""
     eval_loss: float | None = None
     """Evaluation at this step, if there was one."""
     best_eval_loss: float | None = None
@@ -63,12 +63,12 @@ class Manifest:
     micro_batch: int = 0
     compression: str = "none"
     sharding: str = ""
-    """How the state was cut over the ranks; the tensors here are whole."""
+    """How the run sharded its state; the tensors in the files are full."""
     torch: str = ""
     mask: str = "causal"
     prompt_masking: bool = False
     loss_scale: dict[str, float] | None = None
-    """fp16's loss scale and how it moves."""
+    """State of the fp16 loss scaler."""
     files: dict[str, FileFacts] = field(default_factory=dict)
     version: int = CHECKPOINT_VERSION
 
@@ -87,9 +87,9 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def rotate(root: Path, keep_last: int, newest: Path) -> None:
-    """Remove all but the last ``keep_last`` checkpoints up to the one just written, and the best one.
+    """Keep the last ``keep_last`` checkpoints up to the one just written, and the best one; remove the rest.
 
-    A later one can only be left over from an attempt that this one passed over; it is not counted.
+    Later checkpoints are left from an earlier attempt, which this run has resumed before. They do not count.
     """
     for left in list_leftovers(root):
         shutil.rmtree(left, ignore_errors=True)
@@ -102,12 +102,12 @@ def rotate(root: Path, keep_last: int, newest: Path) -> None:
 
 
 def list_leftovers(root: Path) -> list[Path]:
-    """What killed processes left behind: drafts, and checkpoints that were about to go."""
+    """What killed processes left: drafts, and checkpoints that were being removed."""
     return [*root.glob(".step-*.part"), *root.glob(".step-*.old")]
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint or a leftover; hidden first, so that half of one is never taken for a whole."""
+    """Remove a checkpoint or a leftover; renamed first, so that a partial one is never used."""
     aside = path
     if not path.name.startswith("."):
         aside = path.parent / f".{path.name}.old"
@@ -126,16 +126,16 @@ def best_checkpoint(root: Path) -> str | None:
 
 
 def mark_best(root: Path, checkpoint: Path) -> None:
-    """Spare this checkpoint from rotation until a better one comes."""
+    """Keep this checkpoint from rotation until there is a better one."""
     replace_text(root / BEST_FILE, checkpoint.name + "\n")
 
 
 def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
-    """Read and check a manifest: the version must be ours and every file there.
+    """Read a manifest and check its version, and the presence and size of every file.
 
     Args:
         checkpoint: The folder.
-        verify: Also read every file and compare its checksum.
+        verify: Also read every file and check its checksum.
     """
     path = checkpoint / MANIFEST
     try:
@@ -147,26 +147,26 @@ def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
         raise _broken(checkpoint, f"has a manifest that cannot be read: {error}") from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != CHECKPOINT_VERSION:
-        raise _broken(checkpoint, f"has version {version}; this is version {CHECKPOINT_VERSION}")
+        raise _broken(checkpoint, f"has format version {version}; version {CHECKPOINT_VERSION} is needed")
     try:
         manifest = _MANIFEST.validate_python(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise _broken(checkpoint, f"has a manifest that is not whole: {where}: {first['msg']}") from None
+        raise _broken(checkpoint, f"has an invalid manifest: {where}: {first['msg']}") from None
     for name in (MODEL_FILE, OPTIMIZER_FILE, *manifest.files):
         facts = manifest.files.get(name)
         path = checkpoint / name
-        plain_file = Path(name).name == name and path.is_file() and not path.is_symlink()
-        if facts is None or not plain_file or path.stat().st_size != facts.bytes:
-            raise _broken(checkpoint, f"is not whole: {name} is missing or has another size")
+        is_regular = Path(name).name == name and path.is_file() and not path.is_symlink()
+        if facts is None or not is_regular or path.stat().st_size != facts.bytes:
+            raise _broken(checkpoint, f"is incomplete: {name} is missing or has another size")
         if verify and file_sha256(path) != facts.sha256:
-            raise _broken(checkpoint, f"is damaged: {name} has another checksum than the manifest")
+            raise _broken(checkpoint, f"is damaged: the checksum of {name} differs from the manifest")
     return manifest
 
 
 def find_newest(root: Path) -> tuple[Path, list[str]] | None:
-    """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
+    """The newest checkpoint that verifies, and why each newer one does not."""
     refused: list[str] = []
     for checkpoint in reversed(list_checkpoints(root)):
         try:
@@ -177,43 +177,45 @@ def find_newest(root: Path) -> tuple[Path, list[str]] | None:
             return checkpoint, refused
     if refused:
         raise UserError(
-            Problem("checkpoint-none-good", f"holds no whole checkpoint: {refused[0]}", path=str(root))
+            Problem("checkpoint-none-good", f"holds no intact checkpoint: {refused[0]}", path=str(root))
         )
     return None
 
 
 def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: Path) -> None:
-    """A checkpoint of another model, or of samples that were made in another way, cannot be resumed."""
+    """Refuse a checkpoint of another model, or of samples that were built differently."""
     for key in ("seq_len", "mask", "prompt_masking"):
         there, here = getattr(manifest, key), getattr(data, key)
         if there != here:
-            rule = f"does not fit this job: data.{key} is {there} there and {here} in the job"
-            fix = "Use the same value: the position in the data counts samples made with it"
+            rule = f"does not match the job: data.{key} is {there} in the checkpoint and {here} in the job"
+            fix = "Use the same value: the position in the data counts such samples"
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
     defaults = {known.name: known.default for known in fields(model)} | {"norm_groups": DEFAULT_NORM_GROUPS}
-    for key, value in json.loads(json.dumps(asdict(model))).items():  # tuples as the manifest has them
+    for key, value in json.loads(json.dumps(asdict(model))).items():  # tuples become lists
         there = manifest.model.get(key)
-        if there is None:  # left out, or a checkpoint from before there was such a key
+        if there is None:  # omitted, or the checkpoint is older than the key
             there = defaults[key]
         value = defaults[key] if value is None else value  # noqa: PLW2901
         if key not in ("preset", "init_std", "hf") and there != value:
-            rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
-            fix = "Use the job file that it came from"
+            rule = f"does not match the job: model.{key} is {there} in the checkpoint and {value} in the job"
+            fix = "Use the job file of that run"
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
 
 
 def check_same_optimizer(manifest: Manifest, train: Train, checkpoint: Path) -> None:
-    """State of one update rule means nothing to another."""
+    """Refuse a checkpoint of another optimizer: its state cannot be converted."""
     there = manifest.train.get("optimizer", "adamw")
     if there != train.optimizer:
-        rule = f"does not fit this job: train.optimizer is {there} there and {train.optimizer} in the job"
-        fix = f"Use train.optimizer={there}: its state cannot become that of another"
+        rule = f"does not match the job: train.optimizer is {there} in the checkpoint and {train.optimizer} in the job"
+        fix = f"Use train.optimizer={there}: optimizer state cannot be converted"
         raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
     momentum = setting(train, "momentum") if there == "sgd" else 0.0
     if there == "sgd" and (manifest.train.get("momentum") == 0) != (momentum == 0):
         before = manifest.train.get("momentum")
-        rule = f"does not fit this job: train.momentum is {before} there and {momentum} in the job"
-        fix = "Resume with a momentum where there was one, and without where there was none"
+        rule = (
+            f"does not match the job: train.momentum is {before} in the checkpoint and {momentum} in the job"
+        )
+        fix = "Resume with momentum if the run had it, else without"
         raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
 
 

@@ -55,7 +55,7 @@ def test_what_is_not_whole_says_why_and_only_reading_finds_a_flipped_bit(root):
     assert "has no manifest.json" in seen[2]
     assert "optimizer.safetensors is missing or has another size" in seen[4]
     assert (seen[6], seen[8]) == ("", "")
-    assert "another checksum" in {s.step: s.reason for s in list_stored(root, verify=True)}[6]
+    assert "is damaged" in {s.step: s.reason for s in list_stored(root, verify=True)}[6]
 
 
 def test_names_sort_as_numbers(root):

@@ -159,7 +159,7 @@ def test_verify_exits_3_and_names_what_is_damaged(cli, kept_run):
     ran = cli("checkpoint", "verify", kept_run)
     assert ran.status == 3
     (line,) = [line for line in ran.out.splitlines() if line.endswith("[checkpoint-broken]")]
-    assert "step-00000004 is damaged: model.safetensors has another checksum" in line
+    assert "step-00000004 is damaged: the checksum of model.safetensors" in line
     found = cli("checkpoint", "verify", kept_run / "checkpoints", "--json")
     assert (found.status, found.json["ok"]) == (3, False)
     assert [c["complete"] for c in found.json["checkpoints"]] == [True, False, True]

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face ``config.json``: the way back of ``spec.hf``."""
+"""Writes a model as a Hugging Face ``config.json``: the inverse of ``spec.hf_config``."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _GPT2_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
 
 
 def require_hf_form(model: DecoderModel) -> str:
-    """The class in transformers that computes what this model does.
+    """The transformers class that computes the same as this model.
 
     Raises:
-        UserError: With each part that none of them has.
+        UserError: Names each part of the model that the closest class does not have.
     """
     name = architecture_of(model)
     parts = {GPT2: _GPT2_PARTS, MIXTRAL: _MIXTRAL_PARTS}.get(name, _LLAMA_PARTS)
-    strange = [(key, getattr(model, key), f"has {want}") for key, want in parts.items()]
-    strange = [(key, value, why) for key, value, why in strange if value != parts[key]]
+    unlike = [(key, getattr(model, key), f"has {want}") for key, want in parts.items()]
+    unlike = [(key, value, why) for key, value, why in unlike if value != parts[key]]
     if name == GPT2:
         if model.num_experts:
-            strange.append(("num_experts", model.num_experts, "has none"))
+            unlike.append(("num_experts", model.num_experts, "has none"))
         if model.activation not in _GPT2_ACTIVATIONS:
-            strange.append(("activation", model.activation, f"has {' or '.join(_GPT2_ACTIVATIONS)}"))
+            unlike.append(("activation", model.activation, f"has {' or '.join(_GPT2_ACTIVATIONS)}"))
         if model.num_kv_heads != model.num_heads:
-            strange.append(("num_kv_heads", model.num_kv_heads, f"has as many as heads, {model.num_heads}"))
+            unlike.append(("num_kv_heads", model.num_kv_heads, f"has as many as heads, {model.num_heads}"))
         if model.query_size != model.hidden_size:
-            strange.append(("head_dim", model.head_size, "has hidden_size / num_heads"))
+            unlike.append(("head_dim", model.head_size, "has hidden_size / num_heads"))
     elif model.hidden_size % model.num_heads:
-        strange.append(("num_heads", model.num_heads, f"divides hidden_size={model.hidden_size}"))
+        unlike.append(("num_heads", model.num_heads, f"divides hidden_size={model.hidden_size}"))
     problems = [
         Problem(
             "export-no-hf-form", f"has no Hugging Face form: {name} {why}", path=f"model.{key}", value=value
         )
-        for key, value, why in strange
+        for key, value, why in unlike
     ]
     if problems:
         raise UserError(*problems)
@@ -58,9 +58,9 @@ def build_hf_config(model: DecoderModel, seq_len: int, end_token: int, dtype: st
 
     Args:
         model: One that has a Hugging Face form.
-        seq_len: Positions that it has seen, where the model names no limit.
-        end_token: Ends a document, and begins the next one.
-        dtype: Of the weights beside it.
+        seq_len: Maximum number of positions, if the model names none.
+        end_token: End-of-document token, also used as the first token.
+        dtype: Of the exported weights.
     """
     common = {
         "bos_token_id": end_token,
@@ -80,7 +80,7 @@ def build_hf_config(model: DecoderModel, seq_len: int, end_token: int, dtype: st
 
 
 def _llama_fields(model: DecoderModel, seq_len: int) -> dict[str, Any]:
-    """Rotary positions in the older form: every version of transformers reads it, the newer form only v5."""
+    """RoPE settings in the older form, which every version of transformers reads; the newer form needs v5."""
     scaling = None
     if model.rope_factor is not None:
         scaling = {
@@ -109,7 +109,7 @@ def _llama_fields(model: DecoderModel, seq_len: int) -> dict[str, Any]:
 
 
 def _mixtral_fields(model: DecoderModel) -> dict[str, Any]:
-    """What Mixtral has beyond Llama."""
+    """The fields of Mixtral that Llama does not have."""
     return {
         "intermediate_size": model.expert_width,
         "num_experts_per_tok": model.experts_per_token,

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: config, weights, tokenizer. Whole, or not there."""
+"""Exports a checkpoint as a Hugging Face folder with config, weights and tokenizer, atomically."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """What was exported."""
 
     architecture: str
     step: int
     bytes: int
-    """Of the tensors."""
+    """Size of the tensors."""
     files: tuple[str, ...]
 
 
@@ -47,12 +47,12 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         checkpoint: Folder of one checkpoint; every file's checksum is verified.
         out: A new or empty folder.
         dtype: A key of ``DTYPES``.
-        shard_bytes: Tensors of one file take no more, unless a single one does.
+        shard_bytes: Maximum size of a file, unless a single tensor is larger.
     """
-    out = Path(os.path.abspath(out))  # noqa: PTH100  (a name to put the draft beside, also for "..")
+    out = Path(os.path.abspath(out))  # noqa: PTH100  (the draft is put beside it, also for "..")
     manifest = read_manifest(checkpoint)
     if (kind := manifest.model.get("architecture")) != "llama":
-        rule = "has no Hugging Face form here; decoders have"
+        rule = "cannot be exported; only decoders can"
         raise UserError(Problem("export-no-hf-form", rule, path="model.architecture", value=kind))
     model = DecoderModel(**manifest.model)
     architecture = require_hf_form(model)
@@ -74,15 +74,15 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         (draft / TOKENIZER_FILE).write_bytes(hf_tokenizer_text(tokenizer).encode())
         total = _write_weights(checkpoint, draft, model, DTYPES[dtype], shard_bytes)
         for written in draft.iterdir():
-            written.chmod(0o644)  # safetensors makes files that only their owner can read
+            written.chmod(0o644)  # safetensors creates files that only their owner can read
             sync_path(written)
         sync_path(draft)
         draft.rename(out)
         sync_path(out.parent)
-    except (OSError, SafetensorError) as error:  # the second is its way to say that the disk is full
+    except (OSError, SafetensorError) as error:  # SafetensorError: for example a full disk
         rule = f"cannot be written: {getattr(error, 'strerror', None) or error}"
         raise UserError(
-            Problem("export-not-writable", rule, path=str(out), fix="Name another place")
+            Problem("export-not-writable", rule, path=str(out), fix="Name another folder")
         ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -90,7 +90,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
 
 
 def _write_weights(checkpoint: Path, out: Path, model: DecoderModel, dtype: torch.dtype, limit: int) -> int:
-    """One file, or shards with an index; no more than one shard is held at a time. Returns bytes."""
+    """Write one file, or shards with an index; holds one shard at a time. Returns the size in bytes."""
     shapes = list_hf_shapes(model)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     shards = split_into_shards(sizes, limit)
@@ -109,7 +109,7 @@ def _write_weights(checkpoint: Path, out: Path, model: DecoderModel, dtype: torc
 
 
 def split_into_shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Names in their order, cut where the next tensor would go over the limit."""
+    """Names in order, split where the next tensor would exceed the limit."""
     shards: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -124,33 +124,33 @@ def split_into_shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
 def _iter_hf_tensors(
     checkpoint: Path, model: DecoderModel, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face's tensors in the order of ``list_hf_shapes``, put together from ours."""
+    """The Hugging Face tensors in the order of ``list_hf_shapes``, assembled from those of the checkpoint."""
     holders: dict[str, list[tuple[str, HfLocation]]] = {}
-    for mine, place in list_hf_locations(model).items():
-        for name in place.names:
-            holders.setdefault(name, []).append((mine, place))
+    for mine, location in list_hf_locations(model).items():
+        for name in location.names:
+            holders.setdefault(name, []).append((mine, location))
     with safe_open(checkpoint / MODEL_FILE, framework="pt") as file:
         _require_no_bias(checkpoint, set(file.keys()))
         for name, (rows, *_) in list_hf_shapes(model).items():
             parts = []
-            for mine, place in holders[name]:
-                if place.pieces:
-                    first = place.pieces.index(name) * rows
+            for mine, location in holders[name]:
+                if location.parts:
+                    first = location.parts.index(name) * rows
                     parts.append(file.get_slice(mine)[first : first + rows])
                 else:
-                    parts.append(file.get_tensor(mine).T if place.transposed else file.get_tensor(mine))
+                    parts.append(file.get_tensor(mine).T if location.transposed else file.get_tensor(mine))
             tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
             low = tensor.to(dtype).contiguous()
             if not low.isfinite().all():
-                rule = f"cannot be written as {str(dtype).removeprefix('torch.')}: {name} leaves its range"
+                rule = f"cannot be written as {str(dtype).removeprefix('torch.')}: {name} is out of range"
                 fix = "Use --dtype bfloat16"
                 raise UserError(Problem("export-dtype-range", rule, path=str(checkpoint), fix=fix))
             yield name, low
 
 
 def _require_no_bias(checkpoint: Path, names: set[str]) -> None:
-    """Experts that were balanced by biases are chosen by them, which Mixtral does not know."""
+    """Refuse a model with selection biases, which Mixtral does not have."""
     if SELECTION_BIAS in names:
-        rule = f"has no Hugging Face form: {MIXTRAL} chooses experts without biases (train.balance_rate)"
+        rule = f"has no Hugging Face form: {MIXTRAL} selects experts without biases (train.balance_rate)"
         fix = "Train with train.balance_loss instead"
         raise UserError(Problem("export-no-hf-form", rule, path=str(checkpoint), fix=fix))

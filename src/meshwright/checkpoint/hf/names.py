@@ -1,8 +1,8 @@
-"""One table for both directions: where each of our parameters lies in Hugging Face's files; without torch.
+"""Maps parameter names to Hugging Face tensors, for import and export; without torch.
 
-Llama's matrices are ours under other names; of Mixtral's experts each has matrices of its own, which here lie
-one below the other. GPT-2's are transposed (its ``Conv1D`` multiplies from the other
-side), and queries, keys and values share one matrix, side by side along its last dim.
+Llama's weights only have other names. Each of Mixtral's experts has its own weights, which are concatenated
+along the first dim here. GPT-2's weights are transposed (``Conv1D``), and its queries, keys and values share
+one tensor, concatenated along the last dim.
 """
 
 from __future__ import annotations
@@ -51,72 +51,72 @@ _GPT2_BLOCK = {
     "ffn.down": "mlp.c_proj",
 }
 _FUSED = ("attention.wq", "attention.wk", "attention.wv")
-"""In the order in which they lie side by side."""
+"""In the order of their columns."""
 _BUFFERS = re.compile(r".*(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
-"""Masks and frequencies that older versions saved; they are computed here."""
+"""Masks and frequencies that older versions of transformers saved; not needed here."""
 
 
 @dataclass(frozen=True)
 class HfLocation:
-    """Where one of our parameters lies."""
+    """The Hugging Face tensor, or tensors, of one parameter."""
 
     name: str
-    """The tensor in Hugging Face's files; the first of its pieces."""
+    """Name of the tensor, or of the first part."""
     transposed: bool = False
     begin: int | None = None
-    """First column of a shared tensor, along its last dim; None if the tensor is ours alone."""
+    """First column in a tensor that several parameters share; None if it is not shared."""
     end: int | None = None
-    pieces: tuple[str, ...] = ()
-    """The tensors that lie one below the other in ours, where there are several."""
+    parts: tuple[str, ...] = ()
+    """The tensors that are concatenated along the first dim, if there are several."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every tensor that holds a part of ours."""
-        return self.pieces or (self.name,)
+        """All tensors of the parameter."""
+        return self.parts or (self.name,)
 
     @property
     def columns(self) -> slice | None:
-        """The part of a shared tensor, if it is shared."""
+        """The columns in a shared tensor; None if it is not shared."""
         return None if self.begin is None else slice(self.begin, self.end)
 
 
 def architecture_of(model: DecoderModel) -> str:
-    """The class in transformers whose parts come closest."""
+    """The closest class of transformers."""
     if model.positions == "learned":
         return GPT2
     return MIXTRAL if model.num_experts else LLAMA
 
 
 def list_hf_locations(model: DecoderModel) -> dict[str, HfLocation]:
-    """The place of each of our parameters, in our order."""
+    """The Hugging Face location of each parameter, in the order of the model."""
     gpt2 = architecture_of(model) == GPT2
-    place = functools.partial(_gpt2_place if gpt2 else _llama_place, model)
-    return {parameter.name: place(parameter) for parameter in list_parameters(model)}
+    location = functools.partial(_locate_gpt2 if gpt2 else _locate_llama, model)
+    return {parameter.name: location(parameter) for parameter in list_parameters(model)}
 
 
 def list_hf_shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a whole Hugging Face folder, and its shape."""
+    """Every tensor of a Hugging Face folder, and its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
-    places = list_hf_locations(model)
+    locations = list_hf_locations(model)
     for parameter in list_parameters(model):
-        place = places[parameter.name]
-        shape = parameter.shape[::-1] if place.transposed else parameter.shape
-        if place.end is not None:
-            shape = (*shape[:-1], max(place.end, shapes.get(place.name, (0,))[-1]))
-        elif place.pieces:
-            shape = (shape[0] // len(place.pieces), *shape[1:])
-        shapes |= dict.fromkeys(place.names, shape)
+        location = locations[parameter.name]
+        shape = parameter.shape[::-1] if location.transposed else parameter.shape
+        if location.end is not None:
+            shape = (*shape[:-1], max(location.end, shapes.get(location.name, (0,))[-1]))
+        elif location.parts:
+            shape = (shape[0] // len(location.parts), *shape[1:])
+        shapes |= dict.fromkeys(location.names, shape)
     return shapes
 
 
 def full_name(name: str, model: DecoderModel) -> str:
-    """A tensor's name with the prefix that files of a bare model without head leave out."""
+    """A tensor name with the prefix that files of a model without head omit."""
     prefix = _prefix(model)
     return name if name.startswith(prefix) or name == HEAD else prefix + name
 
 
 def bare_name(name: str, model: DecoderModel) -> str:
-    """The same name as files of a bare model have it."""
+    """The name without that prefix."""
     return name.removeprefix(_prefix(model))
 
 
@@ -125,22 +125,22 @@ def _prefix(model: DecoderModel) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor is no weight."""
+    """Whether a tensor is a buffer and not a weight."""
     return _BUFFERS.fullmatch(name) is not None
 
 
-def _llama_place(model: DecoderModel, parameter: Parameter) -> HfLocation:
+def _locate_llama(model: DecoderModel, parameter: Parameter) -> HfLocation:
     if match := _BLOCK.fullmatch(parameter.name):
         if part := _MIXTRAL_EXPERT.get(match[2]):
             owner = f"model.layers.{match[1]}.block_sparse_moe.experts"
-            pieces = tuple(f"{owner}.{e}.{part}.{match[3]}" for e in range(model.num_experts or 0))
-            return HfLocation(pieces[0], pieces=pieces)
+            parts = tuple(f"{owner}.{e}.{part}.{match[3]}" for e in range(model.num_experts or 0))
+            return HfLocation(parts[0], parts=parts)
         return HfLocation(f"model.layers.{match[1]}.{_LLAMA_BLOCK[match[2]]}.{match[3]}")
     owner, _, kind = parameter.name.rpartition(".")
     return HfLocation(f"{_LLAMA_TOP[owner]}.{kind}")
 
 
-def _gpt2_place(model: DecoderModel, parameter: Parameter) -> HfLocation:
+def _locate_gpt2(model: DecoderModel, parameter: Parameter) -> HfLocation:
     match = _BLOCK.fullmatch(parameter.name)
     if match is None:
         owner, _, kind = parameter.name.rpartition(".")

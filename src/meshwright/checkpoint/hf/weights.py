@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder: found and checked by their headers, before any rank starts."""
+"""Finds the weights of a Hugging Face folder and checks their headers, before any rank starts."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is kept."""
+    """A tensor in a file."""
 
     file: Path
     name: str
-    """As the file has it."""
+    """As in the file."""
     facts: TensorInfo
 
 
 @dataclass(frozen=True)
 class HfWeights:
-    """A whole set of weights for a model."""
+    """The complete weights of a model."""
 
     tensors: dict[str, StoredTensor]
     """By full Hugging Face name."""
 
     @property
     def files(self) -> list[Path]:
-        """The files, each once."""
+        """The files, without duplicates."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     @property
     def bytes(self) -> int:
-        """Of the tensors."""
+        """Size of the tensors."""
         return sum(tensor.facts.bytes for tensor in self.tensors.values())
 
 
 def find_weights(folder: Path, model: DecoderModel) -> HfWeights | None:
-    """The folder's weights, complete and of the right shapes; None if it holds only a config.
+    """The weights of a folder, complete and of the right shapes; None if it holds only a config.
 
     Raises:
-        UserError: They are not whole, not of this model, or not safetensors.
+        UserError: They are incomplete, of another model, or not safetensors.
     """
     files = _list_files(folder)
     if files is None:
@@ -81,13 +81,13 @@ def find_weights(folder: Path, model: DecoderModel) -> HfWeights | None:
                 rule = f"holds {name}, which {found[full].file.name} holds too"
                 problems.append(_broken(file, rule, "Keep one of them"))
             found[full] = StoredTensor(file, name, facts)
-    if problems:  # what a lost shard held would only be listed again as missing
+    if problems:  # the tensors of a missing shard would only be listed again
         raise UserError(*problems)
     return _fit(folder, found, model)
 
 
 def require_weights(model: DecoderModel) -> HfWeights:
-    """The weights of the model's folder, where it must have some."""
+    """The weights of the folder of a model, which must have them."""
     assert model.hf is not None, "called for models with a folder"
     found = find_weights(Path(model.hf), model)
     if found is None:
@@ -97,12 +97,12 @@ def require_weights(model: DecoderModel) -> HfWeights:
 
 
 def _list_files(folder: Path) -> list[Path] | None:
-    """The files with weights."""
+    """The files with weights; None if there are none."""
     first = find_weights_file(folder)
     if first is not None:
         return _read_index(first) if first.name == INDEX_FILE else [first]
-    if strange := sorted(p.name for p in folder.glob("*.safetensors")):
-        rule = f"holds {_name(strange)}, but neither {WEIGHTS_FILE} nor {INDEX_FILE}"
+    if other := sorted(p.name for p in folder.glob("*.safetensors")):
+        rule = f"holds {_name(other)}, but neither {WEIGHTS_FILE} nor {INDEX_FILE}"
         raise UserError(
             _broken(folder, rule, "Download the whole folder, or remove them to train from scratch")
         )
@@ -117,7 +117,7 @@ def _read_index(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(_broken(index, "is not an index of shards", "Download it again")) from None
+        raise UserError(_broken(index, "is not a valid index", "Download it again")) from None
     bad = sorted(str(name) for name in names if not isinstance(name, str) or Path(name).name != name)
     if bad or not names:
         rule = f"names shards outside of its folder: {_name(bad)}" if bad else "names no shards"
@@ -126,11 +126,11 @@ def _read_index(index: Path) -> list[Path]:
 
 
 def _fit(folder: Path, found: dict[str, StoredTensor], model: DecoderModel) -> HfWeights:
-    """Hold what is there against what the model needs; every difference is listed."""
+    """Compare the tensors with those that the model needs; every difference is listed."""
     needed = list_hf_shapes(model)
     found = {name: tensor for name, tensor in found.items() if not is_buffer(name)}
     embedding = list_hf_locations(model)["embed.weight"].name
-    if model.tied_embeddings and HEAD in found:  # one tensor under two names, or under the other one
+    if model.tied_embeddings and HEAD in found:  # saved under both names, or under the other one
         head = found.pop(HEAD)
         found.setdefault(embedding, head)
     problems = []
@@ -138,11 +138,12 @@ def _fit(folder: Path, found: dict[str, StoredTensor], model: DecoderModel) -> H
         if any(
             tensor.name == bare_name(name, model) != name for name, tensor in found.items() if name in needed
         ):
-            missing = {bare_name(name, model) for name in missing}  # as the file has the others
+            missing = {bare_name(name, model) for name in missing}  # named like the others in the file
         rule = f"lacks {len(missing)} of the model's {len(needed)} tensors: {_name(missing)}"
         problems.append(Problem("model-hf-weights-missing", rule, path=str(folder)))
     if extra := found.keys() - needed.keys():
-        rule = f"holds {len(extra)} tensors that the model has not: {_name([found[e].name for e in extra])}"
+        names = _name([found[name].name for name in extra])
+        rule = f"holds {len(extra)} tensors that the model does not have: {names}"
         fix = "Does its config.json belong to these weights?"
         problems.append(Problem("model-hf-weights-extra", rule, path=str(folder), fix=fix))
     both = sorted(needed.keys() & found.keys())
@@ -152,7 +153,7 @@ def _fit(folder: Path, found: dict[str, StoredTensor], model: DecoderModel) -> H
         if found[name].facts.shape != needed[name]
     ]
     if shapes:
-        rule = f"holds {len(shapes)} tensors of other shapes than the config says: {_name(shapes, '; ')}"
+        rule = f"holds {len(shapes)} tensors whose shape does not match the config: {_name(shapes, '; ')}"
         problems.append(Problem("model-hf-weights-shape", rule, path=str(folder)))
     stored = [found[name] for name in both]
     types = [
@@ -160,7 +161,7 @@ def _fit(folder: Path, found: dict[str, StoredTensor], model: DecoderModel) -> H
     ]
     if types:
         rule = f"holds {len(types)} tensors that are not {', '.join(DTYPES)}: {_name(types)}"
-        fix = "Quantised weights cannot be trained: use the original ones"
+        fix = "Quantised weights cannot be trained: use the original weights"
         problems.append(Problem("model-hf-weights-dtype", rule, path=str(folder), fix=fix))
     if problems:
         raise UserError(*problems)
