@@ -206,7 +206,8 @@ def check_same_optimizer(manifest: Manifest, train: Train, checkpoint: Path) -> 
     """Refuse a checkpoint of another optimizer: its state cannot be converted."""
     there = manifest.train.get("optimizer", "adamw")
     if there != train.optimizer:
-        rule = f"does not match the job: train.optimizer is {there} in the checkpoint and {train.optimizer} in the job"
+        rule = "does not match the job: "
+        rule += f"train.optimizer is {there} in the checkpoint and {train.optimizer} in the job"
         fix = f"Use train.optimizer={there}: optimizer state cannot be converted"
         raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
     momentum = setting(train, "momentum") if there == "sgd" else 0.0
