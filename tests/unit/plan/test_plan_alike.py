@@ -14,7 +14,7 @@ from meshwright.layout.stages import (
     local_stages,
     representative_pp_rank,
 )
-from meshwright.plan.memory import decoder as decoder_memory
+from meshwright.plan.memory import block as block_memory
 from meshwright.plan.memory import ledger
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import complete_layout
@@ -68,7 +68,7 @@ def test_the_largest_moment_is_near_an_end_of_alike_blocks(settled, monkeypatch,
     micro_batches = 8 // job.layout.data_degree
     found = ledgers(job, micro_batches)
     monkeypatch.setattr(
-        decoder_memory.StageBlocks, "find_extremes", lambda stack, reach=0: set(range(len(stack.blocks)))
+        block_memory.BlockSequence, "find_extremes", lambda blocks, window=0: set(range(len(blocks.blocks)))
     )
     renamed = dataclasses.replace(job, name="all-layers")  # nothing is cached of it
     assert found == ledgers(renamed, micro_batches)

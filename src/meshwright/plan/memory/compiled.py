@@ -1,25 +1,25 @@
-"""What a compiled step of a dense decoder holds on a GPU, moment by moment.
+"""Walks the step of a dense decoder with compiled blocks on a GPU.
 
-Blocks that our own kernels compute are counted in ``own_memory``. Of the others the compiler decides what
-they keep, so this is a model of it, not a count to the byte as in ``decoder_memory``. With T tokens in a
-micro-batch, D hidden, Q and K the widths of all query and key heads, H heads, F feed-forward, V vocabulary, e
-bytes of what products read and r of the residual stream, a block with SwiGLU keeps from forward to backward::
+Triton blocks are counted in ``triton_block``. For torch's compiler this is a model of what it saves, not
+exact to the byte as ``decoder`` is. With T tokens per micro-batch, D the hidden size, Q and K the widths of
+all query and key heads, H heads, F the feed-forward size, V the vocabulary, e bytes of GEMM operands and r of
+the residual stream, a block with SwiGLU saves for backward::
 
     selective  T x (r D + (Q + 2 K) e + (Q e + 4 H) + D e + 2 F e)
                     input  q, k, v       attention    wo    gate, up
     none       the same, and T x ((Q + K) e + 2 (D e + 4) + F e)
-                                  turned      two norms     what down reads
+                                  RoPE        two norms     input of down
 
-as the partitioner keeps what the backward pass's products and attention read, and computes again what can
-be fused into other loops (torch's ``min_cut_rematerialization_partition``). Values are a view of what one
-joint product gave, which lives as long as they; where there is none, ``none`` keeps K e for (Q + 2 K) e. With
-torch 2.13 on CPU, blocks keep that to the byte.
+The partitioner (torch's ``min_cut_rematerialization_partition``) saves the inputs of backward GEMMs and of
+attention, and recomputes what fuses into other loops. Values are a view of the output of the merged q, k, v
+GEMM, which lives as long as they do; without a merged GEMM, ``none`` saves K e instead of (Q + 2 K) e. With
+torch 2.13 on CPU, blocks save that to the byte.
 
-Beside that live 16-bit copies of all matrices but the embedding, from step to step; the loss's buffer of a
-chunk's logits in 16 bits (two in float32 products, where the gradient does not take their place), what it
-reads and the gradient of that, and the head's gradient in float32; and on the way back, at the widest point
-of a block, what is made inside its feed-forward: T x 4 F e, without recomputation T x 2 F e. Gradients of
-weights are float32, or as ``train.grad_dtype`` says, and each lives from where it is made.
+Also live: 16-bit copies of all weights but the embedding, from step to step; in the loss, a chunk of 16-bit
+logits (two in float32, where the gradient does not overwrite the logits), its input and that gradient, and
+the head's gradient in float32; at the largest point of a block's backward, tensors inside its feed-forward: T
+x 4 F e, without activation checkpointing T x 2 F e. Weight gradients are float32, or of ``train.grad_dtype``,
+and live from where they are computed.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from meshwright.layout.parameters import (
     FLOAT32_BYTES,
     LOW_BYTES,
     Parameter,
-    count_gradient_bytes,
     list_parameters,
     operand_bytes,
     residual_bytes,
 )
 from meshwright.plan.contract import Line
-from meshwright.plan.memory.decoder import sum_block_grads
+from meshwright.plan.memory.block import BlockPoint, BlockSequence
+from meshwright.plan.memory.decoder import head_bytes, walk_backward
 from meshwright.plan.memory.snapshots import MemorySnapshot, PersistentGrads, StepMemory
-from meshwright.plan.memory.triton_block import Point, TritonBlock
+from meshwright.plan.memory.triton_block import TritonBlock
+from meshwright.plan.memory.walker import StepWalker
 from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_kernels, uses_triton_blocks
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 
 def is_compiled(job: Job) -> bool:
-    """Whether a rank's step is the one that is described here."""
+    """Whether this module describes the job's step."""
     model, layout = job.model, job.layout
     if not isinstance(model, DecoderModel):
         return False
@@ -60,68 +61,70 @@ def is_compiled(job: Job) -> bool:
 
 
 def has_exact_peak(job: Job) -> bool:
-    """Whether what its compiled blocks keep is not the compiler's choice: its peak is a promise."""
+    """Whether the peak of a compiled step is exact: it does not depend on torch's compiler."""
     return is_compiled(job) and uses_triton_blocks(job)
 
 
 @dataclass(frozen=True)
 class CompiledBlock:
-    """Bytes of one micro-batch's tensors in a block of torch's compiler."""
+    """Bytes of one micro-batch's tensors in a block that torch compiles."""
 
     residual: int
     """The residual stream: T x D x r."""
-    kept: int
-    """From forward to backward."""
-    formula: str
-    points: tuple[Point, ...]
-    """Widest ones of its backward pass: in the feed-forward, and in attention."""
+    saved: int
+    """Saved for backward."""
+    saved_formula: str
+    points: tuple[BlockPoint, ...]
+    """Of its backward: in the feed-forward, and in attention."""
 
     @classmethod
     def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> CompiledBlock:
-        """Of a block of the model."""
+        """Sizes of a block of the model."""
         tokens, recompute = micro_batch * job.data.seq_len, job.layout.recompute
-        low, residual = operand_bytes(job.train.precision), residual_bytes(job.train)
+        elem, wide = operand_bytes(job.train.precision), residual_bytes(job.train)
         width, queries, keys, inner = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
-        entered = (2 if model.activation == "swiglu" else 1) * inner
-        turned = (queries + keys) * low if model.positions == "rope" else 0
-        given = queries * low + model.num_heads * FLOAT32_BYTES
-        around = residual * width + given + (width + entered) * low
-        products = (queries + 2 * keys) * low
+        gate_up = (2 if model.activation == "swiglu" else 1) * inner
+        rotated = (queries + keys) * elem if model.positions == "rope" else 0
+        attended = queries * elem + model.num_heads * FLOAT32_BYTES
+        always = wide * width + attended + (width + gate_up) * elem
+        qkv = (queries + 2 * keys) * elem
         statistics = (1 if model.norm == "rms" else 2) * FLOAT32_BYTES
-        joint = uses_bf16_weight_copies(job) and not model.attention_bias
-        unturned = products if joint or not turned else keys * low
-        none = around + unturned + turned + 2 * (width * low + statistics) + inner * low
-        kept = {"none": none, "selective": around + products, "full": residual * width}[recompute]
-        # What full recomputation left out is made again at once, what selective left out where it is read.
-        whole = around + products if recompute == "selective" else none
-        # Of the product inside and its factors. Down's input is made again in the same loop; or it was kept,
-        # and is let go, as the stream's gradient, when the gradient of down's matrix is made of both.
-        gradients = (inner + entered) * low + (-inner * low if recompute == "none" else inner * low)
-        matrix = width * inner * FLOAT32_BYTES
-        rounded = width * low if residual != low else 0  # the stream's gradient, as products read it
+        merged = uses_bf16_weight_copies(job) and not model.attention_bias
+        unrotated = qkv if merged or not rotated else keys * elem
+        none = always + unrotated + rotated + 2 * (width * elem + statistics) + inner * elem
+        saved = {"none": none, "selective": always + qkv, "full": wide * width}[recompute]
+        # Full checkpointing recomputes the whole block first, selective each tensor where it is read.
+        live = always + qkv if recompute == "selective" else none
+        # Gradients of the inner product and of its factors. The input of down is recomputed in the same loop.
+        # Where it was saved, it is freed with the residual's gradient when down's weight gradient is made.
+        grads = (inner + gate_up) * elem + (-inner * elem if recompute == "none" else inner * elem)
+        down = width * inner * FLOAT32_BYTES
+        rounded = width * elem if wide != elem else 0  # the residual's gradient, cast for GEMMs
         cast = 0
-        if low != FLOAT32_BYTES and not uses_bf16_weight_copies(job):
-            cast = (2 * width * (queries + keys) + (entered + inner) * width) * low
-        half = residual * width + given + products + turned + rounded + (2 * queries + 2 * keys) * low
-        inside = tokens * gradients + (matrix if recompute == "none" else tokens * rounded)
-        matrices = matrix * (entered + inner) // inner
+        if elem != FLOAT32_BYTES and not uses_bf16_weight_copies(job):
+            cast = (2 * width * (queries + keys) + (gate_up + inner) * width) * elem
+        attention = wide * width + attended + qkv + rotated + rounded + (2 * queries + 2 * keys) * elem
+        inside = tokens * grads + (down if recompute == "none" else tokens * rounded)
+        weight_grads, residual = down * (gate_up + inner) // inner, tokens * wide * width
         return cls(
-            residual=tokens * residual * width,
-            kept=tokens * kept + cast,
-            formula=f"{tokens} tokens x {kept}" + (f" + {cast} (cast matrices)" if cast else ""),
+            residual=residual,
+            saved=tokens * saved + cast,
+            saved_formula=f"{tokens} tokens x {saved}" + (f" + {cast} (cast weights)" if cast else ""),
             points=(
-                Point("", "block", tokens * whole + cast, tokens * residual * width + inside),
-                Point("attention, ", "attention", tokens * half + cast, tokens * residual * width + matrices),
+                BlockPoint("backward", "block", tokens * live + cast, residual + inside),
+                BlockPoint(
+                    "attention, backward", "attention", tokens * attention + cast, residual + weight_grads
+                ),
             ),
         )
 
     @property
-    def last_norm(self) -> int:
-        """What the last norm keeps."""
+    def final_norm(self) -> int:
+        """Saved by the final norm."""
         return self.residual
 
 
-def trace_compiled(
+def walk_compiled(
     job: Job,
     model: DecoderModel,
     parameters: Sequence[Parameter],
@@ -129,7 +132,7 @@ def trace_compiled(
     persistent_grads: PersistentGrads,
     eager: StepMemory,
 ) -> StepMemory:
-    """The moments of a step.
+    """The step of a compiled decoder.
 
     Args:
         job: One that :func:`is_compiled`, with its layout settled.
@@ -137,17 +140,12 @@ def trace_compiled(
         parameters: Of the model.
         micro_batch: Samples of one forward pass.
         persistent_grads: Which gradients live through the whole step.
-        eager: The step without a compiler: the batch and tables are alike.
+        eager: The eager step, whose buffers are the same.
     """
     snapshots = list_compiled_snapshots(job, model, parameters, micro_batch, persistent_grads)
-    tokens, low = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
-    made = (tokens * low + model.vocab_size * FLOAT32_BYTES) * model.hidden_size
-    return StepMemory(
-        snapshots=snapshots,
-        buffers=eager.buffers,
-        activation_bytes=snapshots[0].activations + made,
-        touched_bytes=eager.touched_bytes,
-    )
+    tokens, elem = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
+    loss = tokens * elem * model.hidden_size + head_bytes(model)
+    return StepMemory(snapshots, eager.buffers, snapshots[0].activations + loss, eager.touched_bytes)
 
 
 def list_compiled_snapshots(
@@ -157,70 +155,35 @@ def list_compiled_snapshots(
     micro_batch: int,
     persistent_grads: PersistentGrads,
 ) -> tuple[MemorySnapshot, ...]:
-    """The loss, and the blocks on the way back; see :func:`trace_compiled`."""
+    """The snapshots of :func:`walk_compiled`."""
     block = (TritonBlock if uses_triton_blocks(job) else CompiledBlock).of(job, model, micro_batch)
-    tokens, low = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
-    head, read = model.vocab_size * model.hidden_size, tokens * model.hidden_size * low
-    # The loss, in the forward pass: all blocks wait, and the head's gradient grows.
+    blocks = BlockSequence[CompiledBlock | TritonBlock]((block,) * model.num_layers)
+    tokens, elem = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
+    head, inputs = model.vocab_size * model.hidden_size, tokens * model.hidden_size * elem
+    walker = StepWalker(blocks.saved(), gradients=persistent_grads.count_bytes(parameters))
     chunk = min(tokens, loss_chunk(job, model)) * model.vocab_size
     buffers = 1 if writes_grad_in_logits(job) else 2
-    made = 2 * read + head * FLOAT32_BYTES + buffers * chunk * low
-    made += 0 if uses_bf16_weight_copies(job) or low == FLOAT32_BYTES else head * low
-    formula = f"{model.num_layers} blocks, {block.formula}, + {block.last_norm} (final norm)"
-    waiting = model.num_layers * block.kept + block.last_norm
-    loss = MemorySnapshot("loss, forward", waiting, made, persistent_grads.count_bytes(parameters), formula)
-    return loss, *_backward_snapshots(job, model, parameters, block, persistent_grads)
+    loss = 2 * inputs + head * FLOAT32_BYTES + buffers * chunk * elem
+    loss += 0 if uses_bf16_weight_copies(job) or elem == FLOAT32_BYTES else head * elem
+    formula = f"{blocks.formula()}, + {block.final_norm} (final norm)"
+    walker.snapshot("loss, forward", formula, activations=block.final_norm, temporary=loss)
+    # With persistent gradients the head's part of a tied gradient lives until the embedding's is made.
+    tied_part = head * FLOAT32_BYTES if model.tied_embeddings and persistent_grads.dense else 0
+    beside = (tied_part, block.residual)
+    walk_backward(
+        walker, job, model, parameters, persistent_grads, blocks, lambda layer: block.points, beside
+    )
+    return tuple(walker.snapshots)
 
 
 def weight_copies_line(job: Job, model: DecoderModel) -> Line:
-    """The 16-bit copies of a rank's matrices that live from step to step, of a job that keeps some."""
-    copied, low = count_copied_weights(model), operand_bytes(job.train.precision)
-    return Line("bf16 weight copies", copied * low, f"{copied} x {low} ({job.train.precision})")
+    """The 16-bit weight copies of a rank that live from step to step, of a job that keeps some."""
+    copied, elem = count_copied_weights(model), operand_bytes(job.train.precision)
+    return Line("bf16 weight copies", copied * elem, f"{copied} x {elem} ({job.train.precision})")
 
 
 def count_copied_weights(model: DecoderModel) -> int:
-    """Elements of the matrices that products read, the head's among them."""
+    """Elements of the weights that GEMMs read, the head's included."""
     tables = {name: p.count for p in list_parameters(model) if (name := p.name) in EMBEDDINGS}
     matrices = sum(p.count for p in list_parameters(model) if len(p.shape) == 2)
     return matrices - sum(tables.values()) + (tables["embed.weight"] if model.tied_embeddings else 0)
-
-
-def _backward_snapshots(
-    job: Job,
-    model: DecoderModel,
-    parameters: Sequence[Parameter],
-    block: CompiledBlock | TritonBlock,
-    persistent_grads: PersistentGrads,
-) -> list[MemorySnapshot]:
-    """Each block on the way back, at its widest points; then the embedding."""
-    head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
-    tied, everything = model.tied_embeddings, count_gradient_bytes(parameters)
-    done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
-    layers = range(model.num_layers)
-    by_block, shared = sum_block_grads(job, model, layers), head if tied else 0
-    beside = shared if persistent_grads.dense else 0  # the head's part of the shared gradient waits
-    snapshots = []
-    for layer in reversed(layers):
-        below, formula = layer * block.kept, f"{layer} blocks, {block.formula}"
-        snapshots += [
-            MemorySnapshot(
-                f"block {layer}, {point.name}backward",
-                below + point.held,
-                point.made + beside,
-                everything if persistent_grads.dense else done + point.complete,
-                f"{formula}, + {point.held} (of this block)",
-                done - shared,
-                layer,
-                point.part,
-            )
-            for point in block.points
-        ]
-        done += by_block[layer]
-    # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
-    parts = (3 if tied else 1) - (0 if persistent_grads.dense else 1)
-    last = head * parts + block.residual
-    return [
-        *snapshots,
-        MemorySnapshot("embedding, backward", 0, last, everything, "none", done - shared, None, "around"),
-        MemorySnapshot("last bucket", 0, 0, everything, "none", everything, None, "reduced"),
-    ]

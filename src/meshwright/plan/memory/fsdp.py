@@ -1,62 +1,48 @@
-"""What ZeRO-2 and 3 add to the moments of a step: gathered groups, shards of gradients, and what is reduced.
+"""All-gathered parameters, gradients and reduce-scatter inputs that ZeRO-2 and 3 add to a snapshot.
 
-Follows torch's FSDP2, eager. A gather arrives in a buffer that is freed when the block is copied out of it.
-While a block is at work, the next ``prefetch`` ones are gathered ahead into such buffers. What a block gave
-to its reduce-scatter, its whole gradient as it travels, stays until the next one's; while it is filled, the
-gradient it is filled from is there too, and shards come when that is gone. The group around the blocks is
-gathered from forward to backward, and the head's gradient, made with the loss, waits as long: both are in the
-peak. Deferred gradients stay whole, in float32 and not padded, until the last micro-batch.
+Follows torch's FSDP2, eager. An all-gather writes into a buffer that is freed when the parameters are copied
+out. While a block runs, the next ``prefetch`` blocks are all-gathered into such buffers. The input of a
+block's reduce-scatter, its unsharded gradient as it is sent, lives until the next block's reduce-scatter.
+While it is filled, the unsharded gradient is live too; the sharded gradient comes when that is freed. The
+root group (embedding, final norm, head) is gathered from forward to backward, and the head's gradient,
+computed with the loss, lives as long: both are in the peak. Deferred gradients stay unsharded, in float32 and
+not padded, until the last micro-batch.
+
+These bytes depend on the layer, the phase and the micro-batch alone. So they are sums over blocks at a given
+snapshot, not events of the walk: only the snapshots near the ends of runs of alike blocks are evaluated.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.layout.axes import dense_shard_axis
 from meshwright.layout.fsdp_groups import FsdpGroup, group_root, offloads_gradients
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, operand_bytes
 from meshwright.layout.stages import StageSpec, list_stages
-from meshwright.plan.memory.fsdp_blocks import FSDPBlock, list_blocks
+from meshwright.plan.memory.fsdp_blocks import BlockGroups, list_blocks
 from meshwright.plan.memory.snapshots import MemorySnapshot
 from meshwright.schedule.pipeline.in_flight import StageState
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
-NORM_TENSORS = 6
-"""Tensors as large as the residual stream in a norm's backward pass, with the stream's own gradient."""
-
-
-@dataclass(frozen=True)
-class FSDPSnapshot:
-    """A moment with what sharding adds."""
-
-    name: str
-    activations: int
-    temporary: int
-    gradients: int
-    gathered: int
-    reduced: int
-    formula: str
-    gathered_formula: str
-
 
 @dataclass(frozen=True)
 class MicroBatchPass:
-    """One micro-batch of a step, by what it finds and what it leaves."""
+    """The position of a micro-batch in its step."""
 
     first: bool
-    """No gradients are there yet; ZeRO-2 gathers."""
+    """There are no gradients yet; ZeRO-2 all-gathers."""
     last: bool
-    """ZeRO-2 lets blocks go."""
+    """ZeRO-2 frees the gathered blocks."""
 
 
 def _list_passes(micro_batches: int) -> list[MicroBatchPass]:
-    """The micro-batches that differ: the first, one in the middle, the last."""
+    """The micro-batches that differ: the first, the last, one between them."""
     if micro_batches == 1:
         return [MicroBatchPass(first=True, last=True)]
     passes = [MicroBatchPass(first=True, last=False), MicroBatchPass(first=False, last=True)]
@@ -65,63 +51,62 @@ def _list_passes(micro_batches: int) -> list[MicroBatchPass]:
 
 @dataclass(frozen=True)
 class FSDPSizes:
-    """Bytes of the groups."""
+    """Bytes of the FSDP groups of a model or pipeline stage."""
 
-    blocks: tuple[FSDPBlock, ...]
+    blocks: tuple[BlockGroups, ...]
     zero: int
     prefetch: int
     """Blocks gathered ahead."""
-    around: int
-    """What lies around the blocks, gathered."""
-    around_sent: int
-    """What it gives to its reduce-scatter: float32, or as compressed gradients are."""
-    around_shard: int
-    """What it keeps of that, in float32."""
-    around_last: int
-    """Its last gradient, which torch lets go of last."""
-    around_early: int
-    """Its gradients that wait through the backward pass of the blocks: the head's, the final norm's."""
-    around_late: int
-    """Its gradients when the embedding's is made."""
+    root: int
+    """The root group, gathered."""
+    root_reduce_input: int
+    """Input of its reduce-scatter: float32, or the type of compressed gradients."""
+    root_shard_grad: int
+    """Its sharded gradient in float32."""
+    root_last_grad: int
+    """The gradient of its last parameter, which torch frees last."""
+    root_early_grads: int
+    """Its gradients that live through the backward of the blocks: the head's, the final norm's."""
+    root_late_grads: int
+    """Its gradients when the embedding's is computed."""
     deferred: bool
-    """Whether gradients wait for the last micro-batch."""
-    kept_around: int
-    """Whole gradients of what lies around the blocks, as they wait."""
-    embedding: int
-    """The gradient of the embedding's part."""
-    tied: int
-    """The head's part of a gradient that it shares with the embedding; 0 where it does not."""
-    summed: bool
-    """Whether autograd adds to kept gradients itself: those of a product in float32."""
+    """Whether gradients stay unsharded until the last micro-batch."""
+    root_full_grad: int
+    """Its unsharded gradients."""
+    embedding_grad: int
+    """The gradient of the embedding."""
+    tied_grad: int
+    """The head's part of a tied gradient; 0 if not tied."""
+    in_place: bool
+    """Whether autograd adds to existing gradients in place: those of float32 GEMMs."""
 
     @classmethod
     def of(cls, job: Job, part: StageSpec) -> FSDPSizes:
-        """Of all of the model, or of a stage."""
+        """Sizes of the model, or of a stage."""
         model, ranks = part.model, dense_shard_axis(job.layout).size
         assert isinstance(model, DecoderModel), "the legality table shards decoders only"
-        (outer,) = group_root(part) or [FsdpGroup("nothing", (), block=False)]
-        around = {p.name: p.count * FLOAT32_BYTES for p in outer.parameters}
+        (group,) = group_root(part) or [FsdpGroup("nothing", (), block=False)]
+        root = {p.name: p.count * FLOAT32_BYTES for p in group.parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
         tied = model.tied_embeddings and part.whole
-        norm = sum(size for name, size in around.items() if name.startswith("norm."))
-        stays = 0 if offloads_gradients(job) else 1
-        # A tied gradient is made of two parts and their sum.
-        late = sum(around.values()) + (2 * head if tied else 0)
+        norm = sum(size for name, size in root.items() if name.startswith("norm."))
+        on_device = 0 if offloads_gradients(job) else 1
         return cls(
             blocks=list_blocks(job, part),
             zero=job.layout.zero,
             prefetch=job.layout.prefetch,
-            around=outer.gathered_bytes(ranks, job.train.precision),
-            around_sent=outer.padded(ranks) * WIRE_BYTES[job.compression.kind],
-            around_shard=stays * outer.padded(ranks) * FLOAT32_BYTES // ranks,
-            around_last=outer.parameters[-1].count * FLOAT32_BYTES if outer.parameters else 0,
-            around_early=head + norm if part.last else 0,
-            around_late=late,
+            root=group.gathered_bytes(ranks, job.train.precision),
+            root_reduce_input=group.padded(ranks) * WIRE_BYTES[job.compression.kind],
+            root_shard_grad=on_device * group.padded(ranks) * FLOAT32_BYTES // ranks,
+            root_last_grad=group.parameters[-1].count * FLOAT32_BYTES if group.parameters else 0,
+            root_early_grads=head + norm if part.last else 0,
+            # A tied gradient is made of two parts and their sum.
+            root_late_grads=sum(root.values()) + (2 * head if tied else 0),
             deferred=job.layout.accumulate == "deferred",
-            kept_around=sum(around.values()),
-            embedding=head if part.first else 0,
-            tied=head if tied else 0,
-            summed=operand_bytes(job.train.precision) == FLOAT32_BYTES,
+            root_full_grad=sum(root.values()),
+            embedding_grad=head if part.first else 0,
+            tied_grad=head if tied else 0,
+            in_place=operand_bytes(job.train.precision) == FLOAT32_BYTES,
         )
 
     @property
@@ -131,210 +116,186 @@ class FSDPSizes:
 
     @functools.cached_property
     def _sums(self) -> dict[str, list[int]]:
-        """Sums over the first blocks, by what is summed."""
+        """Sums over the first blocks, by field."""
         return {
             name: list(itertools.accumulate(map(operator.attrgetter(name), self.blocks), initial=0))
-            for name in ("gathered", "arriving", "shard", "kept")
+            for name in ("gathered", "gather_buffer", "shard_grad", "full_grad")
         }
 
     def _sum(self, name: str, first: int = 0, end: int | None = None) -> int:
-        """Of the blocks from one to before another; those that are not there count nothing."""
+        """Sum over the blocks from one to before another; indices out of range count nothing."""
         sums, end = self._sums[name], self.layers if end is None else min(end, self.layers)
         return sums[end] - sums[min(max(first, 0), end)]
 
     @functools.cached_property
-    def block_shards(self) -> int:
-        """Shards of gradients of all blocks."""
-        return self._sum("shard")
+    def blocks_shard_grad(self) -> int:
+        """Sharded gradients of all blocks."""
+        return self._sum("shard_grad")
 
     @functools.cached_property
-    def kept_blocks(self) -> int:
-        """Whole gradients of all blocks, as they wait."""
-        return self._sum("kept")
+    def blocks_full_grad(self) -> int:
+        """Unsharded gradients of all blocks."""
+        return self._sum("full_grad")
 
     @property
-    def kept(self) -> int:
-        """Gradients between two micro-batches: shards, or whole where they are deferred."""
+    def grads_between(self) -> int:
+        """Gradients between two micro-batches: sharded, or unsharded if deferred."""
         if self.deferred:
-            return self.kept_around + self.kept_blocks
-        return self.around_shard + self.block_shards
+            return self.root_full_grad + self.blocks_full_grad
+        return self.root_shard_grad + self.blocks_shard_grad
 
-    def idle(self, state: StageState, lends: bool) -> int:
-        """What a stage of a pipeline has gathered while it reads no weights.
+    def idle(self, state: StageState, shares_root: bool) -> int:
+        """Gathered parameters of a pipeline stage while another stage runs.
 
         Args:
-            state: What its earlier passes have left.
-            lends: Whether its root group is gathered for another stage, too.
+            state: What earlier passes have left.
+            shares_root: Whether another stage needs its root group too.
         """
         if self.zero == 2:
-            return self.around + self._sum("gathered") if state.in_use else 0
-        return self.around if state.after_forward or lends else 0
+            return self.root + self._sum("gathered") if state.in_use else 0
+        return self.root if state.after_forward or shares_root else 0
 
     def gathered(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int, int]:
-        """What is gathered at a moment: around the blocks, of them, and what is on its way."""
-        around, layer, letting_go = self.around, snapshot.layer, self.zero == 3 or run.last
-        if layer is not None and snapshot.backward and letting_go:
+        """Gathered parameters at a snapshot: the root group, blocks, and all-gather buffers."""
+        root, layer, reshards = self.root, snapshot.layer, self.zero == 3 or run.last
+        if layer is not None and snapshot.backward and reshards:
             below = self._sum("gathered", 0, layer) if self.zero == 2 else 0
-            blocks, buffers = self._at_work_gathered(self.blocks[layer], layer, snapshot.part)
+            blocks, buffers = self._gathered_in_backward(self.blocks[layer], layer, snapshot.phase)
             blocks += below
         elif self.zero == 3 and not snapshot.backward:
             blocks = self.blocks[layer].gathered if layer is not None else 0
             ahead = layer + 1 if layer is not None else self.layers
-            buffers = self._sum("arriving", ahead, ahead + self.prefetch)
+            buffers = self._sum("gather_buffer", ahead, ahead + self.prefetch)
         else:
-            gone = layer is None and snapshot.backward and letting_go
-            around = 0 if gone and snapshot.part == "reduced" else around
-            blocks, buffers = 0 if gone else self._sum("gathered"), 0
-        return around, blocks, buffers
+            freed = layer is None and snapshot.backward and reshards
+            root = 0 if freed and snapshot.phase == "reduced" else root
+            blocks, buffers = 0 if freed else self._sum("gathered"), 0
+        return root, blocks, buffers
 
-    def _at_work_gathered(self, block: FSDPBlock, layer: int, part: str) -> tuple[int, int]:
-        """Of the block at work on the way back, and what is on its way meanwhile; blocks are let go."""
-        own, everything = block.own.gathered, block.gathered
-        there = {"reduced": 0, "experts": own, "attention": own, "last": own, "gathered": own}
-        gathered = there.get(part, everything)
+    def _gathered_in_backward(self, block: BlockGroups, layer: int, phase: str) -> tuple[int, int]:
+        """Of the block in backward, and the buffers of prefetched ones."""
+        main = block.main.gathered
+        by_phase = {"reduced": 0, "experts": main, "attention": main, "last": main, "unshard": main}
+        gathered = by_phase.get(phase, block.gathered)
         if self.zero == 2:
             return gathered, 0
-        ahead = self._sum("arriving", layer - self.prefetch, layer)
-        if part == "gathered":  # its own buffers; the farthest one ahead is not asked for yet
-            ahead = self._sum("arriving", layer - max(self.prefetch - 1, 0), layer)
-            ahead += block.own.arriving + (block.experts.arriving if self.prefetch else 0)
-        elif part == "experts gathered":
-            ahead += block.experts.arriving
+        ahead = self._sum("gather_buffer", layer - self.prefetch, layer)
+        if phase == "unshard":  # its own buffers; the farthest block ahead is not prefetched yet
+            ahead = self._sum("gather_buffer", layer - max(self.prefetch - 1, 0), layer)
+            ahead += block.main.gather_buffer + (block.experts.gather_buffer if self.prefetch else 0)
+        elif phase == "experts unshard":
+            ahead += block.experts.gather_buffer
         return gathered, ahead
 
     def gradients(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int]:
-        """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
+        """Gradients, sharded and unsharded, and inputs of reduce-scatters at a snapshot."""
         if self.deferred and not (run.first and run.last):
             return self._deferred_gradients(snapshot, run)
-        everything = self.around_shard + self.block_shards
+        everything, phase = self.root_shard_grad + self.blocks_shard_grad, snapshot.phase
         if not snapshot.backward:
             return (0 if run.first else everything), 0
         if snapshot.layer is None:
-            shards = self.block_shards if run.first else everything
-            if snapshot.part == "around":
-                return shards + self.around_late, self.blocks[0].own.sent
-            return shards + max(self.kept_around, self.around_last + self.around_shard), self.around_sent
+            shards = self.blocks_shard_grad if run.first else everything
+            if phase == "root":
+                return shards + self.root_late_grads, self.blocks[0].main.reduce_input
+            full = max(self.root_full_grad, self.root_last_grad + self.root_shard_grad)
+            return shards + full, self.root_reduce_input
         block, behind = self.blocks[snapshot.layer], self.blocks[snapshot.layer + 1 : snapshot.layer + 2]
-        shards = self._sum("shard", snapshot.layer + 1) if run.first else everything
-        whole, sent = self._at_work(block, snapshot.part)
-        if run.first and snapshot.part in ("attention", "last", "reduced"):
-            shards += block.experts.shard
-        if snapshot.part == "reduced":
-            whole = block.own.reducing
-        elif snapshot.part == "experts":
-            whole += block.experts.reducing
-        return shards + self.around_early + whole, sent or (behind[0].own.sent if behind else 0)
+        shards = self._sum("shard_grad", snapshot.layer + 1) if run.first else everything
+        full, sent = self._unsharded(block, phase)
+        if run.first and phase in ("attention", "last", "reduced"):
+            shards += block.experts.shard_grad
+        if phase == "reduced":
+            full = block.main.reduce_temp
+        elif phase == "experts":
+            full += block.experts.reduce_temp
+        sent = sent or (behind[0].main.reduce_input if behind else 0)
+        return shards + self.root_early_grads + full, sent
 
     @staticmethod
-    def _at_work(block: FSDPBlock, part: str) -> tuple[int, int]:
-        """Whole gradients of a block on its way back, and what it has sent itself."""
-        whole = {
-            "experts": block.feed_forward,
-            "attention": block.feed_forward,
-            "last": block.own.gathered,
-            "reduced": block.own.gathered,
+    def _unsharded(block: BlockGroups, phase: str) -> tuple[int, int]:
+        """Unsharded gradients of the block in backward, and its own reduce-scatter inputs."""
+        full = {
+            "experts": block.ffn_grad,
+            "attention": block.ffn_grad,
+            "last": block.main.gathered,
+            "reduced": block.main.gathered,
         }
         sent = {
-            "experts": block.experts.sent,
-            "attention": block.experts.sent,
-            "last": block.experts.sent,
-            "reduced": block.own.sent,
+            "experts": block.experts.reduce_input,
+            "attention": block.experts.reduce_input,
+            "last": block.experts.reduce_input,
+            "reduced": block.main.reduce_input,
         }
-        return whole.get(part, 0), sent.get(part, 0)
+        return full.get(phase, 0), sent.get(phase, 0)
 
     def _deferred_gradients(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int]:
-        """The same where gradients wait whole: they come in the first micro-batch, and go in the last."""
-        everything = self.kept_around + self.kept_blocks
+        """The same with deferred gradients: computed in the first micro-batch, reduced in the last."""
+        everything, phase = self.root_full_grad + self.blocks_full_grad, snapshot.phase
         if not snapshot.backward:
             return (0 if run.first else everything), 0
         if snapshot.layer is None:
-            return self._deferred_around(snapshot, run)
+            return self._deferred_root(snapshot, run)
         block, behind = self.blocks[snapshot.layer], self.blocks[snapshot.layer + 1 : snapshot.layer + 2]
-        own, sent = self._at_work(block, snapshot.part)
-        if snapshot.part == "experts":
-            own += block.experts.gathered
+        new, sent = self._unsharded(block, phase)
+        if phase == "experts":
+            new += block.experts.gathered
         if run.first:
-            kept = self.around_early + self._sum("kept", snapshot.layer + 1)
+            kept = self.root_early_grads + self._sum("full_grad", snapshot.layer + 1)
         elif run.last:
-            there = self._sum("kept", 0, snapshot.layer + 1)
-            kept = self.kept_around + self.tied + there + self._sum("shard", snapshot.layer + 1)
+            unreduced = self._sum("full_grad", 0, snapshot.layer + 1)
+            reduced = self._sum("shard_grad", snapshot.layer + 1)
+            kept = self.root_full_grad + self.tied_grad + unreduced + reduced
         else:
-            kept = everything + self.tied
-        if run.first and snapshot.part == "reduced":
-            own = block.kept + (0 if self.summed else block.own.last)
-        elif self.summed and not run.first:
-            own = 0
-        elif run.last and snapshot.part == "reduced" and not behind:
-            own = 0  # added before the first buffer to send is made; later ones follow another
+            kept = everything + self.tied_grad
+        if run.first and phase == "reduced":
+            new = block.full_grad + (0 if self.in_place else block.main.last_grad)
+        elif self.in_place and not run.first:
+            new = 0
+        elif run.last and phase == "reduced" and not behind:
+            new = 0  # added before the first reduce-scatter input is made; later ones follow another
         if not run.last:
-            return kept + own, 0
-        return kept + own, sent or (behind[0].own.sent if behind else 0)
+            return kept + new, 0
+        return kept + new, sent or (behind[0].main.reduce_input if behind else 0)
 
-    def _deferred_around(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int]:
-        """The same when the blocks are done."""
-        blocks = self.block_shards if run.last else self.kept_blocks
-        sent = self.blocks[0].own.sent if snapshot.part == "around" else self.around_sent
-        reduced = sent if run.last else 0
-        if snapshot.part != "around":
-            return blocks + self.kept_around, reduced
-        # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
-        made = self.around_late if run.first else self.kept_around + self.embedding + 2 * self.tied
-        return blocks + made, reduced
-
-
-def _gathered_snapshots(job: Job, snapshots: Sequence[MemorySnapshot]) -> list[MemorySnapshot]:
-    """Each block copied out of its gather on ZeRO-3's way back, when the one behind it was done."""
-    if job.layout.zero != 3:
-        return []
-    before = [m for m in snapshots if m.part == "reduced" and m.layer]
-    return [
-        dataclasses.replace(m, name=f"block {m.layer - 1}, gathered", layer=m.layer - 1, part="gathered")
-        for m in before
-        if m.layer is not None
-    ]
+    def _deferred_root(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int]:
+        """The same for the root group, after all blocks."""
+        blocks = self.blocks_shard_grad if run.last else self.blocks_full_grad
+        sent = self.blocks[0].main.reduce_input if snapshot.phase == "root" else self.root_reduce_input
+        reduce_input = sent if run.last else 0
+        if snapshot.phase != "root":
+            return blocks + self.root_full_grad, reduce_input
+        # The embedding's gradient is computed whole before it is added; a tied one is the sum of two parts.
+        added = self.root_full_grad + self.embedding_grad + 2 * self.tied_grad
+        return blocks + (self.root_late_grads if run.first else added), reduce_input
 
 
-def _last_snapshots(snapshots: Sequence[MemorySnapshot]) -> list[MemorySnapshot]:
-    """Each block when its last gradient is made, that of its first norm, and all of them are whole."""
-    return [
-        dataclasses.replace(
-            m, name=f"block {m.layer}, last gradient", temporary=NORM_TENSORS * m.temporary, part="last"
-        )
-        for m in snapshots
-        if m.part == "reduced" and m.layer is not None
-    ]
-
-
-def find_fsdp_peak(job: Job, snapshots: Sequence[MemorySnapshot], micro_batches: int) -> FSDPSnapshot:
-    """The fullest moment of a step of ZeRO-2 or 3, of equal ones the first.
+def find_fsdp_peak(job: Job, snapshots: Sequence[MemorySnapshot], micro_batches: int) -> MemorySnapshot:
+    """The largest snapshot of a step under ZeRO-2 or 3, of equal ones the first.
 
     Args:
         job: With its layout settled.
         snapshots: Of the model.
         micro_batches: Of a step.
     """
-    sizes, largest, top = FSDPSizes.of(job, list_stages(job)[0]), -1, None
-    every = (*snapshots, *_gathered_snapshots(job, snapshots), *_last_snapshots(snapshots))
-    for run in _list_passes(micro_batches):  # the micro-batches that differ
-        for snapshot in every:
-            temporary = (
-                0 if snapshot.part == "around" else snapshot.temporary
-            )  # the embedding's is a gradient
-            alive = snapshot.activations + temporary + sum(sizes.gathered(snapshot, run))
-            alive += sum(sizes.gradients(snapshot, run))
-            if alive > largest:
-                largest, top = alive, (snapshot, run, temporary)
-    assert top is not None, "a step has moments"
-    snapshot, run, temporary = top
-    around, blocks, buffers = sizes.gathered(snapshot, run)
-    gradients, reduced = sizes.gradients(snapshot, run)
-    return FSDPSnapshot(
-        name=snapshot.name,
-        activations=snapshot.activations,
+    sizes, largest, peak = FSDPSizes.of(job, list_stages(job)[0]), -1, None
+    for run in _list_passes(micro_batches):
+        for snapshot in snapshots:
+            # The embedding's temporary bytes are a gradient, which `gradients` counts.
+            temporary = 0 if snapshot.phase == "root" else snapshot.temporary
+            live = snapshot.activations + temporary + sum(sizes.gathered(snapshot, run))
+            live += sum(sizes.gradients(snapshot, run))
+            if live > largest:
+                largest, peak = live, (snapshot, run, temporary)
+    assert peak is not None, "a step has snapshots"
+    snapshot, run, temporary = peak
+    root, blocks, buffers = sizes.gathered(snapshot, run)
+    gradients, reduce_inputs = sizes.gradients(snapshot, run)
+    return replace(
+        snapshot,
         temporary=temporary,
         gradients=gradients,
-        gathered=around + blocks + buffers,
-        reduced=reduced,
-        formula=snapshot.formula,
-        gathered_formula=f"{around} (around the blocks) + {blocks} (blocks) + {buffers} (on their way)",
+        gathered=root + blocks + buffers,
+        gathered_formula=f"{root} (root group) + {blocks} (blocks) + {buffers} (all-gather buffers)",
+        reduce_inputs=reduce_inputs,
     )

@@ -1,9 +1,9 @@
-"""The groups of one block under ZeRO-2 and 3, in bytes: its own, and its experts' where those are apart.
+"""Bytes of one block's FSDP groups: its main group, and its experts' where these have their own ranks.
 
-Experts that are cut over ranks of their own are reduced as soon as their backward pass is done, before that
-of the router and of attention; what they gave to their reduce-scatter then waits in place of what the block
-behind gave. A rank that is alone in its group has no buffer that a gather arrives in, as it copies its own
-part; and in place of a reduce-scatter it divides, and copies.
+Experts that are sharded over ranks of their own are reduced as soon as their backward is done, before that of
+the router and of attention. The input of their reduce-scatter then replaces that of the block behind. A group
+of one rank has no all-gather buffer, because it copies its own shard; instead of a reduce-scatter it divides
+and copies.
 """
 
 from __future__ import annotations
@@ -18,97 +18,97 @@ from meshwright.spec.job import Job
 
 
 @dataclass(frozen=True)
-class FSDPGroup:
-    """One group of a block."""
+class GroupSizes:
+    """One FSDP group of a block."""
 
     gathered: int
-    """In the precision of the products; its whole gradient is as large."""
-    arriving: int
-    """What a gather arrives in, until it is copied out."""
-    sent: int
-    """What it gives to its reduce-scatter."""
-    shard: int
-    """What it keeps of that, in float32."""
-    reducing: int
-    """What lives beside what is sent while it is filled, or turned into shards."""
-    kept: int
-    """Its whole gradient where that waits for the last micro-batch: float32, not padded."""
-    last: int
-    """Its last gradient, which torch lets go of last."""
+    """All-gathered parameters in the precision of GEMMs; the unsharded gradient has the same size."""
+    gather_buffer: int
+    """Output of the all-gather, until it is copied out."""
+    reduce_input: int
+    """Input of the reduce-scatter."""
+    shard_grad: int
+    """The sharded gradient in float32."""
+    reduce_temp: int
+    """Live beside the reduce-scatter's input while it is filled, or while its output is cast."""
+    full_grad: int
+    """The unsharded gradient under deferred accumulation: float32, not padded."""
+    last_grad: int
+    """The gradient of its last parameter, which torch frees last."""
 
     @classmethod
-    def of(cls, job: Job, group: FsdpGroup) -> FSDPGroup:
-        """Of a group that has parameters."""
-        ranks, low = group_axis(job, group).size, operand_bytes(job.train.precision)
+    def of(cls, job: Job, group: FsdpGroup) -> GroupSizes:
+        """Sizes of a group that has parameters."""
+        ranks, elem = group_axis(job, group).size, operand_bytes(job.train.precision)
         wire, padded = WIRE_BYTES[job.compression.kind], group.padded(ranks)
-        # What a reduce-scatter gives, before it is float32.
-        given = 0 if wire == FLOAT32_BYTES else padded // ranks * wire
+        # The output of the reduce-scatter, before the cast to float32.
+        output = 0 if wire == FLOAT32_BYTES else padded // ranks * wire
         shard = 0 if offloads_gradients(job) else padded // ranks * FLOAT32_BYTES
-        last = group.parameters[-1].count * low
-        turned = last + given + shard
+        last = group.parameters[-1].count * elem
+        cast = last + output + shard
         if ranks == 1:
-            turned = max(padded * wire + (given or shard), given + shard)
+            cast = max(padded * wire + (output or shard), output + shard)
         return cls(
-            gathered=padded * low,
-            arriving=0 if ranks == 1 else padded * low,
-            sent=padded * wire,
-            shard=shard,
-            reducing=max(padded * low, turned),
-            kept=sum(p.count for p in group.parameters) * FLOAT32_BYTES,
-            last=last,
+            gathered=padded * elem,
+            gather_buffer=0 if ranks == 1 else padded * elem,
+            reduce_input=padded * wire,
+            shard_grad=shard,
+            reduce_temp=max(padded * elem, cast),
+            full_grad=sum(p.count for p in group.parameters) * FLOAT32_BYTES,
+            last_grad=last,
         )
 
 
-NOTHING = FSDPGroup(0, 0, 0, 0, 0, 0, 0)
+NO_GROUP = GroupSizes(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class FSDPBlock:
-    """A block: its own group, and that of experts that are apart."""
+class BlockGroups:
+    """A block: its main group, and that of experts with their own ranks."""
 
-    own: FSDPGroup
-    experts: FSDPGroup
-    feed_forward: int
-    """The part of the own gradient which is there when the backward pass comes to attention."""
-    routed: int
-    """The part of `own.kept` that is of routed experts."""
+    main: GroupSizes
+    experts: GroupSizes
+    ffn_grad: int
+    """The part of the main gradient that exists when backward reaches attention."""
+    routed_grad: int
+    """The part of `main.full_grad` that belongs to routed experts."""
 
     @classmethod
-    def of(cls, job: Job, own: FsdpGroup, experts: FsdpGroup | None) -> FSDPBlock:
-        """Of its groups."""
-        low = operand_bytes(job.train.precision)
+    def of(cls, job: Job, main: FsdpGroup, experts: FsdpGroup | None) -> BlockGroups:
+        """Sizes of its groups."""
+        elem = operand_bytes(job.train.precision)
         return cls(
-            FSDPGroup.of(job, own),
-            FSDPGroup.of(job, experts) if experts else NOTHING,
-            sum(p.count for p in own.parameters if ".ffn." in p.name) * low,
-            sum(p.count for p in own.parameters if is_expert(p.name)) * FLOAT32_BYTES,
+            GroupSizes.of(job, main),
+            GroupSizes.of(job, experts) if experts else NO_GROUP,
+            sum(p.count for p in main.parameters if ".ffn." in p.name) * elem,
+            sum(p.count for p in main.parameters if is_expert(p.name)) * FLOAT32_BYTES,
         )
 
     @property
     def gathered(self) -> int:
-        """Both groups."""
-        return self.own.gathered + self.experts.gathered
+        """All-gathered parameters of both groups."""
+        return self.main.gathered + self.experts.gathered
 
     @property
-    def arriving(self) -> int:
-        """On their way."""
-        return self.own.arriving + self.experts.arriving
+    def gather_buffer(self) -> int:
+        """All-gather buffers of both groups."""
+        return self.main.gather_buffer + self.experts.gather_buffer
 
     @property
-    def shard(self) -> int:
-        """Shards of gradients."""
-        return self.own.shard + self.experts.shard
+    def shard_grad(self) -> int:
+        """Sharded gradients of both groups."""
+        return self.main.shard_grad + self.experts.shard_grad
 
     @property
-    def kept(self) -> int:
-        """Whole gradients that wait."""
-        return self.own.kept + self.experts.kept
+    def full_grad(self) -> int:
+        """Unsharded float32 gradients of both groups."""
+        return self.main.full_grad + self.experts.full_grad
 
 
-def list_blocks(job: Job, part: StageSpec) -> tuple[FSDPBlock, ...]:
-    """The blocks of a stage, first to last; alike ones are one object."""
-    found: list[FSDPBlock] = []
+def list_blocks(job: Job, part: StageSpec) -> tuple[BlockGroups, ...]:
+    """The blocks of a stage, first to last; alike blocks are one object."""
+    found: list[BlockGroups] = []
     for layer, times in part.block_kinds:
-        *experts, own = group_block(part, layer)
-        found += [FSDPBlock.of(job, own, experts[0] if experts else None)] * times
+        *experts, main = group_block(part, layer)
+        found += [BlockGroups.of(job, main, experts[0] if experts else None)] * times
     return tuple(found)

@@ -1,12 +1,13 @@
-"""Gradients of a stage under ZeRO-2 and 3 where the backward pass is split in two.
+"""Gradients of a pipeline stage under ZeRO-2 and 3 with a split backward pass.
 
-The first half (B) makes the gradients of the root group and of routed experts. The root group is reduced at
-once, and so are experts that are sharded over ranks of their own. Other routed experts are in the group of
-their block, which is not reduced in B: their gradients wait whole, in float32.
+The input-gradient half (B) also computes the gradients of the root group and of routed experts. The root
+group is reduced at once, and so are experts that are sharded over ranks of their own. Other routed experts
+belong to the group of their block, which is not reduced in B: their gradients stay unsharded, in float32.
 
-The second half (W) makes the weight gradients of all linear layers of the stage, whole and in float32. Then
-it reduces the blocks one by one, last to first. Each fills the input of its reduce-scatter while its own
-gradient and those of the blocks below are whole. That is the peak of W. Nothing is gathered for it.
+The weight-gradient half (W) computes the weight gradients of all linear layers of the stage, unsharded and in
+float32. Then it reduces the blocks one by one, last to first. Each fills the input of its reduce-scatter
+while its own gradient and those of the blocks below are unsharded. That is the peak of W. Nothing is gathered
+for it.
 
 With deferred gradients nothing is reduced before the last B, for the root group, and the last W.
 """
@@ -24,80 +25,81 @@ from meshwright.schedule.pipeline.in_flight import StageState, WeightGrads
 
 @dataclass(frozen=True)
 class SplitBackwardGrads:
-    """Bytes of gradients, and of the inputs of reduce-scatters."""
+    """Bytes of gradients and of reduce-scatter inputs."""
 
     sizes: FSDPSizes
 
     @functools.cached_property
-    def _early(self) -> tuple[list[int], list[int]]:
-        """Sums over the last blocks of what B makes of experts: what is reduced in B, and what waits."""
+    def _expert_grads(self) -> tuple[list[int], list[int]]:
+        """Expert gradients that B computes, summed over the last blocks: reduced in B, and left unsharded."""
         deferred, blocks = self.sizes.deferred, self.sizes.blocks[::-1]
-        reduced = [0 if deferred else block.experts.shard for block in blocks]
-        waiting = [block.routed + (block.experts.kept if deferred else 0) for block in blocks]
-        return list(itertools.accumulate(reduced, initial=0)), list(itertools.accumulate(waiting, initial=0))
+        reduced = [0 if deferred else block.experts.shard_grad for block in blocks]
+        full = [block.routed_grad + (block.experts.full_grad if deferred else 0) for block in blocks]
+        return list(itertools.accumulate(reduced, initial=0)), list(itertools.accumulate(full, initial=0))
 
     @functools.cached_property
-    def _own_shards(self) -> int:
-        """Shards of the blocks' own groups."""
-        return sum(block.own.shard for block in self.sizes.blocks)
+    def _main_shards(self) -> int:
+        """Sharded gradients of the blocks' main groups."""
+        return sum(block.main.shard_grad for block in self.sizes.blocks)
 
-    def held(self, state: StageState) -> int:
-        """Between two actions of the stage."""
-        sizes, (reduced, waiting) = self.sizes, self._early
+    def between_actions(self, state: StageState) -> int:
+        """Gradients between two actions of the stage."""
+        sizes, (reduced, full) = self.sizes, self._expert_grads
         if state.grads is WeightGrads.NONE:
             return 0
         if sizes.deferred:
-            return sizes.kept if state.grads is WeightGrads.ALL else sizes.kept_around + waiting[-1]
-        own = self._own_shards if state.grads is WeightGrads.ALL else 0
-        return sizes.around_shard + own + reduced[-1] + (waiting[-1] if state.unreduced else 0)
+            return sizes.grads_between if state.grads is WeightGrads.ALL else sizes.root_full_grad + full[-1]
+        main = self._main_shards if state.grads is WeightGrads.ALL else 0
+        return sizes.root_shard_grad + main + reduced[-1] + (full[-1] if state.unreduced else 0)
 
     def input_grads(self, snapshot: MemorySnapshot, state: StageState) -> tuple[int, int]:
-        """At a moment of B, or of a forward pass: gradients, and what a reduce-scatter was given."""
+        """Gradients and reduce-scatter inputs at a snapshot of B, or of forward."""
         if not snapshot.backward:
-            return self.held(state), 0
+            return self.between_actions(state), 0
         sizes, layer = self.sizes, snapshot.layer
         done = sizes.layers if layer is None else sizes.layers - 1 - layer
-        held = self.held(state) + self._made(done, state)
+        grads = self.between_actions(state) + self._new_expert_grads(done, state)
         if layer is None:
-            return self._around(snapshot, held)
+            return self._root(snapshot, grads)
         block, behind = sizes.blocks[layer], sizes.blocks[layer + 1 : layer + 2]
-        if snapshot.part == "experts":
-            held += block.experts.reducing
-        if snapshot.part in ("experts", "attention"):  # made in the precision of the GEMM
-            held += block.routed if sizes.summed else block.routed // 2
-        sent = block.experts.sent if snapshot.part in ("experts", "attention") else 0
-        sent = sent or (behind[0].experts.sent if behind else 0)
-        return held + sizes.around_early, 0 if sizes.deferred else sent
+        if snapshot.phase == "experts":
+            grads += block.experts.reduce_temp
+        if snapshot.phase in ("experts", "attention"):  # computed in the precision of the GEMM
+            grads += block.routed_grad if sizes.in_place else block.routed_grad // 2
+        sent = block.experts.reduce_input if snapshot.phase in ("experts", "attention") else 0
+        sent = sent or (behind[0].experts.reduce_input if behind else 0)
+        return grads + sizes.root_early_grads, 0 if sizes.deferred else sent
 
-    def _made(self, blocks: int, state: StageState) -> int:
-        """What B has made of the experts of the last blocks and was not there when it began."""
-        reduced, waiting = (sums[blocks] for sums in self._early)
+    def _new_expert_grads(self, blocks: int, state: StageState) -> int:
+        """Gradients of the last blocks' experts that this B has computed and that did not exist before."""
+        reduced, full = (sums[blocks] for sums in self._expert_grads)
         none = state.grads is WeightGrads.NONE
-        there = not none if self.sizes.deferred else state.unreduced
-        return (reduced if none else 0) + (0 if there else waiting)
+        existed = not none if self.sizes.deferred else state.unreduced
+        return (reduced if none else 0) + (0 if existed else full)
 
-    def _around(self, snapshot: MemorySnapshot, held: int) -> tuple[int, int]:
-        """The same for the root group, when the blocks are done."""
+    def _root(self, snapshot: MemorySnapshot, grads: int) -> tuple[int, int]:
+        """The same for the root group, after all blocks."""
         sizes = self.sizes
-        if snapshot.part == "around":
-            return held + sizes.around_late, 0 if sizes.deferred else sizes.blocks[0].experts.sent
-        whole = max(sizes.kept_around, sizes.around_last + sizes.around_shard)
-        return held + whole, sizes.around_sent
+        if snapshot.phase == "root":
+            sent = 0 if sizes.deferred else sizes.blocks[0].experts.reduce_input
+            return grads + sizes.root_late_grads, sent
+        full = max(sizes.root_full_grad, sizes.root_last_grad + sizes.root_shard_grad)
+        return grads + full, sizes.root_reduce_input
 
     def weight_grads(self, state: StageState) -> tuple[int, int]:
-        """At the peak of W: gradients, and what a reduce-scatter was given."""
+        """Gradients and reduce-scatter inputs at the peak of W."""
         sizes = self.sizes
         if sizes.deferred and not state.last:
-            return sizes.kept, 0
-        reduced, _ = self._early
-        held = sizes.around_shard + reduced[-1]
+            return sizes.grads_between, 0
+        reduced, _ = self._expert_grads
+        grads = sizes.root_shard_grad + reduced[-1]
         if sizes.deferred:
-            held += sum(block.experts.shard for block in sizes.blocks)
-        added = state.grads is WeightGrads.ALL and not sizes.deferred
-        whole, shards = sum(block.own.kept for block in sizes.blocks), self._own_shards if added else 0
+            grads += sum(block.experts.shard_grad for block in sizes.blocks)
+        exist = state.grads is WeightGrads.ALL and not sizes.deferred
+        full, shards = sum(block.main.full_grad for block in sizes.blocks), self._main_shards if exist else 0
         found = []
         for block in reversed(sizes.blocks):
-            found.append((held + whole + shards, block.own.sent))
-            whole -= block.own.kept
-            shards += 0 if added else block.own.shard
+            found.append((grads + full + shards, block.main.reduce_input))
+            full -= block.main.full_grad
+            shards += 0 if exist else block.main.shard_grad
         return max(found, key=sum)

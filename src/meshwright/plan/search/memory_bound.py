@@ -35,11 +35,12 @@ from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.weights import Weights
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.memory.decoder import BlockSizes, loss_temp_bytes
+from meshwright.plan.memory.block import BlockSizes
+from meshwright.plan.memory.decoder import loss_temp_bytes
 from meshwright.plan.memory.feed_forward import FeedForwardSizes, size_experts, size_feed_forward
 from meshwright.plan.memory.fit import overhead
 from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
-from meshwright.plan.memory.pipeline import deferred_weight_grad_bytes
+from meshwright.plan.memory.stage import deferred_weight_grad_bytes
 from meshwright.plan.predict import require_decoder
 from meshwright.plan.time.engine import StepEstimate
 from meshwright.plan.time.stage_layers import HeldLayers, count_end_layers
@@ -186,11 +187,13 @@ class PeakBound:
         job: Job, model: DecoderModel, feed_forward: FeedForwardSizes
     ) -> tuple[BlockSizes, float, float, float, float]:
         sizes = BlockSizes.of(job, model, job.layout.micro_batch or 1, feed_forward)
-        backward_peak = sizes.block + sizes.hidden + min(feed_forward.backward, feed_forward.first_backward)
-        copies = float(sizes.copies) if job.layout.recompute == "none" else 0.0
+        backward_peak = (
+            sizes.full + sizes.residual + min(feed_forward.backward_temp, feed_forward.first_backward_temp)
+        )
+        copies = float(sizes.weight_copies) if job.layout.recompute == "none" else 0.0
         return (
             sizes,
-            float(sizes.waiting),
+            float(sizes.saved),
             float(backward_peak),
             float(deferred_weight_grad_bytes(model, sizes)),
             copies,

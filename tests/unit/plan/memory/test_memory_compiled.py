@@ -39,17 +39,17 @@ def with_layout(job, **changes):
 def test_a_block_keeps_its_input_and_its_products(job):
     tokens = 8 * 4096
     each = 2 * 2048 + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 2 * 2048 + 4 * 8192
-    assert CompiledBlock.of(job, job.model, 8).kept == tokens * each
+    assert CompiledBlock.of(job, job.model, 8).saved == tokens * each
     wide = CompiledBlock.of(with_train(job, residual_dtype="fp32"), job.model, 8)
-    assert wide.kept - tokens * each == wide.residual // 2 == tokens * 2 * 2048
-    assert CompiledBlock.of(with_layout(job, recompute="full"), job.model, 8).kept == tokens * 2 * 2048
+    assert wide.saved - tokens * each == wide.residual // 2 == tokens * 2 * 2048
+    assert CompiledBlock.of(with_layout(job, recompute="full"), job.model, 8).saved == tokens * 2 * 2048
 
 
 @pytest.mark.parametrize(("backend", "block"), [("triton", TritonBlock), ("compile", CompiledBlock)])
 def test_the_peak_is_state_copies_blocks_and_the_loss(job, backend, block):
     job = with_train(job, block_backend=backend)
     ledger, model = predict_ledger(job, 8, 1), job.model
-    tokens, head, blocks = 8 * 4096, 128256 * 2048, block.of(job, job.model, 8).kept * 16
+    tokens, head, blocks = 8 * 4096, 128256 * 2048, block.of(job, job.model, 8).saved * 16
     state = count_parameters(model) * 12 + count_copied_weights(model) * 2
     loss = 3 * tokens * 2048 * 2 + head * 4 + 8192 * 128256 * 2
     assert ledger.peak_at == "loss, forward"
@@ -98,7 +98,7 @@ def test_the_widest_points_on_the_way_back_by_hand(job):
     job = dataclasses.replace(job, model=dataclasses.replace(job.model, vocab_size=256))
     kept = tokens * (2 * (2 * width + 4) + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 4 * inner)
     gate = tokens * (2 * inner + 4 * inner + 2 * inner)  # what comes to it, what it gives, down's input again
-    assert TritonBlock.of(job, job.model, 8).points[0].made == tokens * 2 * width + gate
+    assert TritonBlock.of(job, job.model, 8).points[0].temporary == tokens * 2 * width + gate
     ledger = predict_ledger(job, 8, 1)
     lines = {line.name: line.bytes for line in ledger.lines}
     assert ledger.peak_at == "block 15, backward"
@@ -108,7 +108,7 @@ def test_the_widest_points_on_the_way_back_by_hand(job):
     # Without recomputation down's input is there already, and more lives when the last matrix's gradient is
     # made: those of the stream, which are rounded for products where it is fp32, before the norm and behind.
     wide = with_train(with_layout(job, recompute="none"), residual_dtype="fp32")
-    made = TritonBlock.of(wide, job.model, 8).points[0].made
+    made = TritonBlock.of(wide, job.model, 8).points[0].temporary
     assert made == tokens * (6 * width + 4 * inner + 6 * width) + 4 * 3 * inner * width
 
 
@@ -120,10 +120,10 @@ def test_in_8_bits_casts_live_beside_products(job):
         for recompute in ("none", "selective")
     }
     assert blocks["none"] == blocks["selective"]
-    output = blocks["none"].points[1].made - TritonBlock.of(job, job.model, 8).points[1].made
+    output = blocks["none"].points[1].temporary - TritonBlock.of(job, job.model, 8).points[1].temporary
     assert output == tokens * width + width * 2048 - 4 * width * 2048, "casts for the gradient's product"
     fp8 = with_train(fp8, fp8_weight_grads=True)
-    made = TritonBlock.of(fp8, fp8.model, 8).points[0].made
+    made = TritonBlock.of(fp8, fp8.model, 8).points[0].temporary
     matrices = 4 * 3 * inner * width
     assert made == tokens * (4 * width + 4 * inner + 2 * width) + matrices + tokens * (2 * inner + width)
 
@@ -220,7 +220,7 @@ def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, r
         for block in decoder.list_blocks():
             x = block(x, rope, None, None)
 
-    assert sum_saved_bytes(job, decoder, run) == 2 * CompiledBlock.of(job, job.model, 4).kept
+    assert sum_saved_bytes(job, decoder, run) == 2 * CompiledBlock.of(job, job.model, 4).saved
 
 
 @pytest.mark.parametrize("residual", ["bf16", "fp32"])
@@ -254,7 +254,7 @@ def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, pre
         decoder.norm(x)
 
     block = TritonBlock.of(job, job.model, 4)
-    assert sum_saved_bytes(job, decoder, run) == 2 * block.kept + block.last_norm
+    assert sum_saved_bytes(job, decoder, run) == 2 * block.saved + block.final_norm
 
 
 def sum_saved_bytes(job, decoder, run):

@@ -44,7 +44,7 @@ def kept(job_of):
 
     def size(layout=None, model=None, rows=None, **train):
         job = job_of(layout, model, **train)
-        return size_experts(job, local_model(job), 2, rows).kept
+        return size_experts(job, local_model(job), 2, rows).saved
 
     return size
 
@@ -135,8 +135,8 @@ def test_the_ledger_of_rows_that_came_differs_by_what_they_keep(job_of, layout):
 def test_dense_layers_keep_what_dense_layers_do(job_of):
     mixed, all_routed = job_of(model={"dense_layers": 1}), job_of()
     dense = size_feed_forward(mixed, local_model(mixed), 2)
-    assert dense.kept == TOKENS * (8 + 4 * 16) * 4
+    assert dense.saved == TOKENS * (8 + 4 * 16) * 4
     difference = (
         predict_ledger(all_routed, 2, 2).activation_bytes - predict_ledger(mixed, 2, 2).activation_bytes
     )
-    assert difference == ROUTER + ANSWERS + ROWS - dense.kept
+    assert difference == ROUTER + ANSWERS + ROWS - dense.saved
