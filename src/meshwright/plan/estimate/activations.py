@@ -1,19 +1,20 @@
-"""What a block keeps from its forward to its backward pass, in bytes a token, by framework and recomputation.
+"""Bytes per token that a block saves for backward, by framework and activation checkpointing.
 
-With D hidden, Q and K the widths of all query and key heads, F feed-forward, H heads, s sequence, e bytes an
-element (2, or 4 in float32), q bytes of a product's input (1 in fp8 where it is kept so):
+With D the hidden size, Q and K the widths of all query and key heads, F the feed-forward size, H heads, s the
+sequence length, e bytes per element (2, or 4 in float32), q bytes per element of a saved GEMM input (1 in fp8
+if it is saved in fp8):
 
 =================  ==================================  ====================  ============================
-blocks             over tp with sequence parallelism   inputs of products    over tp
+blocks             over tp with sequence parallelism   inputs of GEMMs       over tp
 =================  ==================================  ====================  ============================
 fused (Megatron)   2 x D e, 2 x D with dropout         2 x D q               (2 Q + 2 K) e + F (2 e + q)
 operators (torch)  2 x D e                             2 x D e               (2 Q + 2 K) e + 4 F e
 eager (autocast)   2 x (D + 1) 4                       2 x D e               (2 Q + 2 K) e + 4 F e
 =================  ==================================  ====================  ============================
 
-and 4 H for the log-sum-exp of fused attention, or s H (2 + 3 with dropout) for kept scores. With Q = K = D,
+and 4 H for the log-sum-exp of fused attention, or s H (2 + 3 with dropout) for saved scores. With Q = K = D,
 F = 4 D, GELU, dropout and no fused attention the first line is s b h (34 + 5 a s / h), equation 1 of
-Korthikanti et al. 2022. GELU keeps F (e + q) where a gated feed-forward keeps F (2 e + q).
+Korthikanti et al. 2022. GELU saves F (e + q), a gated feed-forward F (2 e + q).
 """
 
 from __future__ import annotations
@@ -27,46 +28,46 @@ from meshwright.plan.estimate.state import FLOAT32, LOW_BYTES
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.workload import Workload
 
-PRODUCT_BYTES = {"fp8": 1.0, "fp4": 0.5625}
-"""Bytes of a product's input in low precision, fp4 with its scales."""
+GEMM_INPUT_BYTES = {"fp8": 1.0, "fp4": 0.5625}
+"""Bytes per element of a GEMM input in low precision, fp4 with its scales."""
 ROUTER_BYTES = 13.0
-"""Probabilities, scores and their softmax in float32 and the map, for each expert and token."""
+"""Probabilities, scores and their softmax in float32 and the map, per expert and token."""
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes a token of one part of a block."""
+    """Bytes per token of one part of a block."""
 
     shared: float = 0.0
-    """Cut by tp under sequence parallelism."""
+    """Sharded by tp under sequence parallelism."""
     gathered: float = 0.0
-    """Inputs of split products: cut like `shared` where a framework gathers them again."""
+    """Inputs of tensor-parallel GEMMs: sharded like `shared` if a framework all-gathers them again."""
     split: float = 0.0
-    """Cut by tp."""
+    """Sharded by tp."""
     scores: float = 0.0
-    """For each position of the sequence; cut by tp."""
+    """Per position of the sequence; sharded by tp."""
     routed: float = 0.0
-    """For each copy of a token that is sent to an expert."""
+    """Per copy of a token that is sent to an expert."""
     second_output: float = 0.0
-    """Attention's result once more, where heads are exchanged for positions over cp; cut by tp."""
+    """The attention output once more, under Ulysses; sharded by tp."""
 
     def __add__(self, other: SavedBytes) -> SavedBytes:
         return SavedBytes(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 def attention_saved_bytes(workload: Workload) -> SavedBytes:
-    """Attention with its norm, nothing recomputed."""
+    """Attention with its norm, without activation checkpointing."""
     model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
-    width, heads, given = model.hidden_size, model.num_heads, _product_bytes(workload)
+    width, heads, gemm_input = model.hidden_size, model.num_heads, _gemm_input_bytes(workload)
     inputs = SavedBytes(
-        shared=norm_input_bytes(workload) + (width if rules.dropout else 0), gathered=width * given
+        shared=norm_input_bytes(workload) + (width if rules.dropout else 0), gathered=width * gemm_input
     )
-    turned = model.num_heads * (model.head_size + (model.rope_head_dim or 0))
-    results = model.value_size * low + (model.value_size * given if given < low else 0.0)
+    rotated = model.num_heads * (model.head_size + (model.rope_head_dim or 0))
+    results = model.value_size * low + (model.value_size * gemm_input if gemm_input < low else 0.0)
     if model.attention == "latent":
         lead, latent, rope = model.query_latent_size or 0, model.latent_size or 0, model.rope_head_dim or 0
         below = (2 * lead + 2 * latent + rope) * low
-        inner = SavedBytes(shared=below, split=(2 * turned + model.value_size) * low + results)
+        inner = SavedBytes(shared=below, split=(2 * rotated + model.value_size) * low + results)
     else:
         inner = SavedBytes(split=(model.query_size + 2 * _key_width(workload)) * low + results)
     if rules.fused_attention:
@@ -77,39 +78,39 @@ def attention_saved_bytes(workload: Workload) -> SavedBytes:
 
 
 def _key_width(workload: Workload) -> int:
-    """Of kept keys: torch repeats them for every query head in float32 and behind a mask."""
+    """Width of saved keys: torch repeats them for every query head in float32 and with a mask."""
     model, eager = workload.model, workload.profile.memory.blocks == "eager"
     repeats = workload.precision == "fp32" or workload.document_mask
     return model.query_size if eager and repeats and workload.cluster.device == "cuda" else model.kv_size
 
 
 def ffn_saved_bytes(workload: Workload, expert: bool) -> SavedBytes:
-    """A feed-forward with its norm, dense or with experts, nothing recomputed."""
+    """A feed-forward with its norm, dense or MoE, without activation checkpointing."""
     model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
-    width, given = model.hidden_size, _product_bytes(workload)
+    width, gemm_input = model.hidden_size, _gemm_input_bytes(workload)
     gated = model.activation == "swiglu"
-    inner = (2 * low if gated else low) + given
+    inner = (2 * low if gated else low) + gemm_input
     if rules.blocks != "fused":
         inner = (4 if gated else 2) * low
     norm = norm_input_bytes(workload) + (width if rules.dropout else 0)
     if not expert:
-        return SavedBytes(shared=norm, gathered=width * given, split=model.ffn_size * inner)
+        return SavedBytes(shared=norm, gathered=width * gemm_input, split=model.ffn_size * inner)
     wide = model.expert_width
     return SavedBytes(
         shared=norm + width * low + (model.num_experts or 0) * ROUTER_BYTES,
         split=model.shared_experts * wide * inner,
-        routed=width * given + wide * inner,
+        routed=width * gemm_input + wide * inner,
     )
 
 
-def _product_bytes(workload: Workload) -> float:
-    """Bytes of a kept product input: Transformer Engine keeps it in low precision, torchao does not."""
+def _gemm_input_bytes(workload: Workload) -> float:
+    """Bytes per element of a saved GEMM input: Transformer Engine saves low precision, torchao does not."""
     low = LOW_BYTES[workload.precision]
-    return PRODUCT_BYTES.get(workload.precision, low) if workload.profile.memory.scratch_gradients else low
+    return GEMM_INPUT_BYTES.get(workload.precision, low) if workload.profile.memory.scratch_gradients else low
 
 
 def norm_input_bytes(workload: Workload) -> float:
-    """A norm's input; statistics beside it where it is not part of a product; on CPU RMSNorm's result too."""
+    """A norm's input; with statistics if it is not fused into a GEMM; on CPU also RMSNorm's output."""
     model = workload.model
     if workload.profile.memory.blocks != "eager":
         return model.hidden_size * LOW_BYTES[workload.precision]
@@ -119,7 +120,7 @@ def norm_input_bytes(workload: Workload) -> float:
 
 
 def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, SavedBytes, SavedBytes]:
-    """A block without recomputation, with selective, and with full."""
+    """A block without activation checkpointing, with selective, and with full."""
     model, rules = workload.model, workload.profile.memory
     attention, ffn = attention_saved_bytes(workload), ffn_saved_bytes(workload, expert)
     residual = FLOAT32 if rules.blocks == "eager" else LOW_BYTES[workload.precision]
@@ -127,19 +128,21 @@ def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, Sav
     if rules.selective == "attention":
         lse = FLOAT32 * model.num_heads if rules.fused_attention else 0.0
         return whole, whole + SavedBytes(split=-lse, scores=-attention.scores), full
-    products = _kept_half(workload, expert) if rules.selective == "half" else _kept_products(workload, expert)
+    products = (
+        _saved_half(workload, expert) if rules.selective == "half" else _saved_gemm_outputs(workload, expert)
+    )
     return whole, full + products, full
 
 
-def _kept_products(workload: Workload, expert: bool) -> SavedBytes:
-    """Every product's result, and attention's: Meshwright's selective recomputation."""
+def _saved_gemm_outputs(workload: Workload, expert: bool) -> SavedBytes:
+    """The output of every GEMM and of attention: Meshwright's selective activation checkpointing."""
     model, low = workload.model, LOW_BYTES[workload.precision]
     first = 2 if model.activation == "swiglu" else 1
     heads = SavedBytes(split=(2 * model.query_size + 2 * model.kv_size) * low + FLOAT32 * model.num_heads)
     if model.attention == "latent":
         rope = model.rope_head_dim or 0
-        turned = model.num_heads * (2 * model.head_size + 2 * rope) + 2 * model.value_size
-        heads = SavedBytes(split=turned * low + FLOAT32 * model.num_heads)
+        rotated = model.num_heads * (2 * model.head_size + 2 * rope) + 2 * model.value_size
+        heads = SavedBytes(split=rotated * low + FLOAT32 * model.num_heads)
     ffn = SavedBytes(split=first * model.ffn_size * low)
     if expert:
         wide = first * model.expert_width * low
@@ -147,12 +150,12 @@ def _kept_products(workload: Workload, expert: bool) -> SavedBytes:
     return heads + SavedBytes(shared=model.hidden_size * low) + ffn
 
 
-def _kept_half(workload: Workload, expert: bool) -> SavedBytes:
-    """Results of every second product, and attention's: torchtitan's selective recomputation of operators.
+def _saved_half(workload: Workload, expert: bool) -> SavedBytes:
+    """Outputs of every second GEMM and of attention: torchtitan's selective activation checkpointing.
 
-    Products in order: queries, keys, values, attention's result, gate, up, down; the odd ones are kept.
-    torchao's fp8 products are the same operator on tensors of its own, so fp8 keeps as much, in 16 bits.
-    Grouped products of experts are not on its list.
+    GEMMs in order: queries, keys, values, attention output, gate, up, down; the odd ones are saved.
+    torchao's fp8 GEMMs are the same operator on a tensor subclass, so fp8 saves as much, in 16 bits.
+    Grouped GEMMs of experts are not on its list.
     """
     model, low = workload.model, LOW_BYTES[workload.precision]
     attention = SavedBytes(split=model.value_size * low + FLOAT32 * model.num_heads)
@@ -164,26 +167,26 @@ def _kept_half(workload: Workload, expert: bool) -> SavedBytes:
 
 @dataclass(frozen=True)
 class Tokens:
-    """How many of everything a rank has in one micro-batch."""
+    """Tokens of a rank in one micro-batch."""
 
     count: Floats
     """micro_batch x seq_len / cp."""
     residual: Floats
-    """Of the residual stream: over tp under sequence parallelism."""
+    """Of the residual stream: sharded by tp under sequence parallelism."""
     gathered: Floats
-    """Of inputs that are kept as they were gathered."""
+    """Of inputs that are saved all-gathered."""
     split: Floats
     """count / tp."""
     scores: Floats
-    """Token times position pairs, over tp."""
+    """Pairs of token and position, over tp."""
     routed: Floats
-    """Copies that reach the rank's experts, on the fullest rank."""
+    """Copies that reach the rank's experts, on the rank with most of them."""
     exchanged: Floats
-    """count / tp where cp exchanges heads for positions."""
+    """count / tp under Ulysses, else 0."""
 
     @classmethod
     def of(cls, workload: Workload, grid: Grid) -> Tokens:
-        """Of each layout."""
+        """The tokens of each layout."""
         rules, model = workload.profile.memory, workload.model
         count = grid.micro_batch * (workload.seq_len / grid.cp)
         split = count / grid.tp
@@ -202,14 +205,14 @@ class Tokens:
 
 
 def sum_saved_bytes(kinds: tuple[SavedBytes, ...], grid: Grid, tokens: Tokens, recompute: bool = True) -> Sum:
-    """What one block keeps of one micro-batch; without recomputation if that is asked for."""
+    """Saved by one block of one micro-batch; ``recompute=False``: without activation checkpointing."""
     parts = (
         ("shared", "residual stream and norms", tokens.residual),
-        ("gathered", "inputs of products", tokens.gathered),
+        ("gathered", "inputs of GEMMs", tokens.gathered),
         ("split", "inside attention and feed-forward", tokens.split),
         ("scores", "scores", tokens.scores),
         ("routed", "inside routed experts", tokens.routed),
-        ("second_output", "result before heads are exchanged", tokens.exchanged),
+        ("second_output", "attention output before the all-to-all", tokens.exchanged),
     )
     terms = []
     for name, label, count in parts:

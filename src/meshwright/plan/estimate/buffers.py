@@ -1,57 +1,54 @@
-"""What lives through the whole step beside state and activations: buffers of collectives, scratch, tables."""
+"""Buffers that live through the whole step: of collectives and pipelines, scratch tensors, tables."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from meshwright.core.units import MIB
 from meshwright.plan.estimate.grid import Floats
 from meshwright.plan.estimate.snapshots import Facts
 from meshwright.plan.estimate.stages import Stage
 from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import LocalWeights
-
-INT64_BYTES = 8.0
-LIBRARY_BYTES = 64.0 * MIB
-"""What the matrix libraries take on a GPU (measured on one H200, torch 2.11)."""
+from meshwright.plan.memory.feed_forward import INT64_BYTES
+from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
 
 
 def sum_buffers(facts: Facts, stage: Stage, held: LocalWeights) -> Sum:
-    """The line of a class of ranks."""
+    """The buffers of a class of ranks."""
     workload, grid, tokens, low = facts.workload, facts.grid, facts.tokens, facts.low
     model, rules = workload.model, workload.profile.memory
     terms = []
     if workload.cluster.device == "cuda":
-        terms.append(Term("matrix libraries", (LIBRARY_BYTES,)))
+        terms.append(Term("cuBLAS workspace", (float(GPU_WORKSPACE_BYTES),)))
     if rules.scratch_gradients:
-        terms.append(Term("tensors like each weight", (low, _scratch_elements(facts, stage))))
+        terms.append(Term("scratch of each weight's shape", (low, _scratch_elements(facts, stage))))
     if rules.bucket_bytes:
         buckets = np.minimum(rules.bucket_bytes, 2 * low * held.dense)
-        terms.append(Term("buckets", (grid.world_size > 1, buckets)))
+        terms.append(Term("ZeRO buckets", (grid.world_size > 1, buckets)))
     edges = 2.0 + rules.stale_boundaries * (stage.in_flight + 1)
     terms.append(
         Term("stage boundaries", (grid.pp > 1, edges, tokens.residual, float(model.hidden_size), low))
     )
     ring = (grid.cp > 1) & (grid.context == 0)
     if ring.any():
-        terms.append(Term("keys and values on their way", (ring, tokens.split, 4.0 * model.kv_size, low)))
+        terms.append(Term("ring keys and values", (ring, tokens.split, 4.0 * model.kv_size, low)))
     if rules.blocks == "eager":
-        terms += _own_tables(facts)
+        terms += _list_tables(facts)
     if workload.copy_bytes:
         kept = (grid.zero < 2) & (grid.pp == 1)
-        terms.append(Term("16-bit copies of matrices", (kept, workload.copy_bytes), grid.tp))
+        terms.append(Term("bf16 weight copies", (kept, workload.copy_bytes), grid.tp))
     return Sum.of(*terms)
 
 
-def _own_tables(facts: Facts) -> list[Term]:
-    """Meshwright's rotary tables, batch and mask."""
+def _list_tables(facts: Facts) -> list[Term]:
+    """Meshwright's RoPE tables, batch and mask."""
     workload, model = facts.workload, facts.workload.model
     terms, masked = [], workload.document_mask
     if model.positions == "rope":
         terms.append(Term("RoPE tables", (2.0, float(workload.seq_len), float(model.head_size), FLOAT32)))
-    words = (3.0 if masked else 2.0) + (1.0 if masked and model.positions == "learned" else 0.0)
-    terms.append(Term("batch", (words, facts.tokens.count, INT64_BYTES)))
+    tensors = (3.0 if masked else 2.0) + (1.0 if masked and model.positions == "learned" else 0.0)
+    terms.append(Term("batch", (tensors, facts.tokens.count, float(INT64_BYTES))))
     if masked:
         terms.append(Term("document mask", (facts.grid.micro_batch, float(workload.seq_len) ** 2, facts.low)))
     return terms

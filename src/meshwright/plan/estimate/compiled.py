@@ -1,7 +1,7 @@
-"""Compiled steps of whole layers, as ``plan/memory/compiled.py`` lists them, on columns.
+"""The peak of compiled steps with unsharded layers (``plan.memory.compiled``), on columns.
 
-Of a step only micro-batch, recomputation and whether gradients live through it decide what its moments hold,
-so each such case is listed once, and all layouts that have it get its fullest moment.
+The peak depends on the micro-batch, activation checkpointing and persistence of gradients alone. So each such
+case is walked once for all layouts that share it.
 """
 
 from __future__ import annotations
@@ -24,61 +24,61 @@ from meshwright.spec.model import DecoderModel
 
 
 def has_whole_layers(grid: Grid) -> Flags:
-    """Which layouts have steps that are described here, if their job is compiled."""
+    """Which layouts have unsharded layers, so that this module describes their compiled steps."""
     return np.asarray((grid.pp * grid.tp * grid.cp == 1) & (grid.zero < 2))
 
 
-def find_compiled_peak(job: Job, grid: Grid, whole: Flags, sums: Flags) -> GridSnapshot:
-    """The fullest moment of each layout with whole layers.
+def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) -> GridSnapshot:
+    """The peak of each layout with unsharded layers.
 
     Args:
-        job: A compiled one.
+        job: With compiled blocks.
         grid: The layouts.
-        whole: Which of them are described here.
-        sums: Where gradients live through the whole step.
+        whole: Which of them have unsharded layers.
+        persistent: Where gradients live through the whole step.
     """
     held = np.zeros((3, len(grid)))
-    cases = np.stack((grid.micro_batch, grid.recompute, sums, may_narrow(grid)))
+    cases = np.stack((grid.micro_batch, grid.recompute, persistent, may_keep_bf16_grads(grid)))
     found, places = np.unique(cases[:, whole], axis=1, return_inverse=True)
     parts = [
-        _fullest(job, int(micro), int(recompute), bool(kept), bool(narrow))
-        for micro, recompute, kept, narrow in found.T
+        _find_peak(job, int(micro), int(recompute), bool(kept), bool(bf16_grads))
+        for micro, recompute, kept, bf16_grads in found.T
     ]
     held[:, whole] = np.array(parts).T[:, places.reshape(-1)]
     activations, temporary, gradients = held
     return GridSnapshot(
-        "fullest of a compiled step",
-        Sum((Term("kept by compiled blocks", (activations,)),)),
+        "peak of a compiled step",
+        Sum((Term("saved by compiled blocks", (activations,)),)),
         NOTHING,
-        Sum((Term("made by a block or the loss", (temporary,)),)),
+        Sum((Term("temporary buffers of a block or the loss", (temporary,)),)),
         NOTHING,
         gradients,
         whole,
     )
 
 
-def may_narrow(grid: Grid) -> Flags:
-    """Which layouts may keep gradients in 16 bits, if their micro-batch is all of the batch."""
+def may_keep_bf16_grads(grid: Grid) -> Flags:
+    """Which layouts may keep 16-bit gradients, if their micro-batch is the whole batch."""
     return np.asarray((grid.world_size == 1) & (grid.offload == 0))
 
 
 @functools.lru_cache(maxsize=1024)
-def _fullest(
-    job: Job, micro_batch: int, recompute: int, sums: bool, narrow: bool
+def _find_peak(
+    job: Job, micro_batch: int, recompute: int, persistent: bool, bf16_grads: bool
 ) -> tuple[float, float, float]:
-    """What is kept and what is made then, and the part of the gradients that exists."""
+    """Activations and temporary bytes at the peak, and the fraction of the gradients that exists."""
     model = job.model
-    assert isinstance(model, DecoderModel), "decoders are compiled"
+    assert isinstance(model, DecoderModel), "only decoders are compiled"
     layout = Layout("given", micro_batch=micro_batch, recompute=cast(Recompute, RECOMPUTES[recompute]))
     job = dataclasses.replace(job, layout=layout)
-    if not narrow:
+    if not bf16_grads:
         job = dataclasses.replace(job, train=dataclasses.replace(job.train, grad_dtype="fp32"))
     snapshots = list_compiled_snapshots(
         job,
         model,
         with_gradients(job, list_parameters(model)),
         micro_batch,
-        ALL_GRADS if sums else PersistentGrads(),
+        ALL_GRADS if persistent else PersistentGrads(),
     )
     top = max(snapshots, key=lambda snapshot: snapshot.bytes)
     every = count_parameters(model) * FLOAT32_BYTES

@@ -1,8 +1,8 @@
-"""Meshwright's own moments: as ``plan/memory/decoder.py`` lists them for one process, on columns.
+"""Meshwright's snapshots on columns, as ``plan.memory.decoder`` walks them for one layout.
 
-Blocks keep a float32 residual stream and, in 16 bits, copies of their weights; the loss goes by chunks of
-tokens and makes the head's gradient in the forward pass. Where one process has one micro-batch, gradients
-come into being on the way back; else their sums live through the whole step.
+Blocks save a float32 residual stream and, under bf16 and fp16, 16-bit weight copies. The loss runs in chunks
+of tokens and computes the head's gradient in forward. With one process and one micro-batch, backward
+allocates the gradients one by one; otherwise they are persistent.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import LocalWeights
 
 WIDE_ATTENTION = 2.5
-"""How many times wider than all query heads a feed-forward is from which attention is never the fullest."""
+"""From this ratio of feed-forward size to query width on, attention is never the peak."""
 
 
 def list_eager_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridSnapshot]:
-    """The last block's backward pass, the first's, the embedding's, and the loss."""
+    """Backward of the last block, of the first one and of the embedding, and the loss."""
     grid, model = facts.grid, facts.workload.model
-    stack, sums = StageActivations.of(facts, stage), _keeps_sums(facts)
-    copies = _copies(facts, held)
+    stack, sums = StageActivations.of(facts, stage), _has_persistent_grads(facts)
+    copies = _weight_copies(facts, held)
     kept, again = grid.recompute == 0, grid.recompute > 0
     mine = np.maximum(held.dense + held.experts, 1.0)
     head = np.where(stage.heads, held.table, 0.0)
     waits = sums & stage.heads & model.tied_embeddings
     gathered = sum_gathered(facts, held)
-    top = stack.all + Sum((Term("16-bit weights", (kept, stage.in_flight, stage.layers, copies)),))
-    block = stack.block + Sum((Term("16-bit weights", (copies,)),))
-    anew = stack.again + Sum((Term("16-bit weights", (again, copies)),))
-    part = Sum((Term("the head's part of a shared gradient", (waits, head, FLOAT32)),))
+    top = stack.all + Sum((Term("16-bit weight copies", (kept, stage.in_flight, stage.layers, copies)),))
+    block = stack.block + Sum((Term("16-bit weight copies", (copies,)),))
+    anew = stack.again + Sum((Term("16-bit weight copies", (again, copies)),))
+    part = Sum((Term("head's part of a tied gradient", (waits, head, FLOAT32)),))
     parts = (3.0 if model.tied_embeddings else 1.0) - np.where(sums, 0.0, 1.0)
     late = 1.0 - (held.block + held.expert_block + _late_elements(facts, stage, held)) / mine
     snapshots = []
@@ -82,15 +82,15 @@ def list_eager_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list
     return [*others, find_compiled_peak(job, grid, whole, sums)]
 
 
-def _keeps_sums(facts: Facts) -> Flags:
-    """Where gradients live through the step: replicas' buckets, shards, accumulation."""
+def _has_persistent_grads(facts: Facts) -> Flags:
+    """Where gradients live through the step: in DDP buckets, sharded, or accumulated."""
     return np.asarray(
         (facts.grid.micro_batches(facts.workload.global_batch) > 1) | (facts.grid.world_size > 1)
     )
 
 
-def _copies(facts: Facts, held: LocalWeights) -> Floats:
-    """16-bit copies of a block's weights; FSDP2 gathers in 16 bits and needs none."""
+def _weight_copies(facts: Facts, held: LocalWeights) -> Floats:
+    """16-bit copies of a block's weights; FSDP2 all-gathers in 16 bits and needs none."""
     if facts.low == FLOAT32:
         return np.zeros(len(facts.grid))
     elements = held.block - facts.weights.norms + held.expert_block
@@ -98,33 +98,33 @@ def _copies(facts: Facts, held: LocalWeights) -> Floats:
 
 
 def _late_elements(facts: Facts, stage: Stage, held: LocalWeights) -> Floats:
-    """Gradients that only the embedding's backward pass makes; a tied head has made its part before."""
+    """Elements whose gradient the embedding's backward computes; a tied head has computed its part before."""
     table = 0.0 if facts.workload.model.tied_embeddings else held.table
     return np.where(stage.embeds, table + facts.weights.positions, 0.0)
 
 
 def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
-    """Beside the residual's gradient the inner vector's, with the down matrix's or one more inner one."""
+    """Gradients of the residual and the inner activation, and down's weight gradient or a second inner one."""
     model, tokens, low = facts.workload.model, facts.tokens, facts.low
     width, wide = float(model.hidden_size), float(model.ffn_size)
     hidden = Term("gradient of the residual", (tokens.residual, width, FLOAT32))
-    inner = Term("gradient of the inner vector", (tokens.split, wide, low))
-    down = Term("gradient of the down matrix", (wide, width, FLOAT32), facts.grid.tp)
-    works = [("down product", Sum((hidden, inner, down)))]
+    inner = Term("gradient of the inner activation", (tokens.split, wide, low))
+    down = Term("weight gradient of down", (wide, width, FLOAT32), facts.grid.tp)
+    works = [("down", Sum((hidden, inner, down)))]
     if model.activation == "swiglu":
         works.append(("gate", Sum((hidden, inner.times(2.0)))))
     if model.num_experts:
         each = 2.0 * model.hidden_size + 2.0 * model.expert_width
         works.append(
-            ("experts", Sum((hidden, Term("gradients of routed copies", (tokens.routed, each, low)))))
+            ("experts", Sum((hidden, Term("gradients of routed tokens", (tokens.routed, each, low)))))
         )
     return works
 
 
 def _attention_works(facts: Facts, stack: StageActivations) -> list[tuple[str, Sum]]:
-    """A block whose first half is on its way back, or is computed again and turned by its positions.
+    """A block whose attention is in backward, or is recomputed up to RoPE.
 
-    Turning holds what is turned and its swapped half, and three products with the tables in float32.
+    RoPE holds its input, the swapped half and three float32 products with its tables.
     """
     model, tokens, low, grid = facts.workload.model, facts.tokens, facts.low, facts.grid
     width, queries, keys = float(model.hidden_size), float(model.query_size), float(model.kv_size)
@@ -134,20 +134,22 @@ def _attention_works(facts: Facts, stack: StageActivations) -> list[tuple[str, S
         (SavedBytes(shared=kept.shared, gathered=kept.gathered),) * 3, grid, tokens, recompute=False
     )
     hidden = Term("gradient of the residual", (tokens.residual, width, FLOAT32))
-    copies = Term("16-bit weights", (0.0 if low == FLOAT32 else low, width, queries + 2 * keys), grid.tp)
+    copies = Term(
+        "16-bit weight copies", (0.0 if low == FLOAT32 else low, width, queries + 2 * keys), grid.tp
+    )
     gradients = kept.split - FLOAT32 * model.num_heads
     inside = Sum.of(hidden, copies, Term("gradients inside attention", (tokens.split, gradients)))
     works = [("attention, backward", stack.waiting.times(-1.0) + half + inside)]
     if model.positions == "rope":
         once = 2 * low + 3 * FLOAT32
         each = max(queries * once + 2 * keys * low, 2 * queries * low + keys * (once + low))
-        turned = Sum.of(hidden, copies, Term("turned", (tokens.split, each)))
+        rotated = Sum.of(hidden, copies, Term("rotated", (tokens.split, each)))
         stream = (grid.recompute == 1, tokens.residual, -width * FLOAT32)
         read = (grid.recompute == 1, tokens.split, -(queries + 2 * keys) * low)
-        spare = Sum.of(Term("input", stream), Term("products read", read)) + stack.waiting.times(
+        spare = Sum.of(Term("input", stream), Term("GEMM outputs read", read)) + stack.waiting.times(
             grid.recompute == 1
         )
-        again = (stack.waiting.times(-1.0) + bare + turned + spare).times(grid.recompute > 0)
+        again = (stack.waiting.times(-1.0) + bare + rotated + spare).times(grid.recompute > 0)
         works.append(("recompute", again))
     return works
 
@@ -155,7 +157,7 @@ def _attention_works(facts: Facts, stack: StageActivations) -> list[tuple[str, S
 def _loss(
     facts: Facts, stage: Stage, held: LocalWeights, top: Sum, copies: Floats, sums: Flags
 ) -> GridSnapshot:
-    """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
+    """The loss, in forward: all activations are saved, and the head's gradient is computed."""
     grid, tokens, low, model = facts.grid, facts.tokens, facts.low, facts.workload.model
     width = float(model.hidden_size)
     logits = np.minimum(tokens.count, eager_chunk(facts.workload.cluster.device, model)) * (
@@ -163,16 +165,16 @@ def _loss(
     )
     terms = [
         Term("input and its gradient", (2.0, tokens.residual, width, low)),
-        Term("the head's gradient", (held.table, FLOAT32)),
-        Term("a chunk's logits, twice", (logits, 2.0, FLOAT32)),
+        Term("gradient of the head", (held.table, FLOAT32)),
+        Term("chunk of logits, twice", (logits, 2.0, FLOAT32)),
     ]
     if low != FLOAT32:
         copy = held.table * low
         more = np.maximum(0.0, copy - logits * (2 * FLOAT32 - low))
         terms += [
             Term("16-bit head", (copy,)),
-            Term("its gradient in 16 bits beyond the chunk", (more,)),
-            Term("16-bit weights of the blocks", (grid.recompute > 0, copies, stage.layers)),
+            Term("its 16-bit gradient beyond the chunk", (more,)),
+            Term("16-bit weight copies of the blocks", (grid.recompute > 0, copies, stage.layers)),
         ]
     norm = Sum((Term("final norm", (tokens.residual, width + 1.0, FLOAT32)),))
     gradients = np.where(sums, 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""Many layouts of one job, as columns: the formulas run over all of them at once."""
+"""Many layouts of one job as numpy columns, so that formulas run over all of them at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class Grid:
-    """Layouts, one a place; words are numbers: their place in the tuples above."""
+    """Layouts as columns, one element per layout; a choice is its index in the tuples above."""
 
     pp: Ints
     dp_replicate: Ints
@@ -62,17 +62,17 @@ class Grid:
 
     @property
     def data_degree(self) -> Ints:
-        """Ranks that read different samples."""
+        """Data-parallel ranks, which read different samples."""
         return self.dp_replicate * self.dp_shard
 
     def micro_batches(self, global_batch: int) -> Ints:
-        """Micro-batches of a step on the fullest rank."""
+        """Micro-batches of a step on the rank with most samples."""
         share = -(-global_batch // self.data_degree)
         return -(-share // self.micro_batch)
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> Grid:
-        """The columns of a list of layouts whose micro-batch is settled."""
+        """The columns of layouts whose micro-batch is settled."""
         columns: dict[str, npt.NDArray[Any]] = {}
         for field in dataclasses.fields(cls):
             values = [getattr(layout, field.name) for layout in layouts]
@@ -83,11 +83,11 @@ class Grid:
         return cls(**columns)
 
     def take(self, places: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Grid:
-        """The layouts at some places."""
+        """Some of the layouts."""
         return Grid(**{f.name: getattr(self, f.name)[places] for f in dataclasses.fields(self)})
 
     def layout(self, place: int) -> Layout:
-        """One of them as a layout."""
+        """One layout."""
         values: dict[str, object] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)[place]

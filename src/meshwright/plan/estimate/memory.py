@@ -1,7 +1,8 @@
-"""Memory of a rank, by class of pipeline stage, for every layout of a grid.
+"""Estimates the memory of a rank, by class of pipeline ranks, for every layout of a grid.
 
-``weights`` and ``state`` count what lives between steps, ``activations`` what blocks keep, ``moments`` when a
-rank is fullest (``eager`` for Meshwright's own), ``buffers`` what lives beside it all.
+``weights`` and ``state`` count parameters and state, ``activations`` what blocks save for backward,
+``snapshots`` the points of a step (``eager`` for Meshwright's own), ``buffers`` buffers that live through the
+step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from meshwright.layout.parameters import count_gradient_bytes, list_parameters, with_gradients
 from meshwright.plan.estimate.buffers import sum_buffers
-from meshwright.plan.estimate.compiled import may_narrow
+from meshwright.plan.estimate.compiled import may_keep_bf16_grads
 from meshwright.plan.estimate.eager import list_eager_snapshots
 from meshwright.plan.estimate.grid import OFFLOADS, Flags, Floats, Grid, Ints
 from meshwright.plan.estimate.sizes import share_parameters
@@ -34,25 +35,24 @@ EXCLUDED_LINES = {
     "device": (),
     "formula": ("allocator", "context", "buffers", "logits", "workspace", "gathered"),
 }
-"""Lines that a way of counting memory leaves out: what torch calls allocated, what it calls reserved, what
-nvidia-smi shows, and what papers add up (state and activations)."""
+"""Lines that a way of counting memory leaves out: torch's allocated bytes, its reserved bytes, the device
+bytes of nvidia-smi, and the formulas of papers (state and activations)."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the fullest rank of each layout."""
+    """Bytes of the rank with the highest peak, of each layout."""
 
     peak_bytes: Floats
-    """What the device holds at the worst moment: allocated, kept by the allocator, and the context."""
+    """Device memory at the peak: allocated, reserved by the allocator, and the CUDA context."""
     lines: dict[str, Floats]
-    """The parts of it, of the fullest class of ranks; they add up to the peak."""
+    """Its lines, of the class of ranks with the highest peak; they sum to the peak."""
     classes: dict[str, Floats]
     """The peak of each class of pipeline ranks (first, middle, last); 0 where a layout has none."""
     between_bytes: Floats
-    """State after the backward pass and before the optimizer's step, nothing gathered; the fullest rank's."""
-
+    """State after backward and before the optimizer step, nothing gathered; the largest of all classes."""
     host_bytes: Floats
-    """What a rank keeps in its host's memory."""
+    """CPU memory of a rank's offloaded state."""
 
     def fits(self, workload: Workload) -> Flags:
         """Which layouts stay within the usable memory of a device, and within its share of CPU memory."""
@@ -69,13 +69,13 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class StageLedger:
-    """One class of ranks at its fullest moment."""
+    """One class of ranks at its peak."""
 
     stage: Stage
     state: dict[str, Sum]
     snapshots: list[GridSnapshot]
-    fullest: Ints
-    """Which moment it is, layout by layout."""
+    peak_index: Ints
+    """Which snapshot is the peak, per layout."""
     buffers: Sum
     lines: dict[str, Floats]
     peak: Floats
@@ -83,7 +83,7 @@ class StageLedger:
 
 
 def estimate_memory(workload: Workload, grid: Grid) -> MemoryEstimate:
-    """The fullest rank of each layout, line by line."""
+    """The rank with the highest peak of each layout, line by line."""
     ledgers = ledger_stages(workload, grid)
     peaks = [np.where(ledger.stage.exists, ledger.peak, 0.0) for ledger in ledgers]
     states = [np.where(ledger.stage.exists, ledger.between, 0.0) for ledger in ledgers]
@@ -103,7 +103,7 @@ def estimate_memory(workload: Workload, grid: Grid) -> MemoryEstimate:
 
 
 def _host_bytes(workload: Workload, grid: Grid) -> Floats:
-    """Float32 weights, moments and gradients of what a rank updates; with `all`, its 16-bit weights too."""
+    """Float32 weights, Adam moments and gradients of a rank's shard; with `all`, also its 16-bit weights."""
     if not grid.offload.any():
         return np.zeros(len(grid))
     shares = share_parameters(workload.model, grid)
@@ -120,42 +120,44 @@ def ledger_stages(workload: Workload, grid: Grid) -> list[StageLedger]:
 
 
 def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
-    """The lines of one class at its fullest moment."""
+    """The lines of one class at its peak."""
     workload, grid = facts.workload, facts.grid
     rules, cuda = workload.profile.memory, workload.cluster.device == "cuda"
     held = count_local_weights(workload.model, facts.weights, grid, stage, rules.vocabulary_multiple)
     state = state_lines(workload, grid, held, facts.sharding)
     snapshots = (list_eager_snapshots if rules.blocks == "eager" else list_snapshots)(facts, stage, held)
     lines = {name: _column(value.bytes, grid) for name, value in state.items()}
-    between = sum(lines.values(), np.zeros(len(grid))) - _narrowed(workload, grid)
-    fullest = _find_fullest(snapshots, lines["gradients"])
+    between = sum(lines.values(), np.zeros(len(grid))) - _count_bf16_savings(workload, grid)
+    peak_index = _find_peaks(snapshots, lines["gradients"])
     lines["gradients"] = lines["gradients"] * _column(
-        _choose(fullest, [m.gradients for m in snapshots]), grid
+        _choose(peak_index, [m.gradients for m in snapshots]), grid
     )
     for name in SNAPSHOT_LINES:
-        lines[name] = _column(_choose(fullest, [getattr(m, name).bytes for m in snapshots]), grid)
+        lines[name] = _column(_choose(peak_index, [getattr(m, name).bytes for m in snapshots]), grid)
     buffers = sum_buffers(facts, stage, held)
     lines["buffers"] = _column(buffers.bytes, grid)
     allocated = sum(lines.values(), np.zeros(len(grid)))
     lines["allocator"] = allocated * (rules.reserve if cuda else 0.0)
     lines["context"] = np.full(len(grid), rules.context_bytes if cuda else 0.0)
     peak = allocated + lines["allocator"] + lines["context"]
-    return StageLedger(stage, state, snapshots, fullest, buffers, lines, peak, between)
+    return StageLedger(stage, state, snapshots, peak_index, buffers, lines, peak, between)
 
 
-def _narrowed(workload: Workload, grid: Grid) -> Floats:
-    """What gradients that are kept in 16 bits take less between passes; the moments have counted it."""
+def _count_bf16_savings(workload: Workload, grid: Grid) -> Floats:
+    """Bytes that 16-bit gradients save between passes; the snapshots have counted them."""
     job = workload.compiled_job
     if job is None:
         return np.zeros(len(grid))
     one = dataclasses.replace(job, layout=Layout("given", micro_batch=job.train.global_batch))
     parameters = list_parameters(one.model)
     saved = count_gradient_bytes(parameters) - count_gradient_bytes(with_gradients(one, parameters))
-    return np.where(may_narrow(grid) & (grid.micro_batch >= job.train.global_batch), float(saved), 0.0)
+    return np.where(
+        may_keep_bf16_grads(grid) & (grid.micro_batch >= job.train.global_batch), float(saved), 0.0
+    )
 
 
-def _find_fullest(snapshots: list[GridSnapshot], gradients: Floats) -> Ints:
-    """The largest of the moments, layout by layout."""
+def _find_peaks(snapshots: list[GridSnapshot], gradients: Floats) -> Ints:
+    """The index of the largest snapshot, per layout."""
     best = np.full(len(gradients), -1.0)
     which = np.zeros(len(gradients), dtype=np.int64)
     for number, snapshot in enumerate(snapshots):
@@ -176,7 +178,7 @@ def _column(value: Floats | float, grid: Grid) -> Floats:
 
 
 def _choose(which: Ints, columns: Sequence[Floats | float]) -> Floats | float:
-    """Of several columns the one that is named, place by place."""
+    """Of several columns the chosen one, per layout."""
     chosen = columns[0]
     different = [number for number, column in enumerate(columns) if not _same(column, chosen)]
     for number in different:

@@ -1,4 +1,4 @@
-"""The memory of one layout as a ledger to print: every line of every class of ranks with its formula."""
+"""The estimated memory of one layout as a ledger: every line of every class of ranks with its formula."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from meshwright.spec.layout import Layout
 def estimate_ledgers(workload: Workload, layout: Layout) -> list[tuple[Ledger, int]]:
     """A ledger for each class of a layout's pp ranks (first, middle, last), and its bytes at a checkpoint.
 
-    By the functions that estimate a grid. A formula is a sum of products with what each is in brackets; it
-    works out to the line's bytes.
+    The same functions estimate a grid. A formula is a sum of products, each with its label in brackets; it
+    evaluates to the bytes of its line.
     """
     grid = Grid.of([layout])
     classes = [ledger for ledger in ledger_stages(workload, grid) if ledger.stage.exists[0]]
@@ -26,7 +26,7 @@ def estimate_ledgers(workload: Workload, layout: Layout) -> list[tuple[Ledger, i
 
 
 def _write_class(workload: Workload, grid: Grid, ledger: StageLedger) -> tuple[Ledger, int]:
-    snapshot = ledger.snapshots[int(ledger.fullest[0])]
+    snapshot = ledger.snapshots[int(ledger.peak_index[0])]
     made = float(np.asarray(snapshot.gradients).reshape(-1)[0])
     formulas = {name: ledger.state[name].formula(0) for name in STATE_LINES}
     if made != 1.0:
@@ -55,8 +55,8 @@ def _write_class(workload: Workload, grid: Grid, ledger: StageLedger) -> tuple[L
 def _first_step_bytes(workload: Workload, grid: Grid, ledger: StageLedger, peak: int) -> int:
     """The peak of the first step.
 
-    Optimizers that make their state when they first step have none yet; Meshwright's replicas that accumulate
-    hold their gradients twice, until the buckets have been reduced once.
+    Optimizers that create their state in their first step have none yet. Meshwright's DDP ranks that
+    accumulate hold their gradients twice until the first reduction of the buckets.
     """
     if workload.profile.name != "meshwright":
         return peak - round(float(ledger.lines["optimizer"][0]))

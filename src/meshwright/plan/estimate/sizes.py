@@ -1,4 +1,4 @@
-"""Parameters that collectives and the update move: of an average block, and of the fullest rank."""
+"""Parameters that collectives and the optimizer move: of an average block, and of the largest rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Shares:
     expert_block: Floats
     """The routed experts of an average block."""
     rank: Floats
-    """Blocks, embedding and head of the fullest rank, without routed experts."""
+    """Blocks, embedding and head of the largest rank, without routed experts."""
     expert_rank: Floats
     """Routed experts of a rank."""
 
     def updated(self, grid: Grid) -> Floats:
-        """Elements that a rank updates: its part under ZeRO, else all that it has."""
+        """Elements that a rank updates: its shard under ZeRO, else all."""
         sharded = grid.zero > 0
         over = np.where(sharded, grid.dp_shard * grid.cp, 1)
         left = np.where(sharded, expert_shards(grid), 1)
@@ -39,7 +39,7 @@ def expert_shards(grid: Grid) -> Ints:
 
 
 def share_parameters(model: DecoderModel, grid: Grid) -> Shares:
-    """What each rank of each layout has."""
+    """The parameters of a rank of each layout."""
     weights = Weights.of(model)
     expert_share = model.expert_layers / model.num_layers
     split = weights.attention + (1 - expert_share) * weights.ffn + expert_share * weights.shared

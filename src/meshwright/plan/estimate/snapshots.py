@@ -1,8 +1,8 @@
-"""The moments of a step at which a rank can be fullest, beside its state: loss, head, blocks on the way back.
+"""Snapshots of a step on columns: the loss, the head's backward, the blocks' backward.
 
-Lines of a moment: ``activations`` (kept for backward passes), ``logits`` (of the loss and the head),
-``workspace`` (gradients of activations, and what is computed again), and ``gathered`` (parameters that ZeRO
-has gathered, and their gradients on the way to be reduced). Meshwright's own moments are in ``eager.py``.
+Lines of a snapshot: ``activations`` (saved for backward), ``logits`` (of the loss and the head),
+``workspace`` (gradients of activations, recomputed activations) and ``gathered`` (parameters that ZeRO has
+all-gathered, and their unreduced gradients). Meshwright's own snapshots are in ``eager``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.plan.estimate.workload import Workload
 
 @dataclass(frozen=True)
 class Facts:
-    """What all classes of a workload's ranks share, counted once."""
+    """Inputs that all classes of ranks share, counted once."""
 
     workload: Workload
     grid: Grid
@@ -30,7 +30,7 @@ class Facts:
     tokens: Tokens
     sharding: Sharding
     low: float
-    """Bytes of a 16-bit element, or 4 in float32."""
+    """Bytes of an activation element: 2, or 4 in float32."""
     dense: Blocks
     expert: Blocks
 
@@ -52,12 +52,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a block keeps of one micro-batch."""
+    """Activations of a block of one micro-batch."""
 
     kept: Sum
-    """Until its backward pass begins."""
+    """Saved until its backward begins."""
     whole: Sum
-    """With nothing recomputed."""
+    """Saved without activation checkpointing."""
 
     @classmethod
     def of(cls, kinds: tuple[SavedBytes, SavedBytes, SavedBytes], grid: Grid, tokens: Tokens) -> Blocks:
@@ -69,7 +69,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class GridSnapshot:
-    """Lines of one moment, and the part of the gradients that exists by then."""
+    """Lines of one snapshot, and the fraction of the gradients that exists by then."""
 
     name: str
     activations: Sum
@@ -86,16 +86,16 @@ NOTHING = Sum()
 
 @dataclass(frozen=True)
 class StageActivations:
-    """Activations of a stage."""
+    """Activations of a pipeline stage."""
 
     all: Sum
-    """All blocks of all micro-batches in flight."""
+    """All blocks of all in-flight micro-batches."""
     again: Sum
-    """What computing a block again adds to what it kept, in its backward pass."""
+    """What the recomputation of a block adds to what it saved."""
     block: Sum
-    """The largest block with nothing recomputed."""
+    """The largest block without activation checkpointing."""
     waiting: Sum
-    """What it keeps until its backward pass begins."""
+    """Saved by it until its backward begins."""
 
     @classmethod
     def of(cls, facts: Facts, stage: Stage) -> StageActivations:
@@ -120,7 +120,7 @@ class StageActivations:
 
 
 def list_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridSnapshot]:
-    """The moments of a class of ranks, all frameworks but Meshwright."""
+    """The snapshots of a class of ranks, all frameworks but Meshwright."""
     stack = StageActivations.of(facts, stage)
     gathered = sum_gathered(facts, held)
     snapshots = [
@@ -131,54 +131,54 @@ def list_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridS
 
 
 def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
-    """Gradients of activations that live when a feed-forward is on its way back.
+    """Gradients of activations in the backward of a feed-forward.
 
-    The residual stream's; and the inner vector's with the gathered one, or both halves of a gated inner
-    vector. Routed experts: as many copies as tokens are sent, permuted twice.
+    That of the residual stream; and that of the inner activation with the all-gathered one, or both halves of
+    a gated inner activation. Routed experts: one per routed token, permuted twice.
     """
     model, grid, tokens, low = facts.workload.model, facts.grid, facts.tokens, facts.low
     halves = 2.0 if model.activation == "swiglu" else 1.0
     width, wide = float(model.hidden_size), float(model.ffn_size)
     again = grid.sequence_parallel & (grid.tp > 1)
     residual = Term("gradient of the residual", (tokens.residual, width, low))
-    gathered = Term("gathered gradient", (again, tokens.count, width, low))
-    inner = Term("gradient of the inner vector", (tokens.split, wide, low))
+    gathered = Term("all-gathered gradient", (again, tokens.count, width, low))
+    inner = Term("gradient of the inner activation", (tokens.split, wide, low))
     both = Term("gradients inside the feed-forward", (halves, tokens.split, wide, low))
     works = [
-        ("down product, backward", Sum((residual, gathered, inner))),
+        ("down, backward", Sum((residual, gathered, inner))),
         ("activation, backward", Sum((residual, both))),
     ]
     if model.num_experts:
         each = 2.0 * width + halves * model.expert_width
-        routed = Term("gradients of routed copies", (tokens.routed, each, low))
+        routed = Term("gradients of routed tokens", (tokens.routed, each, low))
         works.append(("experts, backward", Sum((residual, routed))))
     return works
 
 
 def sum_gathered(facts: Facts, held: LocalWeights) -> Sum:
-    """Blocks that ZeRO-3 has gathered in 16 bits, and one block's gradients: made, and copied to be reduced.
+    """Blocks that ZeRO-3 has all-gathered in 16 bits; gradients of one block and their copy for reduction.
 
-    DeepSpeed gathers matrix by matrix: the largest one, and its gradient.
+    DeepSpeed gathers weight by weight: the largest one, and its gradient.
     """
     grid, low, model = facts.grid, facts.low, facts.workload.model
     if facts.workload.profile.memory.gathers == "matrix":
         largest = float(max(model.ffn_size, model.value_size, model.query_size) * model.hidden_size)
-        matrix = Term("a matrix and its gradient", (streamed(grid), 2.0, largest, low), grid.tp)
+        matrix = Term("a weight and its gradient", (streamed(grid), 2.0, largest, low), grid.tp)
         return Sum((matrix,)) + sum_unsharded(facts, held)
     block, whole = held.block + held.expert_block, sum_unsharded(facts, held)
     partly = streamed(grid) & (np.asarray(whole.bytes) == 0.0) if whole.parts else streamed(grid)
-    ahead = Term("blocks gathered", (partly, 1.0 + grid.prefetch, block, low))
-    gradients = Term("a block's gradients", (streamed(grid), block, low + FLOAT32))
+    ahead = Term("all-gathered blocks", (partly, 1.0 + grid.prefetch, block, low))
+    gradients = Term("gradients of a block", (streamed(grid), block, low + FLOAT32))
     return Sum((ahead, gradients)) + whole
 
 
 def streamed(grid: Grid) -> Flags:
-    """Where parameters come and go block by block: ZeRO-3, and offloaded parameters."""
+    """Where parameters are gathered and freed block by block: ZeRO-3, and offloaded parameters."""
     return np.asarray((grid.zero >= 3) | (grid.offload == 2))
 
 
 def sum_unsharded(facts: Facts, held: LocalWeights) -> Sum:
-    """Parameters that stay gathered for the whole step."""
+    """Parameters that stay all-gathered for the whole step."""
     rules, grid = facts.workload.profile.memory, facts.grid
     stays = np.zeros(len(grid), dtype=np.bool_)
     if rules.shards_with_gradients:
@@ -188,17 +188,17 @@ def sum_unsharded(facts: Facts, held: LocalWeights) -> Sum:
     stays = stays & (grid.offload != 2)
     if not stays.any():
         return NOTHING
-    return Sum((Term("the stage gathered", (stays, facts.low, held.dense + held.experts)),))
+    return Sum((Term("all-gathered stage", (stays, facts.low, held.dense + held.experts)),))
 
 
 def _head_snapshots(
     facts: Facts, stage: Stage, held: LocalWeights, stack: StageActivations
 ) -> list[GridSnapshot]:
-    """The loss, and the head's backward pass, with the stack as it stands.
+    """The loss and the head's backward, with all activations saved.
 
-    The loss holds each logit as often as the profile says. The head's backward pass holds the logits'
-    gradient in 16 bits, the gathered input, its gradient and, where products add to main gradients, a 16-bit
-    tensor like the head.
+    The loss holds as many bytes per logit as the profile says. The head's backward holds the logits' 16-bit
+    gradient, the all-gathered input, its gradient and, where GEMMs accumulate into main gradients, a 16-bit
+    tensor of the head's shape.
     """
     rules, grid, tokens, low = facts.workload.profile.memory, facts.grid, facts.tokens, facts.low
     width = float(facts.workload.model.hidden_size)
@@ -209,14 +209,14 @@ def _head_snapshots(
         whole = rules.compiled_logit_bytes
     each = np.where(grid.tp > 1, rules.split_logit_bytes, whole)
     norm = Term("final norm", (2.0, tokens.residual, width, low))
-    gathered = Term("gathered input", (again, tokens.count, width, low))
+    gathered = Term("all-gathered input", (again, tokens.count, width, low))
     loss = Term("logits", (tokens.count, rows, each))
     head = [
         Term("gradient of logits", (tokens.count, rows, low)),
         Term("gradient of the input", (tokens.count, width, low)),
     ]
     if rules.scratch_gradients:
-        head.append(Term("tensor like the head", (held.table, low)))
+        head.append(Term("scratch of the head's shape", (held.table, low)))
     here = sum_head_gathered(facts, held)
     return [
         GridSnapshot("loss", stack.all, Sum((loss, norm, gathered)), NOTHING, here, possible=stage.heads),
@@ -227,9 +227,9 @@ def _head_snapshots(
 
 
 def sum_head_gathered(facts: Facts, held: LocalWeights) -> Sum:
-    """Parameters that are gathered at the loss: the head and one block, or the stage."""
+    """Parameters that are all-gathered at the loss: the head and one block, or the stage."""
     whole = sum_unsharded(facts, held)
     partly = streamed(facts.grid)
     if whole.parts:
-        partly = partly & (np.asarray(whole.bytes) == 0.0)  # the stage has them
-    return Sum((Term("head and a block gathered", (partly, held.table + held.block, facts.low)),)) + whole
+        partly = partly & (np.asarray(whole.bytes) == 0.0)  # the stage is gathered
+    return Sum((Term("all-gathered head and block", (partly, held.table + held.block, facts.low)),)) + whole

@@ -1,4 +1,4 @@
-"""Ranks of a pipeline by class, the first, one in the middle, the last: their layers and micro-batches."""
+"""Classes of pipeline ranks (first, middle, last): their layers and in-flight micro-batches, on columns."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import Flags, Floats, Grid
-from meshwright.plan.estimate.in_flight import V_SHAPED, count_in_flight
+from meshwright.plan.estimate.grid import Flags, Floats, Grid, Ints
+from meshwright.schedule.pipeline.closed_forms import CODES, peak_in_flight
 from meshwright.spec.model import DecoderModel
 
 CLASSES = ("first", "middle", "last")
+V_SHAPED = (CODES["zbv"], CODES["dualpipe-v"])
+"""Schedules whose first rank has both ends of the model."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One class of pipeline ranks, a place for each layout."""
+    """One class of pipeline ranks; one element per layout."""
 
     name: str
     exists: Flags
@@ -23,11 +25,11 @@ class Stage:
     expert_layers: Floats
     """Those of them with routed experts."""
     embeds: Flags
-    """Whether the input embedding is here."""
+    """Whether it has the embedding."""
     heads: Flags
-    """Whether the final norm, the head and the loss are here."""
+    """Whether it has the final norm, the head and the loss."""
     in_flight: Floats
-    """Micro-batches whose activations are held at once."""
+    """In-flight micro-batches at the peak."""
 
     @property
     def dense_layers(self) -> Floats:
@@ -40,7 +42,7 @@ def split_stages(model: DecoderModel, grid: Grid, global_batch: int) -> tuple[St
 
     Layers split evenly where they can. Else the embedding and the head count as a layer each, as Megatron
     (`account_for_embedding_in_pipeline_split`), DeepSpeed (`type:transformer|embedding`) and torchtitan
-    split: the first and last stage then have one layer less.
+    split: then the first and last stage have one layer less.
     """
     total = model.num_layers
     chunks = grid.pp * grid.virtual_stages
@@ -77,3 +79,14 @@ def split_stages(model: DecoderModel, grid: Grid, global_batch: int) -> tuple[St
         for place, name in enumerate(CLASSES)
     ]
     return made[0], made[1], made[2]
+
+
+def count_in_flight(grid: Grid, rank: Ints, micro_batches: Ints) -> Floats:
+    """In-flight micro-batches of a pipeline rank at its peak, all its layers counted as one stage.
+
+    By the closed forms of the schedules.
+    """
+    interleaved, v_shaped = grid.schedule == CODES["interleaved"], np.isin(grid.schedule, V_SHAPED)
+    stages = np.where(interleaved, grid.virtual_stages, np.where(v_shaped, 2, 1))
+    held = peak_in_flight(grid.schedule, rank, grid.pp, grid.virtual_stages, micro_batches) / stages
+    return np.where(grid.pp == 1, 1.0, held)

@@ -13,15 +13,14 @@ from meshwright.plan.estimate.workload import Workload
 
 FLOAT32 = 4.0
 LOW_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp4": 2.0}
-"""Bytes of a weight or activation that is not float32; fp8 and fp4 are formats of products, not of state."""
-MOMENTS = 2.0
-"""Of AdamW."""
+"""Bytes of a weight or activation that is not float32; fp8 and fp4 are formats of GEMMs, not of state."""
+ADAM_MOMENTS = 2.0
 STATE_LINES = ("parameters", "gradients", "master weights", "optimizer")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over how many ranks the state is cut."""
+    """Over how many ranks the state is sharded."""
 
     dense: Floats
     """dp_shard x cp."""
@@ -33,7 +32,7 @@ class Sharding:
 
     @classmethod
     def of(cls, workload: Workload, grid: Grid) -> Sharding:
-        """Of each layout. Deferred accumulation keeps gradients whole until the last micro-batch."""
+        """The sharding of each layout; deferred gradients stay unsharded until the last micro-batch."""
         rules = workload.profile.memory
         shared = (grid.dp_shard * grid.cp).astype(np.float64)
         several = grid.micro_batches(workload.global_batch) > 1
@@ -48,8 +47,8 @@ class Sharding:
             optimizer=grid.zero >= 1,
         )
 
-    def cut(self, held: LocalWeights, where: Flags, bytes_each: float, there: Flags) -> Sum:
-        """A rank's elements, sharded where they are, on the device where they are there."""
+    def shard(self, held: LocalWeights, where: Flags, bytes_each: float, there: Flags) -> Sum:
+        """Bytes of a rank's elements, sharded in some layouts, on the device in some."""
         dense = Term("dense", (held.dense, bytes_each, there), np.where(where, self.dense, 1.0))
         if not held.routed:
             return Sum.of(dense)
@@ -59,7 +58,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of an element of each kind."""
+    """Bytes per element of each kind of state."""
 
     parameter: float
     gradient: float
@@ -68,9 +67,9 @@ class StateBytes:
 
     @classmethod
     def of(cls, workload: Workload) -> StateBytes:
-        """As the profile's framework keeps them at the workload's precision."""
+        """In the profile's framework at the workload's precision."""
         rules, low = workload.profile.memory, LOW_BYTES[workload.precision]
-        gradient, snapshots = rules.gradient_bytes, MOMENTS * FLOAT32
+        gradient, snapshots = rules.gradient_bytes, ADAM_MOMENTS * FLOAT32
         if workload.precision == "fp32":
             return cls(FLOAT32, FLOAT32, 0.0, snapshots)
         if workload.precision == "fp16" and rules.fp16_gradient_bytes is not None:
@@ -81,13 +80,13 @@ class StateBytes:
 
 
 def state_lines(workload: Workload, grid: Grid, held: LocalWeights, sharding: Sharding) -> dict[str, Sum]:
-    """The four lines of a rank's state, without what is offloaded."""
+    """The four lines of a rank's state on the device; offloaded state is left out."""
     each = StateBytes.of(workload)
     stays, resident = grid.offload == 0, grid.offload != 2
     sums = (
-        sharding.cut(held, sharding.parameters, each.parameter, resident),
-        sharding.cut(held, sharding.gradients, each.gradient, resident),
-        sharding.cut(held, sharding.optimizer, each.master, stays),
-        sharding.cut(held, sharding.optimizer, each.optimizer, stays),
+        sharding.shard(held, sharding.parameters, each.parameter, resident),
+        sharding.shard(held, sharding.gradients, each.gradient, resident),
+        sharding.shard(held, sharding.optimizer, each.master, stays),
+        sharding.shard(held, sharding.optimizer, each.optimizer, stays),
     )
     return dict(zip(STATE_LINES, sums, strict=True))

@@ -1,4 +1,4 @@
-"""Bytes as sums of products on columns, which can also be written down with their numbers."""
+"""Bytes as sums of products on columns, which can also be printed as formulas."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy.typing as npt
 from meshwright.plan.estimate.grid import Floats
 
 Factor = npt.NDArray[Any] | float
-"""A number for all layouts, or one for each; a flag counts as 0 or 1."""
+"""A number for all layouts, or a column; a flag counts as 0 or 1."""
 
 
 def _multiply(factors: Iterable[Factor]) -> Floats | float:
-    """The product; numbers first, so that each column is passed over once."""
+    """The product; numbers first, so that each column is read once."""
     number, columns = 1.0, []
     for factor in factors:
         if isinstance(factor, float):
@@ -32,7 +32,7 @@ def _multiply(factors: Iterable[Factor]) -> Floats | float:
 
 @dataclass(frozen=True)
 class Term:
-    """A product, or one divided by something."""
+    """A product of factors over a divisor, with a label."""
 
     label: str
     factors: tuple[Factor, ...]
@@ -45,11 +45,11 @@ class Term:
         return product if isinstance(self.over, float) and self.over == 1.0 else product / self.over
 
     def times(self, *factors: Factor) -> Term:
-        """So many of it."""
+        """The same times more factors."""
         return Term(self.label, (*factors, *self.factors), self.over)
 
     def formula(self, place: int) -> str:
-        """The product with the numbers of one layout; factors of one are left out."""
+        """The formula of one layout; factors of 1 are left out."""
         numbers = [_at(factor, place) for factor in self.factors]
         text = " x ".join(_write(n) for n in numbers if n != 1.0) or "1"
         divisor = _at(self.over, place)
@@ -58,21 +58,21 @@ class Term:
 
 @dataclass(frozen=True)
 class Sum:
-    """Terms and other sums that add up, so often as the factors say; worked out once."""
+    """A sum of terms and other sums, times factors; evaluated once."""
 
     parts: tuple[Term | Sum, ...] = ()
     factors: tuple[Factor, ...] = ()
 
     @classmethod
     def of(cls, *parts: Term | Sum) -> Sum:
-        """Without the terms that are nothing in every layout."""
+        """A sum without the terms that are zero in every layout."""
         return cls(tuple(p for p in parts if isinstance(p, Sum) or not any(_is_zero(f) for f in p.factors)))
 
     def __add__(self, other: Sum) -> Sum:
         return Sum((self, other)) if self.parts and other.parts else (self if self.parts else other)
 
     def times(self, *factors: Factor) -> Sum:
-        """So many of it."""
+        """The same times more factors."""
         return Sum((self,), factors) if self.parts else self
 
     @cached_property
@@ -84,13 +84,13 @@ class Sum:
         return _multiply((*self.factors, total)) if self.factors else total
 
     def terms(self) -> Iterator[Term]:
-        """All terms, factors of the sums around them included."""
+        """All terms, multiplied by the factors of the sums that contain them."""
         for part in self.parts:
             for term in part.terms() if isinstance(part, Sum) else (part,):
                 yield term.times(*self.factors) if self.factors else term
 
     def formula(self, place: int) -> str:
-        """The terms of one layout that are not zero."""
+        """The formula of one layout: its terms that are not zero."""
         found = [term.formula(place) for term in self.terms() if _at(term.bytes, place) != 0.0]
         return " + ".join(found) or "0"
 

@@ -1,4 +1,4 @@
-"""Parameters by part of the model, and what a pipeline rank has of them before ZeRO shards anything."""
+"""Parameters by part of the model, and those of a pipeline rank before ZeRO."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshwright.spec.model import DecoderModel
 
 @dataclass(frozen=True)
 class Weights:
-    """Elements of each part."""
+    """Elements of each part of the model."""
 
     attention: float
-    """Matrices of a block's attention that tensor parallelism splits."""
+    """Weights of a block's attention that tensor parallelism shards."""
     latents: float
-    """Those that it does not: the ways down to the latent vectors."""
+    """Those that it does not shard: the down projections of latent attention."""
     norms: float
-    """Norms of a block, and biases of what is not split."""
+    """Norms of a block, and biases that are not sharded."""
     ffn: float
     """A dense feed-forward."""
     shared: float
@@ -42,10 +42,10 @@ class Weights:
         attention, latents = float(width * (queries + 2 * keys) + model.value_size * width), 0.0
         if model.attention == "latent":
             rope, latent, head = model.rope_head_dim or 0, model.latent_size or 0, model.head_size
-            lead, turned = model.query_latent_size or 0, model.num_heads * (head + rope)
+            lead, rotated = model.query_latent_size or 0, model.num_heads * (head + rope)
             latents = float(width * (latent + rope + lead) + latent + lead)
             attention = float(latent * (model.num_heads * head + model.value_size) + model.value_size * width)
-            attention += (lead or width) * turned
+            attention += (lead or width) * rotated
         elif model.attention_bias:
             attention += queries + 2 * keys
             norm += width / 2
@@ -69,7 +69,7 @@ class Weights:
 
 
 def count_elements(model: DecoderModel) -> float:
-    """Parameters of a model as the sum of its parts: no list of tensors, so any number of layers is quick."""
+    """Parameters of a model as the sum of its parts: as fast for any number of layers."""
     weights, routed = Weights.of(model), model.expert_layers
     blocks = model.num_layers * (weights.attention + weights.latents + weights.norms)
     blocks += (model.num_layers - routed) * weights.ffn
@@ -90,7 +90,7 @@ class LocalWeights:
     expert_block: Floats
     """Routed experts of one block."""
     table: Floats
-    """The rank's part of an embedding or a head."""
+    """The rank's shard of an embedding or a head."""
     routed: bool
     """Whether there are routed experts at all."""
 
@@ -98,14 +98,14 @@ class LocalWeights:
 def count_local_weights(
     model: DecoderModel, weights: Weights, grid: Grid, stage: Stage, multiple: int
 ) -> LocalWeights:
-    """What a rank of a class has; tied tables lie on the first and on the last stage.
+    """Parameters of a class of ranks; tied tables are on the first and on the last stage.
 
     Args:
         model: For its vocabulary and experts.
         weights: Of the model.
         grid: The layouts.
         stage: The class.
-        multiple: Rows of each rank's part of the vocabulary are padded to a multiple of this; 1: not padded.
+        multiple: Rows of each rank's vocabulary shard are padded to a multiple of this; 1: not padded.
     """
     always = weights.attention / grid.tp + weights.latents + weights.norms
     routed = weights.shared / grid.tp + weights.router

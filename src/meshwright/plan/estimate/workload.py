@@ -1,4 +1,4 @@
-"""What is estimated: a model and its batch on a cluster, run by a framework."""
+"""The workload that is estimated: a model and its batch on a cluster, run by a framework."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ class OptimizerRate(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that the formulas read beside the layout."""
+    """All inputs of the formulas except the layout."""
 
     model: DecoderModel
     cluster: Cluster
     seq_len: int
     global_batch: int
     precision: str
-    """`fp32`, `bf16`, `fp16`, `fp8` or `fp4`: of the matrix products."""
+    """Of GEMMs: `fp32`, `bf16`, `fp16`, `fp8` or `fp4`."""
     profile: Profile
     recipe: str = ""
     """How fp8 or fp4 scales: `current`, `delayed`, `mxfp8`, `subchannel`, `rowwise`, `nvfp4`."""
     compiled: bool = False
-    """Whether blocks are compiled (the profiles that could be run either way)."""
+    """Whether blocks are compiled (for profiles that allow both)."""
     document_mask: bool = False
     compiled_job: Job | None = None
-    """The job, where its compiled steps have a ledger of their own: in layouts whose layers are whole."""
+    """The job, if its compiled steps have their own ledger: in layouts with unsharded layers."""
     copy_bytes: float = 0.0
-    """Of the 16-bit copies of all matrices that live from step to step, where a run keeps some."""
+    """Of the bf16 weight copies that live from step to step, if a run keeps them."""
     residual_bytes: float = 2.0
-    """Bytes of an element that one pipeline stage sends to the next."""
+    """Bytes of an element that a pipeline stage sends to the next."""
     optimizer: OptimizerRate | None = None
     """Bytes and FLOPs of the optimizer per parameter; None: those of the profile."""
     probed_job: Job | None = None
-    """The job, where its cluster was probed."""
+    """The job, if its cluster was probed."""
 
     @classmethod
     def of(cls, job: Job) -> Workload:
-        """The workload of a job for a decoder."""
+        """The workload of a decoder's job."""
         if not isinstance(job.model, DecoderModel):
             raise TypeError(f"a workload is of a decoder, not {type(job.model).__name__}")
         own, whole = job.train.runtime == "meshwright", dataclasses.replace(job, layout=Layout())
@@ -82,13 +82,13 @@ class Workload:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes of an activation's element in a collective."""
+        """Bytes of an activation element in a collective."""
         return 4.0 if self.precision == "fp32" else 2.0
 
 
 @functools.lru_cache(maxsize=64)
 def _optimizer_rate(model: DecoderModel, train: Train) -> OptimizerRate:
-    """What the update moves and multiplies per parameter; in low precision it also writes 16-bit weights."""
+    """Bytes and FLOPs of the optimizer per parameter; in low precision it also writes 16-bit weights."""
     parameters = list_parameters(model)
     cost, count = predict_optimizer(parameters, train), count_parameters(model)
     copies = 0.0 if train.precision == "fp32" else 2.0

@@ -31,8 +31,8 @@ from meshwright.plan.estimate.grid import (
     Grid,
     Ints,
 )
-from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.plan.estimate.sizes import expert_shards
+from meshwright.plan.estimate.stages import V_SHAPED
 from meshwright.plan.estimate.weights import Weights
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.block import BlockSizes

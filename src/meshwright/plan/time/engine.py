@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Floats, Grid, Ints
-from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
+from meshwright.plan.estimate.stages import V_SHAPED
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNELS, BlockModel, BlockTimes, Passes
 from meshwright.plan.time.cpu_block import CpuBlockModel

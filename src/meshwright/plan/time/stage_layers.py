@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid
-from meshwright.plan.estimate.in_flight import V_SHAPED
+from meshwright.plan.estimate.stages import V_SHAPED
 from meshwright.schedule.pipeline.actions import loop_ranks, v_shaped_ranks
 
 GRAIN = 1 / 8
