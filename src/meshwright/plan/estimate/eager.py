@@ -104,7 +104,7 @@ def _late_elements(facts: Facts, stage: Stage, held: LocalWeights) -> Floats:
 
 
 def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
-    """Gradients of the residual and the inner activation, and down's weight gradient or a second inner one."""
+    """Gradients of the residual and inner activation, and weight gradient of down or a second inner one."""
     model, tokens, low = facts.workload.model, facts.tokens, facts.low
     width, wide = float(model.hidden_size), float(model.ffn_size)
     hidden = Term("gradient of the residual", (tokens.residual, width, FLOAT32))
