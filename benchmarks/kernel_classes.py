@@ -16,7 +16,7 @@ KINDS = (
     ("attention", r"^(?!triton).*(sdpa|flash|fmha|attention)"),
     ("products", r"triton_tem|^(?!triton).*(gemm|nvjet|cutlass|xmma|splitk|cublas|gemv)"),
     ("optimizer", r"adam|multi_tensor|foreach|(?<!r)sqrt|lpnorm"),
-    ("loss", r"softmax|nll_loss|_amax_|_exp_|_log_"),
+    ("loss", r"softmax|cross_entropy|nll_loss|_amax_|_exp_|_log_"),
     ("copies", r"memcpy|memset|copy_kernel|catarray|fillfunctor|fused__to_copy(_(t|view|transpose))*_\d+$"),
     ("elementwise", r""),
 )

@@ -66,8 +66,8 @@ def norm_cases(rows: int, width: int, stream: torch.dtype, low: torch.dtype = LO
         "add_rms_norm": forward(low, added=True),
         "norm alone": forward(low, added=False),
         "add_norm in 8 bits": forward(fp8.E4M3, added=True),
-        "rms_norm_backward": back(local_values=True, normal=True),
-        "norm_backward of the last": back(local_values=False, normal=False),
+        "rms_norm_backward": back(beside=True, normal=True),
+        "norm_backward of the last": back(beside=False, normal=False),
     }
 
 

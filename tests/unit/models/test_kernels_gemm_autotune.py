@@ -1,7 +1,7 @@
-"""Which algorithm computes a product: the one that lasts best, kept for later, and used wherever it fits.
+"""GEMM autotuning: picks the algorithm with the best sustained speed, caches it, and uses it where it fits.
 
-A CPU has no cuBLASLt: races here are between names whose times are known, and products are multiplied by
-stand-ins. ``tests/gpu/test_race_on_gpu.py`` has the library's own.
+CPUs have no cuBLASLt: candidates here are names with given times, and stand-ins compute the GEMMs.
+``tests/gpu/test_gemm_autotune_on_gpu.py`` uses the library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORWARD = GemmShape("forward", LOW, 64, 32, 96)
 ALGORITHM = bytes(range(64))
 
 
-def race(own: float, others: dict[str, tuple[float, float]]):
+def measure(own: float, others: dict[str, tuple[float, float]]):
     """Racers by name: seconds at a glance, and when they last."""
     asked = []
 
@@ -50,18 +50,18 @@ def race(own: float, others: dict[str, tuple[float, float]]):
 
 
 def test_what_lasts_wins_not_what_is_quick_for_a_moment():
-    best, gain, _ = race(1.0, {"sprinter": (0.8, 1.01), "runner": (1.05, 0.9), "walker": (1.04, 0.97)})
+    best, gain, _ = measure(1.0, {"sprinter": (0.8, 1.01), "runner": (1.05, 0.9), "walker": (1.04, 0.97)})
     assert best == "runner"
     assert gain == pytest.approx(0.1)
 
 
 def test_a_gain_within_the_noise_is_none():
-    assert race(1.0, {"equal": (1.0, 0.9985)})[:2] == ("own", 0.0)
-    assert race(1.0, {})[:2] == ("own", 0.0), "a library may propose nothing"
+    assert measure(1.0, {"equal": (1.0, 0.9985)})[:2] == ("own", 0.0)
+    assert measure(1.0, {})[:2] == ("own", 0.0), "a library may propose nothing"
 
 
 def test_the_slow_are_sent_home_after_a_glance():
-    _, _, asked = race(1.0, {"slow": (1.2, 1.2), "fair": (1.0, 0.9)})
+    _, _, asked = measure(1.0, {"slow": (1.2, 1.2), "fair": (1.0, 0.9)})
     assert asked.count("slow") == 1
     assert asked.count("fair") == 1 + 1 + 2 + 2, "a glance, a heat, two finals, two against our own"
 
@@ -120,7 +120,7 @@ def job():
     )
 
 
-def test_the_products_of_a_step_race_each_once(job):
+def test_every_gemm_shape_of_a_step_is_autotuned_once(job):
     tokens, chunk = 4 * 4096, 8192
     linears = {
         (tokens, 2048, 2048 + 2 * 512): 12,
@@ -135,7 +135,7 @@ def test_the_products_of_a_step_race_each_once(job):
     }
 
 
-def test_gradients_that_are_kept_in_16_bits_race_so_but_not_the_head_s(job):
+def test_bf16_weight_gradients_are_autotuned_as_such_except_the_heads(job):
     narrow = dataclasses.replace(job, train=dataclasses.replace(job.train, grad_dtype="bf16"))
     shapes = count_gemm_shapes(narrow)
     assert {s.outputs for s in shapes if s.kind == "weight" and not s.same_dtype_out} == {128256}
@@ -144,7 +144,7 @@ def test_gradients_that_are_kept_in_16_bits_race_so_but_not_the_head_s(job):
     assert {s._replace(same_dtype_out=False) for s in shapes} == set(count_gemm_shapes(job))
 
 
-def test_products_in_8_bits_do_not_race(job):
+def test_fp8_gemms_are_not_autotuned(job):
     fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
     shapes = count_gemm_shapes(fp8)
     assert {shape.kind for shape in shapes if shape.outputs != 128256} == {"weight"}
@@ -154,22 +154,22 @@ def test_products_in_8_bits_do_not_race(job):
 
 def test_a_gain_is_weighed_by_how_often_and_how_large():
     small, large = FORWARD, GemmShape("weight", LOW, 64, 32, 192)
-    winners = {small: TunedAlgorithm(ALGORITHM, 0.1), large: TunedAlgorithm(None, 0.0)}
-    assert estimate_gain(winners, {small: 2, large: 1}) == pytest.approx(0.05)
+    results = {small: TunedAlgorithm(ALGORITHM, 0.1), large: TunedAlgorithm(None, 0.0)}
+    assert estimate_gain(results, {small: 2, large: 1}) == pytest.approx(0.05)
 
 
-def test_winners_are_kept_and_read_again(tmp_path):
+def test_results_are_cached_and_read_again(tmp_path):
     file = tmp_path / "new" / "gemms.json"
-    winners = {
+    results = {
         FORWARD: TunedAlgorithm(ALGORITHM, 0.0712),
         GemmShape("input", torch.float16, 1, 2, 3): TunedAlgorithm(None, 0.0),
     }
-    winners |= {
+    results |= {
         GemmShape("weight", LOW, 1, 2, 3, narrow): TunedAlgorithm(None, narrow / 8)
         for narrow in (False, True)
     }
-    write_cache(file, winners)
-    assert read_cache(file) == winners
+    write_cache(file, results)
+    assert read_cache(file) == results
     assert [path.name for path in file.parent.iterdir()] == [file.name], "nothing is left beside it"
 
 
@@ -194,7 +194,7 @@ def test_a_bad_row_costs_no_other(tmp_path):
     assert read_cache(file) == {other: TunedAlgorithm(None, 0.0)}
 
 
-def test_another_run_s_winners_are_kept_beside(tmp_path):
+def test_results_of_another_run_stay_in_the_cache(tmp_path):
     file, other = tmp_path / "gemms.json", GemmShape("input", LOW, 64, 32, 96)
     write_cache(file, {FORWARD: TunedAlgorithm(ALGORITHM, 0.1)})
     write_cache(file, {other: TunedAlgorithm(None, 0.0)})
@@ -216,15 +216,15 @@ class Told(list):
 
 
 @pytest.fixture
-def a_race(monkeypatch, tmp_path):
-    """A GPU that only says who has won: every product of the job, by 10%."""
-    raced = []
+def autotuned(monkeypatch, tmp_path):
+    """A GPU that reports a gain of 10% for every GEMM of the job."""
+    tuned = []
 
     def win(shape):
-        raced.append(shape)
-        if shape.kind == "weight" and "breaks" in raced:
+        tuned.append(shape)
+        if shape.kind == "weight" and "breaks" in tuned:
             raise KeyboardInterrupt
-        if "full" in raced:
+        if "full" in tuned:
             raise torch.OutOfMemoryError
         return TunedAlgorithm(ALGORITHM, 0.1)
 
@@ -235,19 +235,19 @@ def a_race(monkeypatch, tmp_path):
     monkeypatch.setattr(gemm_autotune, "_warm_up", lambda shape: None)
     monkeypatch.setattr(gemm_autotune, "_autotune_shape", win)
     monkeypatch.setattr(gemm_autotune, "_bind", by)
-    monkeypatch.setattr(gemm_autotune, "_is_still_correct", lambda shape, winner: shape.outputs != 2 * 8192)
+    monkeypatch.setattr(gemm_autotune, "_is_still_correct", lambda shape, tuned: shape.outputs != 2 * 8192)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    return raced
+    return tuned
 
 
-def test_a_race_is_run_once_goes_on_where_it_was_and_looks_again(job, a_race, tmp_path):
+def test_autotuning_runs_once_resumes_and_checks_the_cache(job, autotuned, tmp_path):
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
     told = Told()
-    a_race.append("breaks")
+    autotuned.append("breaks")
     with pytest.raises(KeyboardInterrupt):
         autotune_gemms(job, CPU, told)
     assert [event["event"] for event in told] == ["gemm_autotune_started"]
-    a_race.clear()
+    autotuned.clear()
     autotune_gemms(job, CPU, told)
     assert told[-1] | {"seconds": 0} == {
         "event": "gemm_autotune",
@@ -258,24 +258,24 @@ def test_a_race_is_run_once_goes_on_where_it_was_and_looks_again(job, a_race, tm
         "seconds": 0,
         "file": str(tmp_path / "gemms.json"),
     }
-    assert len(a_race) == 13
-    a_race.clear()
+    assert len(autotuned) == 13
+    autotuned.clear()
     gemms = autotune_gemms(job, CPU, told)
-    assert {shape.outputs for shape in a_race} == {2 * 8192}, "what is no longer right races again"
+    assert {shape.outputs for shape in autotuned} == {2 * 8192}, "a wrong cached result is autotuned again"
     assert gemms._algorithms.keys() == count_gemm_shapes(job).keys()
 
 
-def test_without_room_for_a_race_torchs_own_stays_for_this_run(job, a_race, tmp_path):
+def test_out_of_memory_keeps_torchs_default_for_this_run(job, autotuned, tmp_path):
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
-    a_race.append("full")
+    autotuned.append("full")
     gemms = autotune_gemms(job, CPU, told := Told())
     assert (told[-1]["changed"], told[-1]["gain"], gemms._algorithms) == (0, 0.0, {})
     assert read_cache(tmp_path / "gemms.json") == {}, "there may be room the next time"
 
 
 @pytest.mark.parametrize("kind", ["forward", "input"])
-def test_a_winner_that_was_kept_is_compared_with_torch_again(monkeypatch, kind):
-    """As a race does, here with operands of a CPU."""
+def test_a_cached_algorithm_is_compared_with_torch_again(monkeypatch, kind):
+    """As autotuning does, here with operands on a CPU."""
     shape = GemmShape(kind, LOW, 64, 32, 96)
     sizes = (shape.left, shape.right)
     drawn = (*(torch.randn(size).to(LOW) for size in sizes), torch.empty(shape.out, dtype=LOW))
@@ -335,11 +335,11 @@ def tune_all(monkeypatch, *, narrow: bool = False) -> tuple[Gemms, dict[GemmShap
 
 @pytest.mark.parametrize("kept", [torch.float32, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_every_product_of_a_block_asks_what_was_chosen(monkeypatch, recompute, kept):
+def test_every_gemm_of_a_block_uses_its_algorithm(monkeypatch, recompute, kept):
     """And with the same arithmetic gives the same step, bit for bit, whatever gradients are kept in."""
-    expected = step(build(recompute=recompute, gradients=kept))
+    expected = step(build(recompute=recompute, grad_dtype=kept))
     gemms, stands = tune_all(monkeypatch, narrow=kept == LOW)
-    loss, gradients = step(build(recompute=recompute, gradients=kept, gemms=gemms))
+    loss, gradients = step(build(recompute=recompute, grad_dtype=kept, gemms=gemms))
     assert loss == expected[0]
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[1][name], rtol=0, atol=0, msg=name)
@@ -359,7 +359,7 @@ def test_sums_of_the_head_begin_and_go_on(monkeypatch):
     assert stands[GemmShape("weight", LOW, 24, 32, 128)].calls == 2
 
 
-def test_operands_that_do_not_lie_plainly_are_torchs(monkeypatch):
+def test_operands_that_are_not_contiguous_use_torch(monkeypatch):
     gemms, stands = tune_all(monkeypatch)
     x, weight = torch.randn(32, 24).to(LOW).T, torch.randn(128, 32).to(LOW)
     torch.testing.assert_close(gemms.forward(x, weight), x @ weight.T)

@@ -1,7 +1,7 @@
-"""Blocks whose backward passes are written out: as near to float32 as the modules, whatever is kept.
+"""Triton blocks with explicit backward passes: as close to float32 as the torch modules, whatever is saved.
 
-A CPU has no kernels of ours: torch's operations stand in for them, so that what is tested here is how the
-passes are put together. ``tests/gpu/test_own_kernels_on_gpu.py`` holds the kernels against these operations.
+On CPUs torch operations replace the Triton kernels, so these tests check how the passes are composed.
+``tests/gpu/test_triton_kernels_on_gpu.py`` compares the kernels with these operations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_decoders import make_ready, note_kept
 from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.layout.stages import StageSpec
 from meshwright.models import loss as losses
@@ -26,6 +25,7 @@ from meshwright.models.kernels import fused as kernels
 from meshwright.models.kernels.gemm import TORCH_GEMMS, Gemms
 from meshwright.models.rope import apply_rope
 from meshwright.spec.model import DecoderModel
+from triton_decoders import convert, note_saved
 
 SHAPE = DecoderModel(num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=128)
 UNGROUPED = dataclasses.replace(SHAPE, num_kv_heads=4)
@@ -38,13 +38,13 @@ NEAR = {False: 0.03, True: 0.3}
 
 def build(
     model: DecoderModel = SHAPE,
-    stream: torch.dtype = LOW,
+    residual_dtype: torch.dtype = LOW,
     *,
-    own: bool = True,
+    triton: bool = True,
     copies: bool = True,
     recompute: str = "selective",
-    scaled: bool = False,
-    gradients: torch.dtype = EXACT,
+    uses_fp8: bool = False,
+    grad_dtype: torch.dtype = EXACT,
     gemms: Gemms = TORCH_GEMMS,
 ) -> Decoder:
     """The same weights in every one; without copies it is the float32 reference."""
@@ -54,7 +54,15 @@ def build(
         for parameter in net.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 8)
-    make_ready(net, stream, own=own, copies=copies, scaled=scaled, gradients=gradients, gemms=gemms)
+    convert(
+        net,
+        residual_dtype,
+        triton=triton,
+        copies=copies,
+        uses_fp8=uses_fp8,
+        grad_dtype=grad_dtype,
+        gemms=gemms,
+    )
     net.head.uses_fused_loss = False  # else the loss is compiled
     return net
 
@@ -93,25 +101,27 @@ def overall(off: dict[str, float]) -> float:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("model", [SHAPE, UNGROUPED, TIED], ids=["grouped", "ungrouped", "tied"])
-@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
-def test_gradients_are_as_near_to_float32_as_those_of_the_modules(scaled, stream, model, masked):
+@pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
+def test_gradients_are_as_near_to_float32_as_those_of_the_modules(uses_fp8, residual_dtype, model, masked):
     """Both round, at other places; a rounding too many, or a term too few, would show in the sum over all."""
-    exact = step(build(model, own=False, copies=False), masked=masked, low=False)
-    modules = distances(step(build(model, stream, own=False, scaled=scaled), masked=masked), exact)
-    found = distances(step(build(model, stream, scaled=scaled), masked=masked), exact)
-    assert found["loss"] < (1e-2 if scaled else 2e-3)
-    assert overall(found) < min(1.25 * overall(modules), NEAR[scaled])
-    assert (overall(found) > 2 * NEAR[False]) == scaled, "not in the precision that was asked for"
+    exact = step(build(model, triton=False, copies=False), masked=masked, low=False)
+    modules = distances(
+        step(build(model, residual_dtype, triton=False, uses_fp8=uses_fp8), masked=masked), exact
+    )
+    found = distances(step(build(model, residual_dtype, uses_fp8=uses_fp8), masked=masked), exact)
+    assert found["loss"] < (1e-2 if uses_fp8 else 2e-3)
+    assert overall(found) < min(1.25 * overall(modules), NEAR[uses_fp8])
+    assert (overall(found) > 2 * NEAR[False]) == uses_fp8, "not in the precision that was asked for"
     for name, off in found.items():
-        assert off < 2 * modules[name] + NEAR[scaled] / 3, name
+        assert off < 2 * modules[name] + NEAR[uses_fp8] / 3, name
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
-@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
-def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(stream, scaled):
+@pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
+def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(residual_dtype, uses_fp8):
     modes = ("none", "selective", "full")
-    nets = {mode: build(stream=stream, recompute=mode, scaled=scaled) for mode in modes}
+    nets = {mode: build(residual_dtype=residual_dtype, recompute=mode, uses_fp8=uses_fp8) for mode in modes}
     found = {mode: step(net, masked=True) for mode, net in nets.items()}
     expected, gradients = found["selective"]
     tokens, targets, documents = batch()
@@ -141,7 +151,7 @@ def test_what_a_gate_makes_again_is_what_it_made():
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_gradients_of_micro_batches_add_up(recompute):
-    """To the bit; also the embedding's, which comes through the stream alone. None is another's memory."""
+    """To the bit; also the embedding, which is reached through the residual stream. No two share memory."""
     first = step(build(recompute=recompute))[1]
     second = step(build(recompute=recompute), seed=3)[1]
     net = build(recompute=recompute)
@@ -156,11 +166,11 @@ def test_gradients_of_micro_batches_add_up(recompute):
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
-def test_gradients_in_16_bits_are_those_of_float32_rounded(scaled, recompute):
+@pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
+def test_gradients_in_16_bits_are_those_of_float32_rounded(uses_fp8, recompute):
     """Those of the blocks' matrices; norms, embedding and head stay. Nothing else of the step changes."""
-    loss, wide = step(build(scaled=scaled, recompute=recompute))
-    found, narrow = step(build(scaled=scaled, recompute=recompute, gradients=LOW))
+    loss, wide = step(build(uses_fp8=uses_fp8, recompute=recompute))
+    found, narrow = step(build(uses_fp8=uses_fp8, recompute=recompute, grad_dtype=LOW))
     assert found == loss
     rounded = {name for name, gradient in narrow.items() if gradient.dtype == LOW}
     assert rounded == {name for name in wide if name.startswith("blocks.") and "norm" not in name}
@@ -170,7 +180,7 @@ def test_gradients_in_16_bits_are_those_of_float32_rounded(scaled, recompute):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_triton_modules_keep_parameter_names_and_run_hooks(recompute):
-    plain, net, called = build(own=False, copies=False), build(recompute=recompute), []
+    plain, net, called = build(triton=False, copies=False), build(recompute=recompute), []
     assert list(net.state_dict()) == list(plain.state_dict())
     for name, module in net.named_modules():
         if name in ("embed", "norm", "blocks.0", "blocks.1", "blocks.2"):
@@ -188,17 +198,19 @@ def test_logits_are_those_that_the_loss_is_made_of():
     assert own.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("recompute", "stream"), [("selective", LOW), ("selective", EXACT), ("none", LOW)])
-def test_a_block_keeps_what_is_said_to_the_byte(recompute, stream):
+@pytest.mark.parametrize(
+    ("recompute", "residual_dtype"), [("selective", LOW), ("selective", EXACT), ("none", LOW)]
+)
+def test_a_block_keeps_what_is_said_to_the_byte(recompute, residual_dtype):
     """Stream and inverse norms, q, k, v, attention with its sums, gate and up; what products read, too."""
-    net = build(stream=stream, recompute=recompute)
+    net = build(residual_dtype=residual_dtype, recompute=recompute)
     net.weight_copies.refresh()
     tokens, width, inner = SAMPLES * LENGTH, SHAPE.hidden_size, SHAPE.ffn_size
-    x = torch.randn(SAMPLES, LENGTH, width).to(stream).requires_grad_()
+    x = torch.randn(SAMPLES, LENGTH, width).to(residual_dtype).requires_grad_()
     delta = torch.randn(SAMPLES, LENGTH, width).to(LOW).requires_grad_()
-    with note_kept(net) as kept, torch.autocast("cpu", LOW):
+    with note_saved(net) as kept, torch.autocast("cpu", LOW):
         parts = net.blocks["0"]((x, delta), (net.rope_cos, net.rope_sin), None)
-    streams, attention = 2 * (width * stream.itemsize + 4), 2 * SHAPE.query_size + 4 * SHAPE.num_heads
+    streams, attention = 2 * (width * residual_dtype.itemsize + 4), 2 * SHAPE.query_size + 4 * SHAPE.num_heads
     expected = streams + 2 * (SHAPE.query_size + 2 * SHAPE.kv_size) + attention + 2 * 2 * inner
     if recompute == "none":
         expected += 2 * (2 * width + inner)
@@ -263,7 +275,7 @@ def with_another_inner(both, grad, inner=True):
 )
 def test_a_planted_defect_would_be_seen(monkeypatch, name, wrong):
     """One term that is wrong goes past the bounds above, many times over."""
-    exact = step(build(own=False, copies=False), low=False)
+    exact = step(build(triton=False, copies=False), low=False)
     right = distances(step(build()), exact)
     monkeypatch.setattr(kernels, name, wrong)
     found = distances(step(build()), exact)

@@ -1,4 +1,4 @@
-"""Decoders with copies in 16 bits and our own kernels, and what autograd keeps of them; for several tests."""
+"""Decoders with bf16 weight copies and Triton blocks, and the bytes that autograd saves for them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from meshwright.models.kernels.gemm import TORCH_GEMMS, Gemms
 from meshwright.models.linear import convert_linears_to_fp8
 
 
-def make_ready(
+def convert(
     net: Decoder,
-    stream: torch.dtype,
+    residual_dtype: torch.dtype,
     *,
-    own: bool,
+    triton: bool,
     copies: bool,
-    scaled: bool,
-    gradients: torch.dtype = torch.float32,
+    uses_fp8: bool,
+    grad_dtype: torch.dtype = torch.float32,
     gemms: Gemms = TORCH_GEMMS,
 ) -> None:
-    """As a session does for a compiled job in bf16 or, where ``scaled``, in fp8; without copies it stays."""
-    if scaled:
+    """As ``apply_block_backend`` does in bf16 or fp8; without copies it stays float32."""
+    if uses_fp8:
         convert_linears_to_fp8(net, weight_grads=True)
     if copies:
-        net.residual_dtype = stream
+        net.residual_dtype = residual_dtype
         net.weight_copies = WeightCopies(net, torch.bfloat16)
-    if own:
-        convert_to_triton(net, gradients, gemms)
+    if triton:
+        convert_to_triton(net, grad_dtype, gemms)
 
 
 @contextmanager
-def note_kept(net: Decoder) -> Iterator[dict[int, int]]:
-    """Bytes of what autograd keeps meanwhile, by storage: not parameters, buffers and copies of matrices."""
+def note_saved(net: Decoder) -> Iterator[dict[int, int]]:
+    """Bytes that autograd saves meanwhile, by storage; not parameters, buffers and weight copies."""
     known = {t.untyped_storage().data_ptr() for t in (*net.buffers(), *net.weight_copies.copies.values())}
     kept: dict[int, int] = {}
 

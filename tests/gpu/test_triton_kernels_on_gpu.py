@@ -1,4 +1,4 @@
-"""Our own kernels on a GPU: each gives what torch's operations give, as do blocks and runs made of them."""
+"""Triton kernels on a GPU: kernels, blocks and runs match torch operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402, N812  (everybody's name for it)
 
-from fused_decoders import make_ready  # noqa: E402
 from kernel_cases import (  # noqa: E402
     EXACT,
     LOW,
@@ -34,6 +33,7 @@ from meshwright.models.loss import linear_cross_entropy  # noqa: E402
 from meshwright.spec.execution import uses_triton_blocks  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.spec.model import DecoderModel  # noqa: E402
+from triton_decoders import convert  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,20 +48,20 @@ SHAPE = DecoderModel(
 SAMPLES, LENGTH = 4, 48
 
 
-@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_norms_are_those_of_torchs_operations(width, stream):
+def test_norms_are_those_of_torchs_operations(width, residual_dtype):
     """With a row for each program, and with more rows than programs."""
     for rows in ROWS:
-        for case in norm_cases(rows, width, stream).values():
+        for case in norm_cases(rows, width, residual_dtype).values():
             compare(case, DEVICE)
 
 
-@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_embeddings_are_those_of_torchs_operations(width, stream):
+def test_embeddings_are_those_of_torchs_operations(width, residual_dtype):
     for tokens in ROWS:
-        for case in embedding_cases(tokens, 300, width, stream).values():
+        for case in embedding_cases(tokens, 300, width, residual_dtype).values():
             compare(case, DEVICE)
 
 
@@ -187,7 +187,12 @@ def test_an_expected_gradient_that_comes_costs_no_pass(monkeypatch, divisor):
 
 
 def build(
-    stream: torch.dtype = LOW, *, own: bool, copies: bool = True, recompute: str = "none", scaled=False
+    residual_dtype: torch.dtype = LOW,
+    *,
+    triton: bool,
+    copies: bool = True,
+    recompute: str = "none",
+    uses_fp8=False,
 ):
     """The same weights in every one; without copies it is the float32 reference."""
     with torch.device(DEVICE):
@@ -196,7 +201,7 @@ def build(
         for number, parameter in enumerate(net.parameters()):
             drawn = draw(DEVICE, *parameter.shape, dtype=EXACT, seed=number)
             parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 16)
-    make_ready(net, stream, own=own, copies=copies, scaled=scaled)
+    convert(net, residual_dtype, triton=triton, copies=copies, uses_fp8=uses_fp8)
     return net
 
 
@@ -222,19 +227,19 @@ def distance(found, exact) -> float:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
-def test_blocks_are_as_near_to_float32_as_their_modules(scaled, stream, masked):
+@pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
+def test_blocks_are_as_near_to_float32_as_their_modules(uses_fp8, residual_dtype, masked):
     """With every mode of recomputation; the loss is the kernel's, which expects another gradient."""
-    exact_loss, exact = step(build(own=False, copies=False), masked=masked, low=False)
-    _, modules = step(build(stream, own=False, scaled=scaled), masked=masked)
+    exact_loss, exact = step(build(triton=False, copies=False), masked=masked, low=False)
+    _, modules = step(build(residual_dtype, triton=False, uses_fp8=uses_fp8), masked=masked)
     for recompute in ("none", "selective", "full"):
-        net = build(stream, own=True, recompute=recompute, scaled=scaled)
+        net = build(residual_dtype, triton=True, recompute=recompute, uses_fp8=uses_fp8)
         net.set_expected_loss_grad(1 / 64)
         loss, found = step(net, masked=masked)
-        assert loss == pytest.approx(exact_loss, rel=2e-2 if scaled else 2e-3)
+        assert loss == pytest.approx(exact_loss, rel=2e-2 if uses_fp8 else 2e-3)
         assert distance(found, exact) < 1.25 * distance(modules, exact)
-        assert distance(found, exact) < (0.3 if scaled else 0.03)
+        assert distance(found, exact) < (0.3 if uses_fp8 else 0.03)
 
 
 TRAINED = (

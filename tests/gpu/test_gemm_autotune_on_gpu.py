@@ -1,4 +1,4 @@
-"""Algorithms of products on a GPU: each that is proposed is right, and a race chooses some for a run."""
+"""GEMM autotuning on a GPU: every proposed algorithm is correct, and a run autotunes once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DEVICE = "cuda"
 @pytest.mark.parametrize(
     ("kind", "narrow"), [("forward", False), ("input", False), ("weight", False), ("weight", True)]
 )
-def test_every_proposal_is_the_product(kind, narrow, dtype):
-    """Of float64 operands, rounded once; and what is there is added to, where that is wanted."""
+def test_every_proposed_algorithm_is_correct(kind, narrow, dtype):
+    """Compared with float64; also when it adds to the output."""
     shape = GemmShape(kind, dtype, 1536, 512, 768, narrow)
     left, right = (torch.randn(size, device=DEVICE).to(dtype) for size in (shape.left, shape.right))
     exact = {
@@ -32,18 +32,18 @@ def test_every_proposal_is_the_product(kind, narrow, dtype):
         "input": lambda a, b: a @ b,
         "weight": lambda a, b: a.T @ b,
     }[kind](left.double(), right.double())
-    multiplier = CublasLtGemm(shape)
-    proposals = multiplier.query_algorithms()
+    gemm = CublasLtGemm(shape)
+    proposals = gemm.query_algorithms()
     assert proposals
     for algorithm in proposals:
         out = torch.full(shape.out, float("nan"), device=DEVICE, dtype=shape.out_dtype)
         for times, add in ((1, False), (2, True)):
-            multiplier.run(algorithm, left, right, out, add)
+            gemm.run(algorithm, left, right, out, add)
             off = (out.double() - times * exact).norm() / (times * exact).norm()
             assert off < (1e-5 if shape.out_dtype == torch.float32 else 4e-3)
 
 
-def test_what_was_chosen_is_used_on_its_device():
+def test_an_algorithm_is_used_on_its_device_only():
     shape, calls = GemmShape("forward", torch.bfloat16, 64, 32, 96), []
     gemms = Gemms({shape: lambda *args: calls.append(args)}, torch.device("cuda", 0))
     x, weight = (torch.ones(size, dtype=shape.dtype, device=DEVICE) for size in (shape.left, shape.right))
@@ -53,7 +53,7 @@ def test_what_was_chosen_is_used_on_its_device():
     assert len(calls) == 1
 
 
-AUTOTUNED_TIME = (
+JOB = (
     "cluster.device=cuda",
     "cluster.devices_per_node=1",
     "model.num_layers=2",
@@ -70,10 +70,10 @@ AUTOTUNED_TIME = (
 )
 
 
-def test_a_race_changes_no_loss_and_is_run_once(train, tmp_path, monkeypatch):
+def test_autotuning_keeps_the_losses_and_runs_once(train, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    plain = train(*AUTOTUNED_TIME)
-    first, second = (train(*AUTOTUNED_TIME, "train.gemm_autotune=true") for _ in range(2))
+    plain = train(*JOB)
+    first, second = (train(*JOB, "train.gemm_autotune=true") for _ in range(2))
     for run in (first, second):
         assert run.losses == pytest.approx(plain.losses, rel=2e-3)
         assert run.result["audit_ok"], run.result["differences"]
