@@ -37,7 +37,8 @@ from one_device import Row, WorkerPool, find_device
 from one_device_worker import SHAPES, WARM_UP, Task, build_shape
 from python_text import describe_text, write_text
 
-from meshwright.report.plot import Chart, Series, draw_svg
+from meshwright.report.figure import save_figure
+from meshwright.report.plot import Chart, Series, draw_chart
 
 KINDS = {
     "bf16": ("train.precision=bf16",),
@@ -131,7 +132,7 @@ def describe(found: Row, asked: argparse.Namespace) -> list[str]:
     return lines or ["nothing to compare: fewer than two kinds have losses"]
 
 
-def draw(losses: dict[str, list[float]], found: Row, within: float) -> str:
+def draw(losses: dict[str, list[float]], found: Row, within: float, path: Path) -> None:
     """The curves, and below them the differences of windows between the limits."""
     ends = (1.0, float(max(map(len, losses.values()))))
     curves = tuple(
@@ -149,12 +150,7 @@ def draw(losses: dict[str, list[float]], found: Row, within: float) -> str:
         Chart("Loss", "step", "loss", curves, whole_x=True, x_range=ends),
         Chart("Means of windows", "step", above, differences, whole_x=True, x_range=ends),
     )
-    parts = [
-        f'<g transform="translate(0 {number * HEIGHT})">{draw_svg(chart, WIDTH, HEIGHT, standalone=True)}</g>'
-        for number, chart in enumerate(charts)
-    ]
-    size = f'viewBox="0 0 {WIDTH} {2 * HEIGHT}" width="{WIDTH}" height="{2 * HEIGHT}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "</svg>\n"
+    save_figure(draw_chart(*charts, width=WIDTH, height=HEIGHT), path)
 
 
 def read_losses(files: Sequence[Path]) -> dict[str, list[float]]:
@@ -244,7 +240,7 @@ def main() -> None:
         compare(losses, asked) if losses else {"reference": None, "kinds": {}, "calm": None, "passed": False}
     )
     if asked.svg and losses:
-        asked.svg.write_text(draw(losses, found, asked.within))
+        draw(losses, found, asked.within, asked.svg)
     if asked.json:
         date = str(datetime.datetime.now(tz=datetime.UTC).date())
         print(json.dumps({"date": date, **about, **found, "losses": losses}))

@@ -42,7 +42,7 @@ from meshwright.parallel.pipeline.interpreter import Interpreter  # noqa: E402
 from meshwright.parallel.pipeline.p2p import P2PExchange  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, read_plan, write_plan  # noqa: E402
-from meshwright.report.timeline import build_timeline, draw_pair_svg, measured_timeline  # noqa: E402
+from meshwright.report.timeline import build_timeline, measured_timeline, write_timelines  # noqa: E402
 from meshwright.runs.ranks import build_launch  # noqa: E402
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule  # noqa: E402
 from meshwright.schedule.pipeline.build import BUILT, build_schedule  # noqa: E402
@@ -251,7 +251,7 @@ def draw(case: Case, seen: Seen, folder: Path) -> None:
     upper = build_timeline(schedule, walk, f"{title}: simulated", f"bubble {walk.bubble:.1%}", unit="s")
     note = f"bubble {measure_bubble(spans):.1%}"
     lower = measured_timeline(schedule, spans, f"{title}: measured with timed waits", note)
-    (folder / f"{case.schedule}-{case.pp}-{stages}.svg").write_text(draw_pair_svg(upper, lower))
+    write_timelines(folder / f"{case.schedule}-{case.pp}-{stages}.svg", upper, lower)
 
 
 def main() -> None:

@@ -263,9 +263,10 @@ class Plan:
 
     def draw(self, path: str | Path) -> None:
         """Draw the plan into an SVG, PNG or PDF file. Needs the extra ``plots``."""
-        from meshwright.report.plan_picture import draw_picture, gather_picture  # noqa: PLC0415
+        from meshwright.report.figure import save_figure  # noqa: PLC0415
+        from meshwright.report.plan_plot import draw_plan, gather_picture  # noqa: PLC0415
 
-        draw_picture(gather_picture(self.contract, self.search), Path(path))
+        save_figure(draw_plan(gather_picture(self.contract, self.search)), Path(path))
 
     def as_dict(self, top: int = 50) -> dict[str, Any]:
         """The object of ``meshwright plan --json``."""

@@ -9,7 +9,7 @@ from meshwright.audit.compare import Audit, StateRow, describe_match
 from meshwright.cli.output import Output
 from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.core.units import format_rate, format_seconds
-from meshwright.report.timeline_file import write_timelines
+from meshwright.report.timeline import write_timelines
 from meshwright.spec.model import BATCH_NORM_NOTE
 
 CHECK_FAILED = CheckFailedError.exit_status

@@ -12,7 +12,8 @@ from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import can_write
 from meshwright.core.units import format_count, format_seconds
-from meshwright.report.plot import draw_svg
+from meshwright.report.figure import require_picture, save_figure
+from meshwright.report.plot import draw_chart
 from meshwright.report.scaling import ScalingRow
 from meshwright.report.text_plot import draw_text
 
@@ -31,6 +32,7 @@ def bench_scaling(
 ) -> int:
     """Measure each number of ranks, and print the table and the picture."""
     chosen = None if ranks is None else parse_ranks(ranks)
+    require_picture(out)
     if not can_write(out):  # before minutes are spent on measuring
         rule, fix = "cannot be written", "Choose another file with -o"
         raise UserError(Problem("bench-not-writable", rule, path=str(out), fix=fix))
@@ -67,11 +69,7 @@ def _show(output: Output, result: ScalingResult, out: Path) -> None:
     chart = result.chart()
     for line in draw_text(chart, columns=48):
         output.print(line)
-    try:
-        out.write_text(draw_svg(chart, 640, 400, standalone=True), encoding="utf-8")
-    except OSError as error:
-        output.warn(f"the picture was not written: {error}")
-        return
+    save_figure(draw_chart(chart), out)
     output.print(f"\npicture: {out}")
 
 

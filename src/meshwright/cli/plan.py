@@ -23,7 +23,7 @@ from meshwright.plan.sizing import (
     format_days,
     parse_duration,
 )
-from meshwright.report.plan_picture import check_picture
+from meshwright.report.figure import require_picture
 
 if TYPE_CHECKING:
     from meshwright.plan.search.find import Objective
@@ -48,7 +48,7 @@ class PlanRequest:
 def show_plan(output: Output, request: PlanRequest) -> int:
     """Rank the layouts and print the best one, or explain one, or size the cluster."""
     if request.picture is not None:
-        check_picture(request.picture)
+        require_picture(request.picture)
     deadline_s = _sizing_deadline(request)
     reporter = ConsoleReporter(output)
     if request.why:

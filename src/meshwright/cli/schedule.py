@@ -13,8 +13,7 @@ from rich.text import Text
 from meshwright.cli.output import Output
 from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.report.plot import format_value
-from meshwright.report.timeline import Timeline, build_timeline
-from meshwright.report.timeline_file import write_timelines
+from meshwright.report.timeline import Timeline, build_timeline, write_timelines
 from meshwright.report.timeline_text import draw_rows
 from meshwright.schedule.pipeline.actions import Kind, PipelineSchedule
 from meshwright.schedule.pipeline.build import build_schedule

@@ -8,8 +8,8 @@ from typing import Any
 
 from meshwright.api import validate
 from meshwright.cli.output import Output
-from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
+from meshwright.report.figure import require_picture, save_figure
 from meshwright.report.scatter import Scatter, draw_scatter
 from meshwright.validation.evaluate import Outcome
 from meshwright.validation.metrics import errors_of, summarise_families, worst_rows
@@ -25,6 +25,8 @@ WORST_SHOWN = 8
 
 def show_validation(output: Output, runs: Sequence[Path], picture: Path | None) -> int:
     """Predict every row of some tables, and show the errors of each family."""
+    if picture is not None:
+        require_picture(picture)
     outcomes = validate(runs)
     families = summarise_families(outcomes)
     counted = [outcome for outcome in outcomes if outcome.case and outcome.case.gates]
@@ -104,16 +106,10 @@ def _say_rest(output: Output, outcomes: Sequence[Outcome]) -> None:
 
 
 def _draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    families: dict[str, list[tuple[float, float, str]]] = {}
+    families: dict[str, list[tuple[float, float]]] = {}
     for outcome in outcomes:
         if outcome.predicted_step_s is not None and outcome.row.step_s is not None:
-            point = (outcome.row.step_s, outcome.predicted_step_s, outcome.row.id)
+            point = (outcome.row.step_s, outcome.predicted_step_s)
             families.setdefault(outcome.row.family, []).append(point)
     scatter = Scatter("Step time: predicted against published", "published, s", "predicted, s", families)
-    try:
-        path.write_text(draw_scatter(scatter), encoding="utf-8")
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        raise UserError(
-            Problem("validate-picture", rule, path=str(path), fix="Name a place to write to")
-        ) from None
+    save_figure(draw_scatter(scatter), path)

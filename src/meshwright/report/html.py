@@ -14,10 +14,11 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
 from meshwright.core.version import __version__
-from meshwright.report.plot import STYLE, Chart, draw_svg
+from meshwright.report.figure import can_draw, embedded_svg
+from meshwright.report.plot import Chart, draw_chart
 from meshwright.report.run_report import RunReport
 from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
-from meshwright.report.timeline import MOST_BARS, draw_pair_svg
+from meshwright.report.timeline import MAX_BARS, draw_timelines
 
 MOST_OPEN = 20
 """Further rows of a table with rows for each rank wait behind a click."""
@@ -58,6 +59,9 @@ figure, svg, tr { break-inside: avoid; } h2 { break-after: avoid; } .wide, pre {
 pre { white-space: pre-wrap; } details::details-content { content-visibility: visible; display: block; } }
 """
 
+NO_PLOTS = (
+    "Curves need matplotlib: install <code>meshwright[plots]</code>, then run <code>meshwright report</code>."
+)
 BADGES = {"complete": "good", "failed": "bad"}
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -71,7 +75,7 @@ def draw_page(report: RunReport) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(name)}: {escape(report.status)}</title>",
-        f"<style>{PAGE_STYLE}{STYLE}</style></head><body>",
+        f"<style>{PAGE_STYLE}</style></head><body>",
         _head(report, name),
         *_warnings(report),
         *_curves(report),
@@ -152,13 +156,15 @@ def _curves(report: RunReport) -> list[str]:
     large = [c for c in (report.loss_chart(), report.rate_chart()) if not c.empty]
     if not large:
         return [*parts, "<p>No step was done.</p>"]
-    parts += [f"<figure>{draw_svg(chart, 1080, 340)}</figure>" for chart in large]
-    parts.append(f'<div class="charts">{"".join(_small(chart) for chart in report.small_charts())}</div>')
-    return parts
+    if not can_draw():
+        return [*parts, f"<p>{NO_PLOTS}</p>"]
+    parts += [f"<figure>{_draw(chart, 1080, 340)}</figure>" for chart in large]
+    small = "".join(_draw(chart, 530, 240) for chart in report.small_charts())
+    return [*parts, f'<div class="charts">{small}</div>']
 
 
-def _small(chart: Chart) -> str:
-    return draw_svg(chart, 530, 240)
+def _draw(chart: Chart, width: int, height: int) -> str:
+    return embedded_svg(draw_chart(chart, width=width, height=height), chart.title)
 
 
 def _experts(report: RunReport) -> list[str]:
@@ -191,8 +197,8 @@ def _pipeline(report: RunReport) -> list[str]:
         return [*parts, f"<p>{escape(words)} Nothing was recorded.</p>"]
     parts += [f"<p>{escape(sentence)}</p>" for sentence in report.pipeline.sentences()]
     upper, lower = report.pipeline.timelines()
-    if sum(len(row) for _, row in upper.rows) <= MOST_BARS:
-        parts.append(f"<figure>{draw_pair_svg(upper, lower)}</figure>")
+    if upper.bars + lower.bars <= MAX_BARS and can_draw():
+        parts.append(f"<figure>{embedded_svg(draw_timelines(upper, lower), upper.title)}</figure>")
     return parts
 
 

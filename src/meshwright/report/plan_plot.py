@@ -1,30 +1,36 @@
-"""A plan as a picture: memory by rank class against the device, the step by parts, speed over layouts."""
+"""A plan as a picture: memory per rank class, step time by part, the pipeline, throughput of all layouts."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.core.units import format_bytes, format_rate, format_seconds
-from meshwright.report.canvas import ADVANCE, Canvas, PngCanvas, SvgCanvas
-from meshwright.report.plot import round_ticks
+from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.layout.text import describe_layout
+from meshwright.plan.contract import Plan, RankPrediction
+from meshwright.plan.memory.fit import MemoryNeed
+from meshwright.plan.search.find import SearchResult
+from meshwright.plan.time.pipeline import walk_pipeline
+from meshwright.report.figure import COLORS, INK, new_figure, style
+from meshwright.spec.job import Job
 
-WIDTH, LEFT, RIGHT = 1040, 100, 90
-BAR, GAP, TOP, TITLE, LABEL, AXIS = 20, 8, 40, 26, 16, 26
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, LEFT, RIGHT = 1040, 100, 30
+BAR, HEAD, FOOT, LEGEND_LINE = 28, 34, 34, 18
+"""Heights in pixels: a bar with its gap, a panel's title, its axis, one line of a legend."""
 CURVE_HEIGHT = 150
-MOST_STEPS, MOST_RANKS = 6, 8
-COLOURS = (
-    "#1f62b5", "#c05a00", "#2b7d4f", "#8e44ad", "#b5891f", "#6f7782",
-    "#b3304c", "#2d9da6", "#7a8f2a", "#4a4f9c", "#a65d8c", "#3b4048",
-)  # fmt: skip
-PASSES = ("forward", "weight gradient", "backward")
-"""Kinds of passes, in the order of the colours that ``schedule pipeline`` gives them, too."""
-GREY, RED, INK = "#e3e6ea", "#b3304c", "#3b4048"
+MAX_LAYOUTS, MAX_RANKS = 6, 8
+LEGEND_COLUMNS = 5
+PASS_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
+PASS_COLORS = {"forward": "#2f76c9", "backward": "#2f9160", "weight gradient": "#d0700f"}
+LIMIT_COLOR = "#c2405c"
 
 
 @dataclass(frozen=True)
@@ -35,205 +41,210 @@ class PlanPicture:
     memory: dict[str, dict[str, float]]
     """Bytes by rank class and line."""
     room_bytes: float
-    """Memory of a device."""
+    """Usable memory of a device."""
     steps: list[tuple[str, dict[str, float]]]
     """Layouts, best first, each with the seconds of its parts."""
     rates: npt.NDArray[np.float64]
-    """Tokens a second and device of every layout that fits, in any order."""
+    """Tokens per second and device of every layout that fits, in any order."""
     unit: str = "tokens"
     pipeline: list[tuple[str, list[tuple[str, float, float]]]] = field(default_factory=list)
     """Ranks of the best layout's pipeline, each with the kind, start and end of its passes, in seconds."""
 
 
-def draw_plan(picture: PlanPicture, kind: str) -> bytes:
-    """The picture as a file.
-
-    Args:
-        picture: What is drawn.
-        kind: ``svg`` or ``png``.
-    """
-    steps = picture.steps[:MOST_STEPS]
-    names = [_names(list(picture.memory.values())), _names([parts for _, parts in steps])]
-    ranks = _some(picture.pipeline)
-    heights = [
-        TITLE + len(picture.memory) * (BAR + GAP) + _legend_height(names[0]),
-        TITLE + len(steps) * (LABEL + BAR + GAP) + AXIS + _legend_height(names[1]),
-        TITLE + len(ranks) * (BAR + GAP) + AXIS + _legend_height(PASSES) if ranks else 0,
-    ]
-    height = TOP + sum(heights) + TITLE + CURVE_HEIGHT + 70
-    make = SvgCanvas if kind == "svg" else PngCanvas
-    canvas: Canvas = make(WIDTH, round(height), picture.title)
-    canvas.text(16, 24, picture.title)
-    y = float(TOP)
-    y = _bars(
-        canvas,
-        y,
-        f"usable memory of a device, {format_bytes(picture.room_bytes)}",
-        list(picture.memory.items()),
-        names[0],
-        picture.room_bytes,
+def gather_picture(plan: Plan, found: SearchResult) -> PlanPicture:
+    """What is drawn of a plan and of its search."""
+    job = plan.job
+    device_s = (
+        np.concatenate(found.rates)
+        if found.rates
+        else np.array([p.step_s * p.layout.world_size for p in found.best])
     )
-    y = _bars(canvas, y, "the step, part by part", steps, names[1], None)
-    if ranks:
-        y = _timeline(canvas, y, ranks)
-    _curve(canvas, y, picture)
-    return canvas.finish()
+    return PlanPicture(
+        title=f"{job.name}: {describe_layout(job.layout)}",
+        memory={name.partition(" (")[0]: _memory_bar(job, rank) for name, rank in plan.classes().items()},
+        room_bytes=plan.usable_bytes,
+        steps=[(describe_layout(p.layout), p.time.parts) for p in found.best],
+        rates=plan.tokens_per_step / device_s,
+        unit=job.unit,
+        pipeline=_planned_passes(plan),
+    )
 
 
-def _names(parts: Sequence[dict[str, float]]) -> list[str]:
+def _memory_bar(job: Job, rank: RankPrediction) -> dict[str, float]:
+    """Memory of a rank: the lines of a steady step, and what is needed on top."""
+    need = MemoryNeed.of(job, rank.peak_bytes, rank.first_peak_bytes, rank.checkpoint_bytes)
+    bar = {line.name: float(line.bytes) for line in rank.lines}
+    more = {
+        f"{need.limited_by}, above the steady step": max(need.peaks.values()) - need.steady_step,
+        "allocator": need.allocator,
+        "context": need.context,
+    }
+    return bar | {name: float(size) for name, size in more.items() if size}
+
+
+def _planned_passes(plan: Plan) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """Passes of each pp rank in the simulated schedule; none without a pipeline."""
+    if plan.pipeline is None:
+        return []
+    schedule, walk = walk_pipeline(plan.job, plan.micro_batches, plan.pipeline)
+    return [
+        (
+            f"pp rank {rank}",
+            [(PASS_NAMES[a.kind.value], s, e) for a, s, e in zip(row, starts, ends, strict=True)],
+        )
+        for rank, (row, starts, ends) in enumerate(zip(schedule.ranks, walk.start_s, walk.end_s, strict=True))
+    ]
+
+
+def draw_plan(picture: PlanPicture) -> Figure:
+    """The picture as a figure."""
+    steps = picture.steps[:MAX_LAYOUTS]
+    memory = list(picture.memory.items())
+    lines, parts = _sorted_names([bar for _, bar in memory]), _sorted_names([bar for _, bar in steps])
+    ranks = _sample(picture.pipeline)
+    panels = [
+        (BAR * len(memory), _legend_height(lines)),
+        (2 * BAR * len(steps), _legend_height(parts)),
+        *([(BAR * len(ranks), LEGEND_LINE)] if ranks else []),
+        (CURVE_HEIGHT, 0),
+    ]
+    total = sum(HEAD + height + FOOT + legend for height, legend in panels) + HEAD + 14
+    with style():
+        figure = new_figure(WIDTH, total)
+        figure.text(16 / WIDTH, 1 - 22 / total, picture.title, fontsize=11, weight="bold")
+        axes, top = [], total - HEAD
+        for height, legend in panels:
+            top -= HEAD + height
+            box = (LEFT / WIDTH, top / total, 1 - (LEFT + RIGHT) / WIDTH, height / total)
+            axes.append(figure.add_axes(box))
+            top -= FOOT + legend
+        _draw_memory(axes[0], memory, lines, picture.room_bytes)
+        _draw_steps(axes[1], steps, parts)
+        if ranks:
+            _draw_pipeline(axes[2], ranks)
+        _draw_rates(axes[-1], picture)
+    return figure
+
+
+def _sorted_names(bars: Sequence[dict[str, float]]) -> list[str]:
     """Every part that occurs, the largest first."""
     totals: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
+    for bar in bars:
+        for name, value in bar.items():
             totals[name] = totals.get(name, 0.0) + value
     return sorted(totals, key=lambda name: -totals[name])
 
 
-def _legend_height(names: Sequence[str]) -> float:
-    return 22.0 * _legend_rows(names) + 18
+def _legend_height(names: Sequence[str]) -> int:
+    return LEGEND_LINE * -(-len(names) // LEGEND_COLUMNS)
 
 
-def _legend_rows(names: Sequence[str]) -> int:
-    return max(y for _, y, _ in _legend_places(names)) + 1 if names else 0
-
-
-def _legend_places(names: Sequence[str]) -> list[tuple[float, int, str]]:
-    x, row, places = 16.0, 0, []
-    for name in names:
-        width = len(name) * (ADVANCE + 1.2) + 30
-        if x + width > WIDTH - 16:
-            x, row = 16.0, row + 1
-        places.append((x, row, name))
-        x += width
-    return places
-
-
-def _bars(
-    canvas: Canvas,
-    y: float,
-    title: str,
-    rows: Sequence[tuple[str, dict[str, float]]],
-    names: Sequence[str],
-    limit: float | None,
-) -> float:
-    """Stacked bars; times in seconds, or bytes where there is a limit."""
-    canvas.text(16, y + 14, title)
-    y += TITLE
-    longest = max([sum(parts.values()) for _, parts in rows] + ([limit] if limit else [0.0])) or 1.0
-    span, top = WIDTH - LEFT - RIGHT, y
-    shown = format_bytes if limit else format_seconds
-    place = LEFT + limit / longest * span if limit else math.inf
-    for label, parts in rows:
-        if limit:
-            canvas.text(LEFT - 8, y + 14, label, anchor="end")
-        else:
-            canvas.text(LEFT, y + 11, f"{label}")
-            y += LABEL
-        x = float(LEFT)
-        for index, name in enumerate(names):
-            width = max(0.0, parts.get(name, 0.0)) / longest * span
-            if width > 0:
-                canvas.rect(x, y, width, BAR, COLOURS[index % len(COLOURS)], f"{name}: {shown(parts[name])}")
-                x += width
-        words = shown(sum(parts.values()))
-        crossed = x < place < x + 10 + len(words) * ADVANCE  # by the line of the limit
-        canvas.text((place if crossed else x) + 6, y + 14, words)
-        y += BAR + GAP
-    if limit:
-        canvas.line((place, top - 4), (place, y - GAP + 4), RED, 2)
-    else:
-        y = _seconds(canvas, y, longest)
-    return _legend(canvas, y, names)
-
-
-def _legend(canvas: Canvas, y: float, names: Sequence[str]) -> float:
-    for x, row, name in _legend_places(names):
-        canvas.rect(x, y + 22 * row + 4, 10, 10, COLOURS[names.index(name) % len(COLOURS)])
-        canvas.text(x + 15, y + 22 * row + 13, name)
-    return y + _legend_height(names)
-
-
-def _seconds(canvas: Canvas, y: float, longest: float) -> float:
-    """The axis of time below bars of so many seconds."""
-    span = WIDTH - LEFT - RIGHT
-    canvas.line((LEFT, y - 2), (LEFT + span, y - 2), INK)
-    for tick in round_ticks(0.0, longest, about=8):
-        if tick <= longest * 1.001:
-            x = LEFT + tick / longest * span
-            canvas.line((x, y - 2), (x, y + 2), INK)
-            canvas.text(x, y + 14, format_seconds(tick) if tick else "0", anchor="middle")
-    return y + AXIS
-
-
-def _some(
+def _sample(
     rows: list[tuple[str, list[tuple[str, float, float]]]],
 ) -> list[tuple[str, list[tuple[str, float, float]]]]:
-    """All ranks of a short pipeline, or some of a long one, the first and the last among them."""
-    if len(rows) <= MOST_RANKS:
+    """All ranks of a short pipeline; of a long one some, the first and the last among them."""
+    if len(rows) <= MAX_RANKS:
         return rows
-    return [rows[round(n * (len(rows) - 1) / (MOST_RANKS - 1))] for n in range(MOST_RANKS)]
+    return [rows[round(n * (len(rows) - 1) / (MAX_RANKS - 1))] for n in range(MAX_RANKS)]
 
 
-def _timeline(canvas: Canvas, y: float, ranks: list[tuple[str, list[tuple[str, float, float]]]]) -> float:
-    """Passes of each rank over time; where several meet in a pixel, the one that fills most of it."""
+def _stack(
+    axes: Axes, places: Sequence[float], bars: Sequence[dict[str, float]], names: Sequence[str]
+) -> None:
+    """Horizontal stacked bars, and their legend below the axis."""
+    left = np.zeros(len(bars))
+    for index, name in enumerate(names):
+        sizes = np.array([max(0.0, bar.get(name, 0.0)) for bar in bars])
+        axes.barh(places, sizes, left=left, height=0.72, color=COLORS[index % len(COLORS)], label=name)
+        left += sizes
+    _legend_below(axes)
+    axes.tick_params(axis="y", length=0)
+
+
+def _legend_below(axes: Axes) -> None:
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(-0.09, -FOOT / 1.35 / axes.bbox.height),
+        ncols=LEGEND_COLUMNS,
+        fontsize=7.5,
+        borderaxespad=0,
+    )
+
+
+def _draw_memory(
+    axes: Axes, memory: list[tuple[str, dict[str, float]]], lines: list[str], room: float
+) -> None:
+    _stack(axes, range(len(memory)), [bar for _, bar in memory], lines)
+    axes.set_yticks(range(len(memory)), [name for name, _ in memory])
+    axes.set_ylim(len(memory) - 0.5, -0.5)
+    axes.axvline(room, color=LIMIT_COLOR, linewidth=1.8)
+    largest = max([room, *(sum(bar.values()) for _, bar in memory)])
+    axes.set_xlim(0, largest * 1.12)
+    for place, (_, bar) in enumerate(memory):
+        size = sum(bar.values())
+        crossed = size < room < size + largest * 0.1  # the limit's line would cross the figure
+        axes.annotate(
+            format_bytes(size), (room if crossed else size, place), (5, 0),
+            textcoords="offset points", va="center",
+        )  # fmt: skip
+    axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value) if value else "0")
+    axes.set_title(f"Memory per rank; usable per device: {format_bytes(room)} (red line)")
+
+
+def _draw_steps(axes: Axes, steps: list[tuple[str, dict[str, float]]], parts: list[str]) -> None:
+    places = [2 * n + 1 for n in range(len(steps))]
+    _stack(axes, places, [bar for _, bar in steps], parts)
+    axes.set_yticks([])
+    axes.set_ylim(2 * len(steps) - 0.4, -0.4)
+    axes.set_xlim(0, max([sum(bar.values()) for _, bar in steps], default=1.0) * 1.12 or 1.0)
+    for place, (name, bar) in zip(places, steps, strict=True):
+        axes.annotate(name, (0, place - 0.85), (2, 0), textcoords="offset points", va="center")
+        seconds = sum(bar.values())
+        axes.annotate(
+            format_seconds(seconds), (seconds, place), (5, 0), textcoords="offset points", va="center"
+        )
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} s")
+    axes.set_title("Step time by part")
+
+
+def _draw_pipeline(axes: Axes, ranks: list[tuple[str, list[tuple[str, float, float]]]]) -> None:
     end = max(passes[-1][2] for _, passes in ranks)
-    canvas.text(16, y + 14, "the pipeline of the first layout, as its schedule was walked")
-    y += TITLE
-    columns = WIDTH - LEFT - RIGHT
-    for name, passes in ranks:
-        canvas.text(LEFT - 8, y + 14, name, anchor="end")
-        canvas.rect(LEFT, y, columns, BAR, GREY)
-        filled = np.zeros((len(PASSES) + 1, columns))
-        for kind, start, stop in passes:
-            _fill(filled[PASSES.index(kind) + 1], start / end * columns, stop / end * columns)
-        filled[0] = 1 - filled[1:].sum(axis=0)
-        shown = np.argmax(filled, axis=0)
-        edges = [0, *(np.flatnonzero(np.diff(shown)) + 1).tolist(), columns]
-        for first, stop_at in itertools.pairwise(edges):
-            if shown[first]:
-                colour = COLOURS[int(shown[first]) - 1]
-                canvas.rect(LEFT + first, y, stop_at - first, BAR, colour)
-        y += BAR + GAP
-    y = _seconds(canvas, y, end)
-    return _legend(canvas, y, PASSES)
+    for number, (_, passes) in enumerate(ranks):
+        axes.axhspan(number - 0.38, number + 0.38, color=INK, alpha=0.08, linewidth=0)
+        for kind, color in PASS_COLORS.items():
+            spans = [(start, stop - start) for name, start, stop in passes if name == kind]
+            if spans:
+                axes.broken_barh(
+                    spans,
+                    (number - 0.38, 0.76),
+                    color=color,
+                    linewidth=0,
+                    label=kind if number == 0 else None,
+                )
+    axes.set_yticks(range(len(ranks)), [name for name, _ in ranks])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_xlim(0, end)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} s")
+    axes.set_title("Pipeline of the first layout, simulated")
+    _legend_below(axes)
 
 
-def _fill(row: npt.NDArray[np.float64], start: float, stop: float) -> None:
-    """Add a stretch to the pixels that it covers, each by the part that it covers."""
-    first, last = int(start), min(int(stop), len(row) - 1)
-    if first >= last:
-        row[min(first, len(row) - 1)] += stop - start
-        return
-    row[first] += first + 1 - start
-    row[first + 1 : last] += 1
-    row[last] += min(stop, len(row)) - last
-
-
-def _curve(canvas: Canvas, y: float, picture: PlanPicture) -> None:
-    """Speed of every layout that fits, best first, over its place on a logarithmic axis."""
+def _draw_rates(axes: Axes, picture: PlanPicture) -> None:
+    """Throughput of every layout that fits, best first, over its rank on a logarithmic axis."""
     rates = np.sort(picture.rates)[::-1]
-    canvas.text(16, y + 14, f"{picture.unit}/s a device of the {len(rates):,} layouts that fit, best first")
-    top, bottom, left, right = y + TITLE, y + TITLE + CURVE_HEIGHT, 100.0, WIDTH - 30.0
-    canvas.line((left, bottom), (right, bottom), INK)
-    canvas.line((left, top), (left, bottom), INK)
+    axes.set_title(f"{picture.unit}/s per device of all layouts that fit ({len(rates):,}), best first")
     if not len(rates):
         return
-    highest = float(rates[0])
-    for share in (0.5, 1.0):
-        place = bottom - share * CURVE_HEIGHT
-        canvas.line((left, place), (right, place), GREY)
-        canvas.text(
-            left - 6, place + 4, format_rate(share * highest, "").replace("/s", "").strip(), anchor="end"
-        )
-    columns = int(right - left)
-    spread = max(np.log10(len(rates)), 1e-9)
-    for column in range(columns):
-        place = min(len(rates) - 1, round(10 ** (column / columns * spread)) - 1)
-        height = float(rates[place]) / highest * CURVE_HEIGHT
-        canvas.rect(left + column, bottom - height, 1, max(height, 1), COLOURS[0])
-    tick = 1
-    while tick <= len(rates):
-        x = left + (np.log10(tick) / spread if len(rates) > 1 else 0.0) * columns
-        canvas.line((x, bottom), (x, bottom + 4), INK)
-        canvas.text(x, bottom + 18, f"{tick:,}", anchor="middle")
-        tick *= 10
+    if len(rates) == 1:
+        axes.bar([1], rates, color=COLORS[0])
+        axes.set(xlim=(0, 10), xticks=[1])
+    else:
+        shown = np.unique(np.geomspace(1, len(rates), 900).round().astype(int))
+        axes.fill_between(shown, rates[shown - 1], step="post", color=COLORS[0], linewidth=0)
+        axes.set(xscale="log", xlim=(0.9, len(rates) * 1.02))
+    axes.set_ylim(0, float(rates[0]) * 1.05)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: format_count(value) if value else "0")
+    axes.set_xlabel("layout, by rank")
+    axes.grid(axis="y")

@@ -1,14 +1,49 @@
-"""The same charts on a terminal: dots of braille, two across and four down in each character."""
+"""Charts on a terminal: braille dots, two across and four down in each character."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from itertools import pairwise
 
-from meshwright.report.plot import Axis, Chart, format_value, unbroken, x_axis, y_axis
+from meshwright.report.plot import Chart, format_value, unbroken
 
 BRAILLE = 0x2800
 BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The dot of a braille character, by row and column."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values to 0 to 1."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where a value lies; 0 is the low end."""
+        if self.log:
+            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def x_axis(chart: Chart) -> Axis:
+    """From the first to the last point; a single point is in the middle."""
+    values = [*(x for s in chart.series for x, _ in s.points()), *(chart.x_range or ())]
+    low, high = min(values), max(values)
+    return Axis(low, high) if high > low else Axis(low - 1, high + 1)
+
+
+def y_axis(chart: Chart) -> Axis:
+    """All values with a margin of 5%."""
+    values = [y for s in chart.series for _, y in s.points() if y > 0 or not chart.log_y]
+    if chart.log_y and values:
+        return Axis(min(values) / 1.05, max(values) * 1.05, log=True)
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    low = min(0.0, low) if chart.from_zero else low
+    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    return Axis(low if chart.from_zero and low == 0 else low - margin, high + margin)
 
 
 class _Canvas:
@@ -67,11 +102,10 @@ def _framed(chart: Chart, drawn: list[str], across: Axis, up: Axis) -> list[str]
     lines = [f"{chart.title} ({chart.y_label}{', log' if chart.log_y else ''}: {names})"]
     lines += [f"{label:>{margin}} │{row}".rstrip() for label, row in zip(labels, drawn, strict=True)]
     lines.append(f"{'':>{margin}} └{'─' * len(drawn[0])}")
-    if len(across.ticks) == 1:  # a single place, in the middle
-        lines.append(
-            f"{'':>{margin}}  {f'{chart.x_label} {format_value(across.ticks[0])}':^{len(drawn[0])}}".rstrip()
-        )
-        return lines
+    places = {x for series in chart.series for x, _ in series.points()} | set(chart.x_range or ())
+    if len(places) == 1:  # in the middle
+        label = f"{chart.x_label} {format_value(places.pop())}"
+        return [*lines, f"{'':>{margin}}  {label:^{len(drawn[0])}}".rstrip()]
     left, right = format_value(across.low), format_value(across.high)
     space = max(1, len(drawn[0]) - len(left) - len(right))
     name = chart.x_label.center(space) if len(chart.x_label) + 2 <= space else " " * space

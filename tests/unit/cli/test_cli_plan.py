@@ -70,7 +70,7 @@ def test_a_pipelines_plan_shows_stages_bubble_and_what_each_pp_rank_needs(cli, t
         assert words in ran.out
     drawn = picture.read_text()
     assert "stage 1" in drawn
-    assert "as its schedule was walked" in drawn
+    assert "Pipeline of the first layout, simulated" in drawn
     found = cli("plan", "tiny", *given, "--json").json["layouts"][0]
     assert set(found["memory_bytes"]) == {"stage 0 (rank 0)", "stage 1 (rank 1)"}
     assert "bubble" in found["breakdown_s"]

@@ -83,12 +83,13 @@ def test_a_picture_has_a_dot_for_each_row_that_was_compared(cli, few, tmp_path):
     ran = cli("validate", "--runs", few(16), "--picture", "out.svg", "--json")
     assert ran.status == 0
     tree = ElementTree.parse(tmp_path / "out.svg")
-    titles = [title.text for title in tree.iter("{http://www.w3.org/2000/svg}title")]
+    texts = [text.text for text in tree.iter("{http://www.w3.org/2000/svg}text")]
     compared = [row["id"] for row in ran.json["rows"] if row["predicted_step_s"] and row["step_s"]]
     assert len(compared) == 16
-    assert [text.split(":")[0] for text in titles if " predicted (" in text] == compared
+    counts = [int(text.rpartition("(")[2][:-1]) for text in texts if text and text.endswith(")")]
+    assert sum(counts) == len(compared), "the legend has every family with its number of points"
 
 
 def test_a_picture_that_cannot_be_written_is_refused(cli, few):
     ran = cli("validate", "--runs", few(1), "--picture", "no/such/folder/out.svg")
-    assert (ran.status, ran.codes) == (2, ["validate-picture"])
+    assert (ran.status, ran.codes) == (2, ["picture-not-written"])

@@ -13,8 +13,8 @@ from meshwright.core.errors import UserError
 from meshwright.plan.contract import PLAN_FILE, write_plan
 from meshwright.report.history import read_history
 from meshwright.report.html import draw_page, write_page
-from meshwright.report.plot import x_axis
 from meshwright.report.run_report import read_report
+from meshwright.report.text_plot import x_axis
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
 
@@ -73,7 +73,9 @@ def test_the_page_needs_nothing_else(kept, run_folder):
     reader = read_page(page)
     assert set(reader.tags) & {"script", "link", "img", "iframe", "object"} == set()
     addresses = [value for value in reader.values if "//" in value]
-    assert set(addresses) <= {"http://www.w3.org/2000/svg"}, "the name space of SVG is a name"
+    assert set(addresses) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, (
+        "name spaces are names"
+    )
     assert "prefers-color-scheme: dark" in page
     assert "@media print" in page
 
@@ -203,3 +205,11 @@ def test_a_pipelines_page_shows_its_stages_and_the_memory_of_each(pipeline_plan,
     for words in ("<h2>Stages</h2>", "embedding", "head", "Predicted for stage 1 (rank 1)", "pp, pp rank 0"):
         assert words in page
     assert f"{pipeline_plan.pipeline.bubble:.1%}" in page
+
+
+def test_without_matplotlib_the_page_has_a_note_in_place_of_the_curves(monkeypatch):
+    monkeypatch.setattr("meshwright.report.html.can_draw", lambda: False)
+    page = read_page(draw_page(read_report(GOLDEN)))
+    assert "svg" not in page.tags
+    assert "Curves need matplotlib: install meshwright[plots]" in page.text
+    assert "Collectives" in page.text

@@ -1,39 +1,33 @@
-"""The picture of predicted over measured: dots where they belong, readable names, nothing to draw."""
+"""The plot of predicted against measured."""
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
-
-from meshwright.report.scatter import COLOURS, Scatter, draw_scatter
-
-SVG = "{http://www.w3.org/2000/svg}"
+from meshwright.report.figure import COLORS, embedded_svg
+from meshwright.report.scatter import Scatter, draw_scatter
 
 
-def draw(families):
-    return ElementTree.fromstring(draw_scatter(Scatter("a < b", "x", "y", families)))
+def axes_of(families):
+    (axes,) = draw_scatter(Scatter("a < b", "x", "y", families)).axes
+    return axes
 
 
-def test_equal_values_lie_on_the_line_of_equality():
-    tree = draw({"one": [(1.0, 1.0, "a"), (100.0, 100.0, "b"), (1.0, 100.0, "c")]})
-    dots = [(float(c.get("cx")), float(c.get("cy"))) for c in tree.iter(f"{SVG}circle")][:3]
-    line = next(one for one in tree.iter(f"{SVG}line") if one.get("class") == "frame")
-    x1, y1, x2, y2 = (float(line.get(name)) for name in ("x1", "y1", "x2", "y2"))
-
-    def off(dot) -> float:
-        return dot[1] - (y1 + (dot[0] - x1) * (y2 - y1) / (x2 - x1))
-
-    assert abs(off(dots[0])) < 1
-    assert abs(off(dots[1])) < 1
-    assert off(dots[2]) < -100, "predicted too slow lies above"
+def test_points_are_where_they_belong_on_equal_axes():
+    axes = axes_of({"one": [(1.0, 1.0), (100.0, 100.0), (1.0, 100.0)]})
+    points = axes.collections[-1].get_offsets().tolist()
+    assert points == [[1, 1], [100, 100], [1, 100]]
+    assert axes.get_xlim() == axes.get_ylim()
+    (line,) = axes.lines
+    assert list(line.get_xdata()) == list(line.get_ydata()), "the line of equality"
 
 
-def test_names_are_escaped_and_families_told_apart():
-    many = {f"family <{n}>": [(1.0, 2.0, f"row & {n}")] for n in range(len(COLOURS) + 1)}
-    tree = draw(many)
-    texts = [text.text for text in tree.iter(f"{SVG}text")]
-    assert "family <0> (1)" in texts
-    assert len(list(tree.iter(f"{SVG}rect"))) == 1 + 2, "the eleventh family has another shape"
+def test_names_are_escaped_and_families_have_markers_of_their_own():
+    many = {f"family <{n}>": [(1.0, 2.0)] for n in range(len(COLORS) + 1)}
+    figure = draw_scatter(Scatter("a < b", "x", "y", many))
+    assert "family &lt;0&gt; (1)" in embedded_svg(figure, "a < b")
+    first, last = figure.axes[0].collections[1], figure.axes[0].collections[-1]
+    assert first.get_facecolor().tolist() == last.get_facecolor().tolist()
+    assert len(first.get_paths()[0]) != len(last.get_paths()[0]), "another marker"
 
 
-def test_nothing_is_drawn_of_nothing():
-    assert not list(draw({}).iter(f"{SVG}circle"))
+def test_no_families_are_an_empty_plot():
+    assert len(axes_of({}).collections) == 1, "the band of 10%"
