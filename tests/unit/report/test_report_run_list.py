@@ -67,7 +67,7 @@ def test_asking_for_the_lock_does_not_take_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
-    [("plan.toml", "not = [toml", "cannot be read"), ("plan.toml", None, "is not there")],
+    [("plan.toml", "not = [toml", "cannot be read"), ("plan.toml", None, "does not exist")],
 )
 def test_a_damaged_run_is_listed_with_the_reason(kept, run_folder, name, content, says):
     folder = run_folder(kept())
