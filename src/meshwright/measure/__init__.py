@@ -1,1 +1,1 @@
-"""Counts collectives, tracks live tensor memory and measures device speed."""
+"""Counts collectives, tracks live tensor memory and times GPU work."""

@@ -1,1 +1,1 @@
-"""The parallelisms, each applied to a model by one function; see apply.py for the order."""
+"""Parallelisms: each axis is applied to a model by one function; ``apply`` has their order."""

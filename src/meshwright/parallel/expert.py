@@ -152,7 +152,7 @@ class ShardedTokens(Tokens):
         self._group = mesh.group(sequence_axis(job.layout).name)
 
     def own(self, x: Tensor) -> Tensor:
-        """The rank's own tokens of the stream, (N, D)."""
+        """This rank's tokens of the residual stream, (N, D)."""
         if self._tp is None or self._tp.sequence_parallel:
             return x.flatten(0, -2)
         x_ND = x.flatten(0, -2)
@@ -161,7 +161,7 @@ class ShardedTokens(Tokens):
         return _ScatterTokens.apply(x_ND, self._tp_size, self._tp.name, self._tp.rank)
 
     def back(self, out_ND: Tensor, like: Tensor) -> Tensor:
-        """What became of the own tokens, in the shape of the stream."""
+        """The outputs of this rank's tokens, in the shape of the residual stream."""
         if self._tp is None or self._tp.sequence_parallel:
             return out_ND.view_as(like)
         whole_ND = _GatherTokens.apply(out_ND, self._tp_size, self._tp.name, self._tp.rank)
@@ -172,11 +172,11 @@ class ShardedTokens(Tokens):
         return own * self._tp_size * self._cp_size // batch
 
     def sequence_of(self, own: int, batch: int, device: torch.device) -> Tensor:
-        """The sequence that each own token is part of, (N,)."""
+        """The sequence of each local token, (N,)."""
         return self._index(own, device) // (own * self._tp_size // batch)
 
     def position_of(self, own: int, batch: int, device: torch.device) -> Tensor:
-        """The position of each own token in its sequence, (N,)."""
+        """The position of each local token in its sequence, (N,)."""
         length = own * self._tp_size // batch
         index = self._index(own, device) % length
         return index if self._cp is None else self._cp.local_positions(length, device)[index]

@@ -73,7 +73,7 @@ def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, 
     moved = {(row["axis"], row["op"]) for row in found["collectives"] if row["bytes"] > 2**30}
     assert {axis for axis, _ in moved} >= {axis for axis in ("dp_shard", "tp") if axis in named}
     assert found["process_bytes"] < found["job_peak_bytes"] / 8, "the model was really there"
-    assert "The tensors are those of a CPU" in said
+    assert "for a CPU" in said
 
 
 @pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])
