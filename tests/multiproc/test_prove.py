@@ -203,7 +203,7 @@ def against(prepared, tmp_path_factory):
         ("rope_offset", "activation", "blocks.0.attention", 1, ""),
         ("tied_reduce", "gradient", "embed", 0, "it is also head.weight"),
         ("unequal_weight", "activation", "blocks.1.ffn.down", 1, ""),
-        ("wrong_sum", "loss", "loss", None, "added up"),
+        ("wrong_sum", "loss", "loss", None, "summation of losses"),
         ("lost_update", "weight", "blocks.0.ffn.up", 0, "its gradient was right"),
         ("wrong_samples", "input", "model", 1, ""),
     ],
@@ -348,7 +348,7 @@ SHARDS = {"pp": 2, "dp_shard": 2}
         ),
         slow("untied_sum", {**SHARDS, "zero": 2}, "gradient", "embed", "it is also head.weight"),
         slow("pp_counted_as_data", PIPELINE, "gradient", "norm", "all gradients are 0.5 times"),
-        slow("first_stage_reports_loss", PIPELINE, "loss", "loss", "added up"),
+        slow("first_stage_reports_loss", PIPELINE, "loss", "loss", "summation of losses"),
         slow("armed_early", {"pp": 2, "dp_replicate": 2}, "gradient", "norm", ""),
         slow("swapped_micro_batches", {**PIPELINE, "schedule": "gpipe"}, "activation", "model", ""),
         slow("unreleased_weights", {**SHARDS, "zero": 2}, "gradient", "norm", "missing"),
@@ -376,7 +376,7 @@ def named(proof, kind, module, said):
     first = proof.verdict.first_divergence
     assert (first.kind, first.module) == (kind, module), first
     assert said in first.note
-    if said in ("", "added up"):
+    if said in ("", "summation of losses"):
         assert said or not first.note
     assert module in first.sentence()
     assert first.difference is None if said == "missing" else first.difference > 1e-4

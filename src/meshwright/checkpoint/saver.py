@@ -1,6 +1,6 @@
 """Decides when to save a checkpoint, and writes it: rank 0 writes the full state into a fresh folder.
 
-The folder is filled under a temporary name, flushed and renamed. So a checkpoint is whole or it is not there.
+The folder is filled under a temporary name, flushed and renamed. So there is never a partial checkpoint.
 ``manifest`` describes its files. The writer holds one tensor at a time (``snapshot``).
 """
 

@@ -39,10 +39,10 @@ def split_into_micro_batches(
 
     All ranks get as many micro-batches as the rank with most samples, or as ``min_samples`` would need.
     """
-    mine = samples[list(assign_samples(len(samples), rank, ranks))]
+    own = samples[list(assign_samples(len(samples), rank, ranks))]
     fullest = len(assign_samples(max(len(samples), min_samples), 0, ranks))
     for start in range(0, fullest, micro_batch):
-        yield mine[start : start + micro_batch]
+        yield own[start : start + micro_batch]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Batcher:
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(targets), documents, weights)
         if self.context is None:
             return batch
-        mine = self.context.local_columns
-        return batch._replace(inputs=mine(batch.inputs), targets=mine(batch.targets))
+        local = self.context.local_columns
+        return batch._replace(inputs=local(batch.inputs), targets=local(batch.targets))
 
 
 class Source(Protocol):

@@ -138,7 +138,7 @@ class ExpertBalancer:
             self.bias_LE += self._rate * missing_LE.sign()
         rows = self.sums.tolist()
         self.sums.zero_()
-        balance, z = (sum(row[self._experts + place] for row in rows) / len(rows) for place in (1, 2))
+        balance, z = (sum(row[self._experts + column] for row in rows) / len(rows) for column in (1, 2))
         counts, dropped = [row[: self._experts] for row in rows], [row[self._experts] for row in rows]
         return ExpertLoad(self._first, counts, dropped, balance, z)
 

@@ -87,9 +87,9 @@ class GenerateTask:
         job, folder = self.job(), Path(self.checkpoint)
         assert isinstance(job.model, DecoderModel), "a language model"
         self.chat()
-        tokens, words = load_tokenizer(folder).vocab_size, job.model.vocab_size
-        if tokens > words:
-            rule = f"has {tokens} tokens, and the model's vocabulary {words}"
+        tokens, vocab_size = load_tokenizer(folder).vocab_size, job.model.vocab_size
+        if tokens > vocab_size:
+            rule = f"has {tokens} tokens, more than model.vocab_size={vocab_size}"
             where, fix = str(folder / TOKENIZER_FILE), "Use the tokenizer that the model was trained with"
             raise UserError(Problem("model-vocab-small", rule, path=where, fix=fix))
         if not (folder / MANIFEST).is_file():

@@ -67,9 +67,9 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 def build_groups(train: Train, named: list[tuple[str, nn.Parameter]], rule: str) -> list[Group]:
     """The groups of one update rule: with weight decay, then without."""
-    mine = [(name, p) for name, p in named if rule_of(name, p.ndim, train) == rule]
-    decayed = [p for name, p in mine if decays(name, p.ndim, train)]
-    others = [p for name, p in mine if not decays(name, p.ndim, train)]
+    own = [(name, p) for name, p in named if rule_of(name, p.ndim, train) == rule]
+    decayed = [p for name, p in own if decays(name, p.ndim, train)]
+    others = [p for name, p in own if not decays(name, p.ndim, train)]
     groups = (
         {"params": decayed, "weight_decay": setting(train, "weight_decay")},
         {"params": others, "weight_decay": 0.0},

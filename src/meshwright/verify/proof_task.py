@@ -206,20 +206,20 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
 
 def explain_settings(job: Job) -> list[str]:
     """Where the proof differs from the settings of the job, in sentences."""
-    said = []
+    changes = []
     if job.train.precision != "fp32":
-        said.append(f"float32 GEMMs instead of train.precision={job.train.precision}")
+        changes.append(f"float32 GEMMs instead of train.precision={job.train.precision}")
     if job.compression.kind != "none":
-        said.append(f"uncompressed gradients instead of compression.kind={job.compression.kind}")
+        changes.append(f"uncompressed gradients instead of compression.kind={job.compression.kind}")
     if not uses_eager_blocks(job):
-        said.append(f"train.block_backend=eager instead of {job.train.block_backend}")
+        changes.append(f"train.block_backend=eager instead of {job.train.block_backend}")
     if job.cluster.device != "cpu":
-        said.append(f"the CPU of this machine instead of {job.cluster.device_name or job.cluster.device}")
+        changes.append(f"the CPU of this machine instead of {job.cluster.device_name or job.cluster.device}")
     if isinstance(job.model, DecoderModel) and job.model.hf is not None:
-        said.append(f"weights drawn from train.seed instead of any in model.hf={job.model.hf}")
+        changes.append(f"weights drawn from train.seed instead of any in model.hf={job.model.hf}")
     if job.train.warmup > MAX_WARMUP:
-        said.append(f"a warm-up of at most {MAX_WARMUP} steps instead of {job.train.warmup}")
-    return said
+        changes.append(f"a warm-up of at most {MAX_WARMUP} steps instead of {job.train.warmup}")
+    return changes
 
 
 def reference_job(job: Job) -> Job:
@@ -232,4 +232,4 @@ def select_sample_positions(global_batch: int, data_degree: int) -> tuple[int, .
     base, extra = divmod(global_batch, data_degree)
     starts = [rank * base + min(rank, extra) for rank in range(data_degree + 1)]
     ends = ((start, end - 1) for start, end in itertools.pairwise(starts) if end > start)
-    return tuple(sorted({place for pair in ends for place in pair}))
+    return tuple(sorted({position for pair in ends for position in pair}))

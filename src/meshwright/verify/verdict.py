@@ -44,7 +44,7 @@ class Divergence:
     note: str = ""
 
     def sentence(self) -> str:
-        """In words."""
+        """As a sentence."""
         what = {
             "input": "the samples that go into",
             "activation": "the output of",
@@ -246,10 +246,10 @@ def _factor_note(rows: Sequence[_Row]) -> str:
 def _first_weight(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
     """The first parameter, in the order of the backward pass, whose first update differs."""
     for name in reference.parameters:
-        moved = reference.update_norms.get(name, 0.0)
+        norm = reference.update_norms.get(name, 0.0)
         for found in findings:
             off = found.weights[name].difference if name in found.weights else 0.0
-            relative = None if off is None else off / moved if moved else off
+            relative = None if off is None else off / norm if norm else off
             if _exceeds(relative, WEIGHT_TOLERANCE):
                 module, note = name.rpartition(".")[0], "its gradient was right"
                 return Divergence("weight", module or ROOT_NAME, 1, relative, found.rank, name, note)

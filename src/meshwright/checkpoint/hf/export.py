@@ -126,19 +126,19 @@ def _iter_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors in the order of ``list_hf_shapes``, assembled from those of the checkpoint."""
     holders: dict[str, list[tuple[str, HfLocation]]] = {}
-    for mine, location in list_hf_locations(model).items():
+    for own, location in list_hf_locations(model).items():
         for name in location.names:
-            holders.setdefault(name, []).append((mine, location))
+            holders.setdefault(name, []).append((own, location))
     with safe_open(checkpoint / MODEL_FILE, framework="pt") as file:
         _require_no_bias(checkpoint, set(file.keys()))
         for name, (rows, *_) in list_hf_shapes(model).items():
             parts = []
-            for mine, location in holders[name]:
+            for own, location in holders[name]:
                 if location.parts:
                     first = location.parts.index(name) * rows
-                    parts.append(file.get_slice(mine)[first : first + rows])
+                    parts.append(file.get_slice(own)[first : first + rows])
                 else:
-                    parts.append(file.get_tensor(mine).T if location.transposed else file.get_tensor(mine))
+                    parts.append(file.get_tensor(own).T if location.transposed else file.get_tensor(own))
             tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
             low = tensor.to(dtype).contiguous()
             if not low.isfinite().all():

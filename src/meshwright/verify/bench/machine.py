@@ -124,14 +124,14 @@ def time_triton_kernels(device: torch.device, job: Job, seconds: float) -> float
     """Time of the Triton kernels in both passes of a block, with selective activation checkpointing."""
     model, batch, length = job.model, job.layout.micro_batch or 1, job.data.seq_len
     assert isinstance(model, DecoderModel), "only decoders are probed"
-    width, low, stream = model.hidden_size, torch.bfloat16, RESIDUAL_DTYPES[job.train.residual_dtype]
+    width, low, residual = model.hidden_size, torch.bfloat16, RESIDUAL_DTYPES[job.train.residual_dtype]
     parts = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
 
     def draw(*shape: int, dtype: torch.dtype = low) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
     tokens = batch * length
-    x, delta, weight = draw(tokens, width, dtype=stream), draw(tokens, width), draw(width)
+    x, delta, weight = draw(tokens, width, dtype=residual), draw(tokens, width), draw(width)
     both, grad = draw(tokens, 2 * model.ffn_size), draw(tokens, model.ffn_size)
     heads = draw(batch, length, sum(parts), model.head_size).transpose(1, 2)
     q, k, v = heads.clone().split(parts, dim=1)
