@@ -5,6 +5,8 @@ Innermost axis first. Each line sees what the lines above it made and nothing of
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import nn
 
 from meshwright.models.activation_checkpointing import apply_activation_checkpointing
@@ -28,9 +30,20 @@ from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.job import Job
 
 
-def parallelize(
-    job: Job, mesh: Mesh, weights: WeightSource, gemms: Gemms = TORCH_GEMMS
-) -> tuple[LocalModel, nn.Module, ParallelContext, WeightCopies | None]:
+class Parallelized(NamedTuple):
+    """A model with every axis of the layout applied."""
+
+    model: LocalModel
+    """This rank's part of the model."""
+    module: nn.Module
+    """The model as data parallelism wraps it: what a step calls."""
+    parallel: ParallelContext
+    """This rank's cp and tp groups and its shards."""
+    weight_copies: WeightCopies | None
+    """The bf16 weight copies, if there are any."""
+
+
+def parallelize(job: Job, mesh: Mesh, weights: WeightSource, gemms: Gemms = TORCH_GEMMS) -> Parallelized:
     """Build this rank's part of the model and apply every axis of the layout.
 
     Args:
@@ -38,10 +51,6 @@ def parallelize(
         mesh: This rank's groups.
         weights: The initial weights, full.
         gemms: Autotuned GEMMs of Triton blocks.
-
-    Returns:
-        This rank's part of the model; the same as data parallelism wraps it, which a step calls; this rank's
-        cp and tp groups and shards; and its bf16 weight copies, if there are any.
     """
     parallel = ParallelContext.build(job, mesh)
     if parallel.local_shards is not None:
@@ -56,4 +65,4 @@ def parallelize(
     apply_activation_checkpointing(model, job.layout.recompute)
     weight_copies = apply_block_backend(model, job, gemms)  # eager, torch.compile or Triton
     module = apply_data_parallel(model, job, mesh, weights)  # dp: DDP, ZeRO-1 or FSDP over what is left
-    return model, module, parallel, weight_copies
+    return Parallelized(model, module, parallel, weight_copies)

@@ -151,7 +151,7 @@ def load_model(task: GenerateTask, mesh: Mesh | None = None) -> Decoder:
     weights: WeightSource = _CheckpointWeights(folder)
     if not (folder / MANIFEST).is_file():
         weights = find_weight_source(job, from_hf=True)
-    model, _, _, _ = parallelize(job, mesh, weights)
+    model = parallelize(job, mesh, weights).model
     assert isinstance(model, Decoder), "a language model"
     if (folder / MANIFEST).is_file():
         _load_biases(model, job, folder)

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a step, of one process."""
+"""The control all-reduce of one process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.parallel.mesh import Mesh
 ALONE = Mesh(0, 1, torch.device("cpu"))
 
 
-def test_values_beside_the_sums_come_last_and_as_they_are():
-    """Of any precision, with no gradient, and a number that is none stays so."""
+def test_local_values_come_last_and_are_not_summed():
+    """Of any dtype and without a gradient; NaN stays NaN."""
     norm = torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True)
     values = [1, torch.tensor(0.5), torch.tensor(4, dtype=torch.int64)]
     assert ALONE.all_reduce_scalars(values) == [1.0, 0.5, 4.0]
@@ -29,7 +29,7 @@ def test_values_beside_the_sums_come_last_and_as_they_are():
 
 
 def test_sums_and_what_is_beside_them_are_read_together(monkeypatch):
-    """One tensor goes to the host, as each would make it wait for the device."""
+    """One tensor is copied to the CPU: every copy would synchronize the device."""
     read, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(tensor) or tolist(tensor))
     for name in ("item", "__float__"):
