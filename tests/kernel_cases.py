@@ -1,4 +1,4 @@
-"""Every function of ``run.models.kernels``, to be computed once by torch's operations and once by Triton.
+"""Every function of ``models.kernels.fused``, computed once by torch operations and once by Triton.
 
 On a GPU as it is. On a CPU in Triton's interpreter, in a process of its own (``python kernel_cases.py`` with
 ``TRITON_INTERPRET=1``), as Triton asks for that when it is imported; and in float32, as that of Triton 3.6

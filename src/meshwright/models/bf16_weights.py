@@ -50,7 +50,7 @@ class WeightCopies:
         """Merge linears; None for tensor-parallel ones and for ones with a bias."""
         if any(type(linear) is not Linear or linear.bias is not None for linear in linears):
             return None
-        # One GEMM is left of so many; activation checkpointing saves it as it saved them.
+        # Several GEMMs become one; activation checkpointing saves its output too.
         del block.checkpointing.saved_gemms[1 : len(linears)]
         return MergedLinear(linears, self._allocate(linears))
 

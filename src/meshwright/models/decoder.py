@@ -52,7 +52,7 @@ class Attention(nn.Module):
         """The three projections as one GEMM, if bf16 weight copies are merged."""
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """Attend to positions up to the own one; with a mask only to those of the same document.
+        """Causal attention; with a mask, within documents only.
 
         Args:
             x_BTD: This rank's tokens.

@@ -18,7 +18,7 @@ class HfWeightSource:
         self._weights = weights
         self._places = list_hf_locations(model)
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """A parameter as a float32 tensor on the CPU; nothing else is allocated."""
         place = self._places[name]
         parts = [self._read(piece, place.columns) for piece in place.names]

@@ -30,7 +30,7 @@ def parameter_seed(seed: int, name: str) -> int:
 class WeightSource(Protocol):
     """A source of initial weights."""
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """The full initial values of a parameter, in float32 on the CPU."""
 
 
@@ -45,7 +45,7 @@ class RandomWeights:
         self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}
         self._seed, self._std = seed, model.init_std
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """The full initial values of a parameter."""
         return draw(name, self._shapes[name], self._seed, self._std)
 
@@ -62,7 +62,7 @@ def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
 def fill(network: nn.Module, names: Iterable[str], weights: WeightSource, device: torch.device) -> None:
     """Initialise parameters; those on the meta device are allocated."""
     for name in names:
-        values = weights.whole(name)
+        values = weights.full_tensor(name)
         if network.get_parameter(name).is_meta:
             owner, _, leaf = name.rpartition(".")
             setattr(network.get_submodule(owner), leaf, nn.Parameter(values.to(device)))

@@ -88,7 +88,7 @@ class TokenPermutation:
 
     order_S: Tensor
     """For each row in expert order, its pair as token x K + slot; S = N x K."""
-    place_S: Tensor
+    inverse_S: Tensor
     """The inverse: for each pair, its row in expert order."""
     sizes_E: Tensor
     """Rows of each expert, int64."""
@@ -102,10 +102,10 @@ class TokenPermutation:
         if routing.kept_NK is not None:
             expert_S = torch.where(routing.kept_NK, expert_S, num_experts)
         expert_S = expert_S.flatten()
-        order_S, place_S = stable_argsort(expert_S)
+        order_S, inverse_S = stable_argsort(expert_S)
         sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_S.device)
         sizes.scatter_add_(0, expert_S, torch.ones_like(expert_S))
-        return cls(order_S, place_S, sizes[:num_experts], routing.experts_NK.shape[1])
+        return cls(order_S, inverse_S, sizes[:num_experts], routing.experts_NK.shape[1])
 
 
 def stable_argsort(numbers_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,12 +117,12 @@ def stable_argsort(numbers_S: Tensor) -> tuple[Tensor, Tensor]:
 
 def permute_tokens(x_ND: Tensor, by_expert: TokenPermutation, rows: int) -> Tensor:
     """The first ``rows`` rows in expert order, each token once per expert, (R, D)."""
-    return _Permute.apply(x_ND, by_expert.order_S[:rows], by_expert.place_S, by_expert.per_token)
+    return _Permute.apply(x_ND, by_expert.order_S[:rows], by_expert.inverse_S, by_expert.per_token)
 
 
 def unpermute_tokens(y_RD: Tensor, by_expert: TokenPermutation, weights_NK: Tensor) -> Tensor:
     """Experts' outputs back in token order, weighted and summed, (N, D)."""
-    y_SD = _Unpermute.apply(y_RD, by_expert.order_S, by_expert.place_S)
+    y_SD = _Unpermute.apply(y_RD, by_expert.order_S, by_expert.inverse_S)
     y_NKD = y_SD.view(*weights_NK.shape, -1)
     return torch.bmm(weights_NK.to(y_NKD.dtype).unsqueeze(1), y_NKD).squeeze(1)
 
@@ -153,9 +153,9 @@ class MixtureOfExperts(nn.Module):
             x: Hidden states.
             weights_B: Each sequence's share of the batch; see :class:`Router`.
         """
-        x_ND = self.tokens.own(x)
+        x_ND = self.tokens.select_local(x)
         routing = self.router(x_ND, weights_B, self.tokens)
-        out = self.tokens.back(self.dispatch(x_ND, routing, self.experts), x)
+        out = self.tokens.restore_shape(self.dispatch(x_ND, routing, self.experts), x)
         return out if self.shared is None else out + self.shared(x)
 
 
@@ -175,16 +175,16 @@ class _Permute(torch.autograd.Function):
     """Copies each token to the rows of its experts; the backward pass sums them in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, place_S: Tensor, per_token: int) -> Tensor:
-        ctx.save_for_backward(place_S)
+    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, inverse_S: Tensor, per_token: int) -> Tensor:
+        ctx.save_for_backward(inverse_S)
         ctx.per_token = per_token
         return x_ND[order_R // per_token]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        (place_S,) = ctx.saved_tensors
-        grad_SD = _fill(grad_RD, len(place_S))[place_S]
+        (inverse_S,) = ctx.saved_tensors
+        grad_SD = _fill(grad_RD, len(inverse_S))[inverse_S]
         return grad_SD.view(-1, ctx.per_token, grad_RD.shape[1]).sum(1), None, None, None
 
 
@@ -192,10 +192,10 @@ class _Unpermute(torch.autograd.Function):
     """Rows back to (token, slot) order; dropped ones are zero."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
         ctx.save_for_backward(order_S)
         ctx.rows = len(y_RD)
-        return _fill(y_RD, len(place_S))[place_S]
+        return _fill(y_RD, len(inverse_S))[inverse_S]
 
     @staticmethod
     @once_differentiable

@@ -43,25 +43,25 @@ class Routing:
 class Tokens:
     """What a rank knows of its tokens' sequences: here it has whole sequences."""
 
-    def own(self, x: Tensor) -> Tensor:
+    def select_local(self, x: Tensor) -> Tensor:
         """The tokens that this rank routes, (N, D)."""
         return x.flatten(0, -2)
 
-    def back(self, out_ND: Tensor, like: Tensor) -> Tensor:
+    def restore_shape(self, out_ND: Tensor, like: Tensor) -> Tensor:
         """The outputs of the local tokens, in the shape of the hidden states."""
         return out_ND.view_as(like)
 
-    def length(self, own: int, batch: int) -> int:
-        """Tokens of one whole sequence, if this rank has ``own`` tokens of ``batch`` sequences."""
-        return own // batch
+    def length(self, num_local: int, batch: int) -> int:
+        """Tokens of one whole sequence, if this rank has ``num_local`` tokens of ``batch`` sequences."""
+        return num_local // batch
 
-    def sequence_of(self, own: int, batch: int, device: torch.device) -> Tensor:
+    def sequence_of(self, num_local: int, batch: int, device: torch.device) -> Tensor:
         """The sequence index of each local token, (N,)."""
-        return torch.arange(own, dtype=torch.int64, device=device) // (own // batch)
+        return torch.arange(num_local, dtype=torch.int64, device=device) // (num_local // batch)
 
-    def position_of(self, own: int, batch: int, device: torch.device) -> Tensor:
+    def position_of(self, num_local: int, batch: int, device: torch.device) -> Tensor:
         """The position of each local token in its sequence, (N,)."""
-        return torch.arange(own, dtype=torch.int64, device=device) % (own // batch)
+        return torch.arange(num_local, dtype=torch.int64, device=device) % (num_local // batch)
 
     def all_reduce_counts(self, counts_BE: Tensor) -> Tensor:
         """Counts over whole sequences from counts over local tokens, float32."""
@@ -173,8 +173,11 @@ class Router(nn.Module):
         In training it also adds to :attr:`load`.
         """
         tokens, experts_NK, weights_B = outputs.tokens, outputs.experts_NK, outputs.weights_B
-        own, batch, experts = len(experts_NK), len(weights_B), self.num_experts
-        length, sequence_N = tokens.length(own, batch), tokens.sequence_of(own, batch, experts_NK.device)
+        num_local, batch, experts = len(experts_NK), len(weights_B), self.num_experts
+        length, sequence_N = (
+            tokens.length(num_local, batch),
+            tokens.sequence_of(num_local, batch, experts_NK.device),
+        )
         kept_NK = counts_BE = extra_NE = None
         if self.capacity_factor is not None:
             places_NK, counts_BE = tokens.expert_queue_positions(experts_NK, batch, experts)

@@ -26,9 +26,9 @@ class ShardedWeights:
     def __init__(self, weights: WeightSource, local_shards: LocalShards) -> None:
         self._weights, self._local_shards = weights, local_shards
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """The shard of a parameter."""
-        return self._local_shards.shard(name, self._weights.whole(name))
+        return self._local_shards.shard(name, self._weights.full_tensor(name))
 
 
 def build_model(job: Job, device: torch.device, weights: WeightSource | None = None) -> Decoder | ResNet:

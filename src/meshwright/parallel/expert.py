@@ -151,8 +151,8 @@ class ShardedTokens(Tokens):
         self._tp_size, self._cp_size = job.layout.tp, job.layout.cp
         self._group = mesh.group(sequence_axis(job.layout).name)
 
-    def own(self, x: Tensor) -> Tensor:
-        """This rank's tokens of the residual stream, (N, D)."""
+    def select_local(self, x: Tensor) -> Tensor:
+        """The tokens that this rank routes, (N, D)."""
         if self._tp is None or self._tp.sequence_parallel:
             return x.flatten(0, -2)
         x_ND = x.flatten(0, -2)
@@ -160,31 +160,31 @@ class ShardedTokens(Tokens):
             x_ND = F.pad(x_ND, (0, 0, 0, missing))
         return _ScatterTokens.apply(x_ND, self._tp_size, self._tp.name, self._tp.rank)
 
-    def back(self, out_ND: Tensor, like: Tensor) -> Tensor:
-        """The outputs of this rank's tokens, in the shape of the residual stream."""
+    def restore_shape(self, out_ND: Tensor, like: Tensor) -> Tensor:
+        """The outputs of the local tokens, in the shape of the hidden states."""
         if self._tp is None or self._tp.sequence_parallel:
             return out_ND.view_as(like)
         whole_ND = _GatherTokens.apply(out_ND, self._tp_size, self._tp.name, self._tp.rank)
         return whole_ND[: like.shape[:-1].numel()].view_as(like)
 
-    def length(self, own: int, batch: int) -> int:
+    def length(self, num_local: int, batch: int) -> int:
         """Tokens of one whole sequence."""
-        return own * self._tp_size * self._cp_size // batch
+        return num_local * self._tp_size * self._cp_size // batch
 
-    def sequence_of(self, own: int, batch: int, device: torch.device) -> Tensor:
-        """The sequence of each local token, (N,)."""
-        return self._index(own, device) // (own * self._tp_size // batch)
+    def sequence_of(self, num_local: int, batch: int, device: torch.device) -> Tensor:
+        """The sequence index of each local token, (N,)."""
+        return self._index(num_local, device) // (num_local * self._tp_size // batch)
 
-    def position_of(self, own: int, batch: int, device: torch.device) -> Tensor:
+    def position_of(self, num_local: int, batch: int, device: torch.device) -> Tensor:
         """The position of each local token in its sequence, (N,)."""
-        length = own * self._tp_size // batch
-        index = self._index(own, device) % length
+        length = num_local * self._tp_size // batch
+        index = self._index(num_local, device) % length
         return index if self._cp is None else self._cp.local_positions(length, device)[index]
 
-    def _index(self, own: int, device: torch.device) -> Tensor:
+    def _index(self, num_local: int, device: torch.device) -> Tensor:
         """The index of each local token among the tokens of all ``tp`` ranks."""
-        first = 0 if self._tp is None else self._tp.rank * own
-        return torch.arange(first, first + own, device=device)
+        first = 0 if self._tp is None else self._tp.rank * num_local
+        return torch.arange(first, first + num_local, device=device)
 
     def all_reduce_counts(self, counts_BE: Tensor) -> Tensor:
         """Counts over whole sequences: every rank sends its counts and gets the sum."""

@@ -138,7 +138,7 @@ class _CheckpointWeights:
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """A full parameter."""
         with open_tensors(self._checkpoint, MODEL_FILE) as saved:
             return saved.get_tensor(name)

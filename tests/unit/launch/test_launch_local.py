@@ -60,17 +60,21 @@ def test_a_server_is_replaced_only_where_it_lacks_a_module_and_ends_at_once():
 
 
 BORN = """
-import gc, json, sys
+import gc, json, os, sys
 from pathlib import Path
-from meshwright.launch.local import LocalLaunch
+from meshwright.launch.local import LocalLaunch, start_server
 
 def look(run_dir, tell):
-    tell({"event": "born", "rank": 0, "enabled": gc.isenabled(), "frozen": gc.get_freeze_count()})
+    cache = os.environ["XDG_CACHE_HOME"]
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    tell({"event": "born", "rank": 0, "enabled": enabled, "frozen": frozen, "cache": cache})
     return 0
 
 if __name__ == "__main__":
     heard = []
     preload = ("meshwright.launch.forkserver_preload",)
+    start_server(preload)
+    os.environ["XDG_CACHE_HOME"] = "set after the server has started"
     LocalLaunch("born:look", Path(), 1, 0, 5.0, heard.append, preload=preload).run()
     print(json.dumps(heard), gc.isenabled())
 """
@@ -85,5 +89,6 @@ def test_a_rank_looks_for_garbage_but_not_in_what_it_was_born_with(tmp_path: Pat
     heard, enabled = done.rsplit(" ", 1)
     (born,) = json.loads(heard)
     assert born["enabled"]
+    assert born["cache"] == "set after the server has started"
     assert born["frozen"] > 1000
     assert enabled.strip() == "True"

@@ -122,6 +122,6 @@ def float32_weight_grad(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
 
 
 def _is_plain_operand(x: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a tensor has the shape, dtype and device of an operand and lies row by row, aligned."""
+    """Whether a tensor has the shape, dtype and device of an operand, and is contiguous and aligned."""
     matches = (x.shape, x.dtype, x.device) == (shape, dtype, device)
     return matches and x.is_contiguous() and x.data_ptr() % ALIGNED_BYTES == 0

@@ -27,7 +27,7 @@ instead of 146 with 3072 columns on an H200, but 167 instead of 161 with 2048. T
 into registers."""
 SWIGLU_BLOCK, SWIGLU_BACKWARD_BLOCK = 2048, 8192
 AMAX_ROWS, AMAX_COLUMNS, AMAX_STEPS = 32, 128, 16
-"""Tiles of a program of the column amax: so many rows and columns, so many tiles below each other."""
+"""Column amax: rows and columns of a tile, and tiles per program, below each other."""
 WIDE_ROWS, WIDE_COLUMNS, WIDE_STEPS = 4, 512, 32
 """The same for a kernel that writes as well."""
 TILE_ROWS, TILE_COLUMNS = 64, 128
