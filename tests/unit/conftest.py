@@ -16,8 +16,8 @@ from meshwright.audit.record import RunRecord
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PLAN_FILE, Plan, write_plan
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.profiles import PROFILES
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from meshwright.spec.model import DecoderModel

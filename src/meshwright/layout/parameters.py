@@ -18,6 +18,7 @@ from meshwright.spec.job import Job, Train
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 FLOAT32_BYTES = 4
+INT64_BYTES = 8
 LOW_BYTES = dict.fromkeys(LOW_PRECISIONS, 2)
 """Bytes per element of a low-precision GEMM operand. Tensors that are cast to fp8 are stored in 16 bits."""
 FP8_ALIGNED = 16

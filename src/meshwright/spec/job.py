@@ -37,7 +37,7 @@ Runtime = Literal[
     "composer-fsdp",
     "deepspeed-zero",
 ]
-"""Frameworks with a planner profile (`plan/estimate/profiles.py`); a test compares the two lists."""
+"""Frameworks with a planner profile (`plan/profiles.py`); a test compares the two lists."""
 SYNTHETIC_IMAGES = "builtin:synthetic-images"
 """The path of generated images."""
 

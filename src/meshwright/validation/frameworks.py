@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from meshwright.plan.estimate.profiles import PROFILES, Profile
+from meshwright.plan.profiles import PROFILES, Profile
 from meshwright.validation.cells import Cells
 from meshwright.validation.devices import device_name
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
-from meshwright.plan.estimate.profiles import Profile
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.profiles import Profile
 from meshwright.plan.time.block import SOFTMAX_BATCH
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout

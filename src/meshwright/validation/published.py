@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan.estimate.profiles import compiled_profile
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.profiles import compiled_profile
 from meshwright.spec.layout import Layout
 from meshwright.validation.cells import Cells, NotExpressedError
 from meshwright.validation.devices import build_cluster

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.profiles import PROFILES
 from meshwright.spec.job import Job, Runtime
 from meshwright.spec.legality.table import find_problems
 from meshwright.spec.load import SpecError, build_job

@@ -128,10 +128,10 @@ def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, Sav
     if rules.selective == "attention":
         lse = FLOAT32 * model.num_heads if rules.fused_attention else 0.0
         return whole, whole + SavedBytes(split=-lse, scores=-attention.scores), full
-    products = (
+    outputs = (
         _saved_half(workload, expert) if rules.selective == "half" else _saved_gemm_outputs(workload, expert)
     )
-    return whole, full + products, full
+    return whole, full + outputs, full
 
 
 def _saved_gemm_outputs(workload: Workload, expert: bool) -> SavedBytes:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.layout.parameters import INT64_BYTES
 from meshwright.plan.estimate.grid import Floats
 from meshwright.plan.estimate.snapshots import Facts
 from meshwright.plan.estimate.stages import Stage
 from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import LocalWeights
-from meshwright.plan.memory.feed_forward import INT64_BYTES
 from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
 
 

@@ -39,12 +39,12 @@ def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) ->
     """
     held = np.zeros((3, len(grid)))
     cases = np.stack((grid.micro_batch, grid.recompute, persistent, may_keep_bf16_grads(grid)))
-    found, places = np.unique(cases[:, whole], axis=1, return_inverse=True)
+    found, indices = np.unique(cases[:, whole], axis=1, return_inverse=True)
     parts = [
         _find_peak(job, int(micro), int(recompute), bool(kept), bool(bf16_grads))
         for micro, recompute, kept, bf16_grads in found.T
     ]
-    held[:, whole] = np.array(parts).T[:, places.reshape(-1)]
+    held[:, whole] = np.array(parts).T[:, indices.reshape(-1)]
     activations, temporary, gradients = held
     return GridSnapshot(
         "peak of a compiled step",

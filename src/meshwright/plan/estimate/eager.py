@@ -35,18 +35,18 @@ WIDE_ATTENTION = 2.5
 def list_eager_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridSnapshot]:
     """Backward of the last block, of the first one and of the embedding, and the loss."""
     grid, model = facts.grid, facts.workload.model
-    stack, sums = StageActivations.of(facts, stage), _has_persistent_grads(facts)
+    stack, persistent = StageActivations.of(facts, stage), _has_persistent_grads(facts)
     copies = _weight_copies(facts, held)
     kept, again = grid.recompute == 0, grid.recompute > 0
     mine = np.maximum(held.dense + held.experts, 1.0)
     head = np.where(stage.heads, held.table, 0.0)
-    waits = sums & stage.heads & model.tied_embeddings
+    waits = persistent & stage.heads & model.tied_embeddings
     gathered = sum_gathered(facts, held)
     top = stack.all + Sum((Term("16-bit weight copies", (kept, stage.in_flight, stage.layers, copies)),))
     block = stack.block + Sum((Term("16-bit weight copies", (copies,)),))
-    anew = stack.again + Sum((Term("16-bit weight copies", (again, copies)),))
+    anew = stack.recomputed + Sum((Term("16-bit weight copies", (again, copies)),))
     part = Sum((Term("head's part of a tied gradient", (waits, head, FLOAT32)),))
-    parts = (3.0 if model.tied_embeddings else 1.0) - np.where(sums, 0.0, 1.0)
+    parts = (3.0 if model.tied_embeddings else 1.0) - np.where(persistent, 0.0, 1.0)
     late = 1.0 - (held.block + held.expert_block + _late_elements(facts, stage, held)) / mine
     snapshots = []
     for name, work in _backward_works(facts):
@@ -56,30 +56,30 @@ def list_eager_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list
             NOTHING,
             anew + work + part,
             gathered,
-            np.where(sums, 1.0, head / mine),
+            np.where(persistent, 1.0, head / mine),
         )
         first = GridSnapshot(
-            f"first block, {name}", block, NOTHING, work + part, gathered, np.where(sums, 1.0, late)
+            f"first block, {name}", block, NOTHING, work + part, gathered, np.where(persistent, 1.0, late)
         )
         snapshots += [last, first]
     if facts.workload.model.query_size * WIDE_ATTENTION > facts.workload.model.ffn_size:
-        made = np.where(sums, 1.0, head / mine)
+        made = np.where(persistent, 1.0, head / mine)
         for name, work in _attention_works(facts, stack):
             last = GridSnapshot(f"last block, {name}", top, NOTHING, work + part, gathered, made)
-            done = np.where(sums, 1.0, late)
-            first = GridSnapshot(f"first block, {name}", stack.waiting, NOTHING, work + part, gathered, done)
+            done = np.where(persistent, 1.0, late)
+            first = GridSnapshot(f"first block, {name}", stack.saved, NOTHING, work + part, gathered, done)
             snapshots += [last, first]
     table = Sum((Term("parts of the embedding's gradient", (held.table, FLOAT32, parts)),))
     snapshots.append(
         GridSnapshot("embedding, backward", NOTHING, NOTHING, table, NOTHING, possible=stage.embeds)
     )
     if stage.heads.any():
-        snapshots.append(_loss(facts, stage, held, top, copies, sums))
+        snapshots.append(_loss(facts, stage, held, top, copies, persistent))
     job, whole = facts.workload.compiled_job, has_whole_layers(grid)
     if job is None or not whole.any():
         return snapshots
     others = [dataclasses.replace(snapshot, possible=snapshot.possible & ~whole) for snapshot in snapshots]
-    return [*others, find_compiled_peak(job, grid, whole, sums)]
+    return [*others, find_compiled_peak(job, grid, whole, persistent)]
 
 
 def _has_persistent_grads(facts: Facts) -> Flags:
@@ -139,23 +139,23 @@ def _attention_works(facts: Facts, stack: StageActivations) -> list[tuple[str, S
     )
     gradients = kept.split - FLOAT32 * model.num_heads
     inside = Sum.of(hidden, copies, Term("gradients inside attention", (tokens.split, gradients)))
-    works = [("attention, backward", stack.waiting.times(-1.0) + half + inside)]
+    works = [("attention, backward", stack.saved.times(-1.0) + half + inside)]
     if model.positions == "rope":
         once = 2 * low + 3 * FLOAT32
         each = max(queries * once + 2 * keys * low, 2 * queries * low + keys * (once + low))
         rotated = Sum.of(hidden, copies, Term("rotated", (tokens.split, each)))
         stream = (grid.recompute == 1, tokens.residual, -width * FLOAT32)
         read = (grid.recompute == 1, tokens.split, -(queries + 2 * keys) * low)
-        spare = Sum.of(Term("input", stream), Term("GEMM outputs read", read)) + stack.waiting.times(
+        spare = Sum.of(Term("input", stream), Term("GEMM outputs read", read)) + stack.saved.times(
             grid.recompute == 1
         )
-        again = (stack.waiting.times(-1.0) + bare + rotated + spare).times(grid.recompute > 0)
+        again = (stack.saved.times(-1.0) + bare + rotated + spare).times(grid.recompute > 0)
         works.append(("recompute", again))
     return works
 
 
 def _loss(
-    facts: Facts, stage: Stage, held: LocalWeights, top: Sum, copies: Floats, sums: Flags
+    facts: Facts, stage: Stage, held: LocalWeights, top: Sum, copies: Floats, persistent: Flags
 ) -> GridSnapshot:
     """The loss, in forward: all activations are saved, and the head's gradient is computed."""
     grid, tokens, low, model = facts.grid, facts.tokens, facts.low, facts.workload.model
@@ -177,7 +177,7 @@ def _loss(
             Term("16-bit weight copies of the blocks", (grid.recompute > 0, copies, stage.layers)),
         ]
     norm = Sum((Term("final norm", (tokens.residual, width + 1.0, FLOAT32)),))
-    gradients = np.where(sums, 1.0, 0.0)
+    gradients = np.where(persistent, 1.0, 0.0)
     return GridSnapshot(
         "loss", top + norm, Sum(tuple(terms)), NOTHING, sum_head_gathered(facts, held), gradients, stage.heads
     )

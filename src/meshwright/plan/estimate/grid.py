@@ -86,11 +86,11 @@ class Grid:
         """Some of the layouts."""
         return Grid(**{f.name: getattr(self, f.name)[places] for f in dataclasses.fields(self)})
 
-    def layout(self, place: int) -> Layout:
+    def layout(self, index: int) -> Layout:
         """One layout."""
         values: dict[str, object] = {}
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)[place]
+            value = getattr(self, field.name)[index]
             if field.name in _CODES:
                 values[field.name] = _CODES[field.name][int(value)]
             else:

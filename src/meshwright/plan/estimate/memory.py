@@ -87,13 +87,13 @@ def estimate_memory(workload: Workload, grid: Grid) -> MemoryEstimate:
     ledgers = ledger_stages(workload, grid)
     peaks = [np.where(ledger.stage.exists, ledger.peak, 0.0) for ledger in ledgers]
     states = [np.where(ledger.stage.exists, ledger.between, 0.0) for ledger in ledgers]
-    fullest = np.argmax(peaks, axis=0)
+    largest = np.argmax(peaks, axis=0)
     classes = {name: np.zeros(len(grid)) for name in CLASSES}
     classes.update({ledger.stage.name: peak for ledger, peak in zip(ledgers, peaks, strict=True)})
     return MemoryEstimate(
         peak_bytes=np.maximum.reduce(peaks),
         lines={
-            name: _column(_choose(fullest, [ledger.lines[name] for ledger in ledgers]), grid)
+            name: _column(_choose(largest, [ledger.lines[name] for ledger in ledgers]), grid)
             for name in LINES
         },
         classes=classes,

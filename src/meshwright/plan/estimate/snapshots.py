@@ -31,12 +31,12 @@ class Facts:
     sharding: Sharding
     low: float
     """Bytes of an activation element: 2, or 4 in float32."""
-    dense: Blocks
-    expert: Blocks
+    dense: BlockActivations
+    expert: BlockActivations
 
     @classmethod
     def of(cls, workload: Workload, grid: Grid) -> Facts:
-        """Of each layout."""
+        """Columns of each layout."""
         tokens = Tokens.of(workload, grid)
         return cls(
             workload,
@@ -45,23 +45,25 @@ class Facts:
             tokens,
             Sharding.of(workload, grid),
             LOW_BYTES[workload.precision],
-            Blocks.of(block_saved_bytes(workload, expert=False), grid, tokens),
-            Blocks.of(block_saved_bytes(workload, expert=True), grid, tokens),
+            BlockActivations.of(block_saved_bytes(workload, expert=False), grid, tokens),
+            BlockActivations.of(block_saved_bytes(workload, expert=True), grid, tokens),
         )
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockActivations:
     """Activations of a block of one micro-batch."""
 
-    kept: Sum
+    saved: Sum
     """Saved until its backward begins."""
-    whole: Sum
+    full: Sum
     """Saved without activation checkpointing."""
 
     @classmethod
-    def of(cls, kinds: tuple[SavedBytes, SavedBytes, SavedBytes], grid: Grid, tokens: Tokens) -> Blocks:
-        """Of each layout."""
+    def of(
+        cls, kinds: tuple[SavedBytes, SavedBytes, SavedBytes], grid: Grid, tokens: Tokens
+    ) -> BlockActivations:
+        """Columns of each layout."""
         return cls(
             sum_saved_bytes(kinds, grid, tokens), sum_saved_bytes(kinds, grid, tokens, recompute=False)
         )
@@ -90,33 +92,33 @@ class StageActivations:
 
     all: Sum
     """All blocks of all in-flight micro-batches."""
-    again: Sum
+    recomputed: Sum
     """What the recomputation of a block adds to what it saved."""
     block: Sum
     """The largest block without activation checkpointing."""
-    waiting: Sum
+    saved: Sum
     """Saved by it until its backward begins."""
 
     @classmethod
     def of(cls, facts: Facts, stage: Stage) -> StageActivations:
-        """Of each layout."""
-        dense, whole = facts.dense.kept, facts.dense.whole
-        again = (facts.grid.recompute > 0).astype(np.float64)
+        """Columns of each layout."""
+        dense, full = facts.dense.saved, facts.dense.full
+        recompute = (facts.grid.recompute > 0).astype(np.float64)
         if not facts.workload.model.num_experts:
             return cls(
                 all=dense.times(stage.in_flight, stage.layers),
-                again=whole.times(again) + dense.times(-1.0, again),
-                block=whole,
-                waiting=dense,
+                recomputed=full.times(recompute) + dense.times(-1.0, recompute),
+                block=full,
+                saved=dense,
             )
-        routed = facts.expert.kept
+        routed = facts.expert.saved
         expert = (stage.expert_layers > 0).astype(np.float64)
         plain = 1.0 - expert
-        block = whole.times(plain) + facts.expert.whole.times(expert)
-        waiting = dense.times(plain) + routed.times(expert)
+        block = full.times(plain) + facts.expert.full.times(expert)
+        saved = dense.times(plain) + routed.times(expert)
         held = dense.times(stage.dense_layers) + routed.times(stage.expert_layers)
-        more = (block + waiting.times(-1.0)).times(again)
-        return cls(all=held.times(stage.in_flight), again=more, block=block, waiting=waiting)
+        more = (block + saved.times(-1.0)).times(recompute)
+        return cls(all=held.times(stage.in_flight), recomputed=more, block=block, saved=saved)
 
 
 def list_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridSnapshot]:
@@ -124,7 +126,7 @@ def list_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridS
     stack = StageActivations.of(facts, stage)
     gathered = sum_gathered(facts, held)
     snapshots = [
-        GridSnapshot(name, stack.all, NOTHING, stack.again + work, gathered)
+        GridSnapshot(name, stack.all, NOTHING, stack.recomputed + work, gathered)
         for name, work in _backward_works(facts)
     ]
     return snapshots + _head_snapshots(facts, stage, held, stack) if stage.heads.any() else snapshots
@@ -139,9 +141,9 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
     model, grid, tokens, low = facts.workload.model, facts.grid, facts.tokens, facts.low
     halves = 2.0 if model.activation == "swiglu" else 1.0
     width, wide = float(model.hidden_size), float(model.ffn_size)
-    again = grid.sequence_parallel & (grid.tp > 1)
+    sequence_parallel = grid.sequence_parallel & (grid.tp > 1)
     residual = Term("gradient of the residual", (tokens.residual, width, low))
-    gathered = Term("all-gathered gradient", (again, tokens.count, width, low))
+    gathered = Term("all-gathered gradient", (sequence_parallel, tokens.count, width, low))
     inner = Term("gradient of the inner activation", (tokens.split, wide, low))
     both = Term("gradients inside the feed-forward", (halves, tokens.split, wide, low))
     works = [
@@ -203,13 +205,13 @@ def _head_snapshots(
     rules, grid, tokens, low = facts.workload.profile.memory, facts.grid, facts.tokens, facts.low
     width = float(facts.workload.model.hidden_size)
     rows = held.table / width
-    again = grid.sequence_parallel & (grid.tp > 1)
+    sequence_parallel = grid.sequence_parallel & (grid.tp > 1)
     whole = rules.logit_bytes
     if facts.workload.compiled and rules.compiled_logit_bytes is not None:
         whole = rules.compiled_logit_bytes
     each = np.where(grid.tp > 1, rules.split_logit_bytes, whole)
     norm = Term("final norm", (2.0, tokens.residual, width, low))
-    gathered = Term("all-gathered input", (again, tokens.count, width, low))
+    gathered = Term("all-gathered input", (sequence_parallel, tokens.count, width, low))
     loss = Term("logits", (tokens.count, rows, each))
     head = [
         Term("gradient of logits", (tokens.count, rows, low)),

@@ -69,14 +69,14 @@ def split_stages(model: DecoderModel, grid: Grid, global_batch: int) -> tuple[St
     made = [
         Stage(
             name,
-            exists[place],
-            counts[place][0].astype(np.float64),
-            counts[place][1].astype(np.float64),
-            embeds[place],
-            heads[place],
-            count_in_flight(grid, ranks[place], micro_batches),
+            exists[index],
+            counts[index][0].astype(np.float64),
+            counts[index][1].astype(np.float64),
+            embeds[index],
+            heads[index],
+            count_in_flight(grid, ranks[index], micro_batches),
         )
-        for place, name in enumerate(CLASSES)
+        for index, name in enumerate(CLASSES)
     ]
     return made[0], made[1], made[2]
 

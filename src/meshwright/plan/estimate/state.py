@@ -69,14 +69,14 @@ class StateBytes:
     def of(cls, workload: Workload) -> StateBytes:
         """In the profile's framework at the workload's precision."""
         rules, low = workload.profile.memory, LOW_BYTES[workload.precision]
-        gradient, snapshots = rules.gradient_bytes, ADAM_MOMENTS * FLOAT32
+        gradient, moments = rules.gradient_bytes, ADAM_MOMENTS * FLOAT32
         if workload.precision == "fp32":
-            return cls(FLOAT32, FLOAT32, 0.0, snapshots)
+            return cls(FLOAT32, FLOAT32, 0.0, moments)
         if workload.precision == "fp16" and rules.fp16_gradient_bytes is not None:
-            gradient, snapshots = rules.fp16_gradient_bytes, snapshots + rules.step_gradient_bytes
+            gradient, moments = rules.fp16_gradient_bytes, moments + rules.step_gradient_bytes
         if rules.master_weights:
-            return cls(low, gradient, FLOAT32, snapshots)
-        return cls(FLOAT32, gradient, 0.0, snapshots)
+            return cls(low, gradient, FLOAT32, moments)
+        return cls(FLOAT32, gradient, 0.0, moments)
 
 
 def state_lines(workload: Workload, grid: Grid, held: LocalWeights, sharding: Sharding) -> dict[str, Sum]:

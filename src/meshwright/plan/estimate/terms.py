@@ -48,11 +48,11 @@ class Term:
         """The same times more factors."""
         return Term(self.label, (*factors, *self.factors), self.over)
 
-    def formula(self, place: int) -> str:
+    def formula(self, index: int) -> str:
         """The formula of one layout; factors of 1 are left out."""
-        numbers = [_at(factor, place) for factor in self.factors]
+        numbers = [_at(factor, index) for factor in self.factors]
         text = " x ".join(_write(n) for n in numbers if n != 1.0) or "1"
-        divisor = _at(self.over, place)
+        divisor = _at(self.over, index)
         return f"{text} / {_write(divisor)} [{self.label}]" if divisor != 1.0 else f"{text} [{self.label}]"
 
 
@@ -89,9 +89,9 @@ class Sum:
             for term in part.terms() if isinstance(part, Sum) else (part,):
                 yield term.times(*self.factors) if self.factors else term
 
-    def formula(self, place: int) -> str:
+    def formula(self, index: int) -> str:
         """The formula of one layout: its terms that are not zero."""
-        found = [term.formula(place) for term in self.terms() if _at(term.bytes, place) != 0.0]
+        found = [term.formula(index) for term in self.terms() if _at(term.bytes, index) != 0.0]
         return " + ".join(found) or "0"
 
 
@@ -99,8 +99,8 @@ def _is_zero(value: Factor) -> bool:
     return isinstance(value, float) and value == 0.0
 
 
-def _at(value: Factor, place: int) -> float:
-    return float(np.asarray(value).reshape(-1)[place if np.ndim(value) else 0])
+def _at(value: Factor, index: int) -> float:
+    return float(np.asarray(value).reshape(-1)[index if np.ndim(value) else 0])
 
 
 def _write(number: float) -> str:

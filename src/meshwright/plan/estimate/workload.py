@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from meshwright.layout.optimizer_state import predict_optimizer
 from meshwright.layout.parameters import count_parameters, list_parameters, residual_bytes
-from meshwright.plan.estimate.profiles import PROFILES, Profile, compiled_profile
 from meshwright.plan.memory.compiled import is_compiled, weight_copies_line
+from meshwright.plan.profiles import PROFILES, Profile, compiled_profile
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.execution import uses_bf16_weight_copies, uses_eager_blocks
 from meshwright.spec.job import Job, Train

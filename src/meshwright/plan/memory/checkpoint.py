@@ -1,8 +1,8 @@
 """Live tensors of a rank while a checkpoint is written.
 
-All of the rank's state is there, with the gradients, bf16 weight copies and GEMM workspace that live from
-step to step. Tensors are brought together one at a time: a sharded one is gathered over its shards, then
-joined over ``tp`` or ``ep``, and is checked for values that are not finite (``run.session.take_snapshot``).
+All of the rank's state is live, with the bf16 weight copies and the cuBLAS workspace. Tensors are gathered
+one at a time: first over the shards, then over ``tp`` or ``ep``; then each is checked for non-finite values
+(``checkpoint.snapshot``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def predict_checkpoint(job: Job, pp_rank: int, state_on_device: int) -> int:
 
 
 def _kept_bytes(job: Job) -> int:
-    """What lives from step to step beside the state."""
+    """Buffers that live from step to step."""
     model, workspace = local_model(job), GPU_WORKSPACE_BYTES if job.cluster.device == "cuda" else 0
     if not isinstance(model, DecoderModel) or not uses_bf16_weight_copies(job):
         return workspace
@@ -41,18 +41,18 @@ def _kept_bytes(job: Job) -> int:
 
 
 def _gathered_bytes(job: Job, parameter: Parameter) -> int:
-    """What bringing one tensor together holds beside the state."""
+    """Temporary bytes while one tensor is gathered."""
     shards, parts = state_axis(job, parameter.name).size, _count_parts(job, parameter.name)
     count = math.prod(parameter.shape)
     held = count * FLOAT32_BYTES
     rows = held + held // shards if shards > 1 else 0
     joined = 2 * parts * held if parts > 1 else 0
-    finite = parts * count  # a byte for each element
+    finite = parts * count  # one byte per element
     return rows + joined + finite
 
 
 def _count_parts(job: Job, name: str) -> int:
-    """Over how many ranks of ``tp`` or ``ep`` a tensor is split."""
+    """Over how many ranks of ``tp`` or ``ep`` a tensor is sharded."""
     if is_expert(name):
         return expert_axis(job.layout).size
     return 1 if is_tp_replicated(name) else job.layout.tp

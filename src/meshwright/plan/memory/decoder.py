@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from meshwright.layout.loss_chunks import eager_chunk
 from meshwright.layout.parameters import (
     FLOAT32_BYTES,
+    INT64_BYTES,
     Parameter,
     count_gradient_bytes,
     is_routed,
@@ -29,7 +30,6 @@ from meshwright.plan.memory.block import (
     BlockSizes,
     size_blocks,
 )
-from meshwright.plan.memory.feed_forward import INT64_BYTES
 from meshwright.plan.memory.snapshots import ALL_GRADS, PersistentGrads, StepMemory
 from meshwright.plan.memory.walker import StepWalker
 from meshwright.spec.job import Job

@@ -25,12 +25,10 @@ import math
 from dataclasses import dataclass
 
 from meshwright.layout.axes import expert_axis
-from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes, residual_bytes
+from meshwright.layout.parameters import FLOAT32_BYTES, INT64_BYTES, operand_bytes, residual_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.train_defaults import balance_coefficient
-
-INT64_BYTES = 8
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""What "fits" means: one rule for what the planner shows, the plan file promises and a run enforces.
+"""Whether a layout fits: one rule for the planner, the plan file and the run.
 
-A rank needs the largest of three live-tensor peaks: its first step, a steady step, and a checkpoint. To that
-come what the caching allocator reserves beside live tensors and what the CUDA context and NCCL take. A layout
-fits if that is within the usable memory of the device, and what it offloads within its share of CPU memory.
+A rank needs the largest of three peaks of live tensors (first step, steady step, checkpoint), plus what the
+caching allocator reserves beyond live tensors, plus the CUDA context and NCCL buffers. A layout fits if that
+is within the usable memory of the device, and its offloaded state within its share of CPU memory.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.units import format_bytes
-from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.profiles import PROFILES
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 
 USABLE_MEMORY = 0.97
-"""Share of a device's memory that a rank may need, allocator and context included. Of 725 published runs 13%
-would be refused at this share, and of 198 published out-of-memory layouts 82% (at 1.00: 10% and 80%; at 0.92:
-19% and 84%); 16 Nov 2026, the estimate of their frameworks."""
+"""Fraction of a device's memory that a rank may need, allocator and context included. Of 725 published runs
+13% would be refused at this share, and of 198 published out-of-memory layouts 82% (at 1.00: 10% and 80%; at
+0.92: 19% and 84%); 16 Nov 2026, the estimate of their frameworks."""
 PEAKS = ("steady step", "first step", "checkpoint")
-"""What can need most, by name."""
+"""Names of the three peaks."""
 
 
 def usable_bytes(cluster: Cluster) -> int:
@@ -28,7 +28,7 @@ def usable_bytes(cluster: Cluster) -> int:
 
 
 def describe_usable(cluster: Cluster) -> str:
-    """The constant in words, as every plan prints it."""
+    """The usable memory as text."""
     return (
         f"{USABLE_MEMORY:.0%} of {format_bytes(cluster.memory_bytes)}, {format_bytes(usable_bytes(cluster))}"
     )
@@ -45,7 +45,7 @@ class MemoryNeed:
     checkpoint: int
     """The same while a checkpoint is written."""
     allocator: int
-    """What the caching allocator reserves beside live tensors, at the largest peak."""
+    """What the caching allocator reserves beyond live tensors, at the largest peak."""
     context: int
     """CUDA context and NCCL buffers."""
 
@@ -73,6 +73,6 @@ class MemoryNeed:
 
 
 def overhead(job: Job) -> tuple[float, int]:
-    """The allocator's reserve as a share of live tensors, and the context's bytes; nothing on CPUs."""
+    """The allocator's reserve as a fraction of live tensors, and the bytes of the context; 0 on CPUs."""
     rules = PROFILES[job.train.runtime].memory
     return (rules.reserve, int(rules.context_bytes)) if job.cluster.device == "cuda" else (0.0, 0)

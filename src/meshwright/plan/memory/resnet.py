@@ -24,10 +24,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.layout.parameters import FLOAT32_BYTES, Parameter, count_statistics, operand_bytes
+from meshwright.layout.parameters import (
+    FLOAT32_BYTES,
+    INT64_BYTES,
+    Parameter,
+    count_statistics,
+    operand_bytes,
+)
 from meshwright.layout.resnet_shapes import BlockShape, Conv, NetShape, list_convs
 from meshwright.plan.contract import Line
-from meshwright.plan.memory.feed_forward import INT64_BYTES
 from meshwright.plan.memory.snapshots import StepMemory
 from meshwright.plan.memory.walker import StepWalker
 from meshwright.spec.job import Job

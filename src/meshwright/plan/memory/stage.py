@@ -22,7 +22,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.layout.parameters import FLOAT32_BYTES, list_block, operand_bytes
+from meshwright.layout.parameters import FLOAT32_BYTES, INT64_BYTES, list_block, operand_bytes
 from meshwright.layout.stages import StageSpec
 from meshwright.plan.memory.block import NORM_TENSORS, BlockPoint, BlockSizes, size_blocks
 from meshwright.plan.memory.decoder import (
@@ -35,7 +35,6 @@ from meshwright.plan.memory.decoder import (
     prefetch_window,
     sum_block_grads,
 )
-from meshwright.plan.memory.feed_forward import INT64_BYTES
 from meshwright.plan.memory.fsdp import FSDPSizes, MicroBatchPass
 from meshwright.plan.memory.snapshots import MemorySnapshot, PersistentGrads, find_persistent_grads
 from meshwright.plan.memory.split_backward import SplitBackwardGrads

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import CONTEXTS, Flags, Floats, Grid, Ints
-from meshwright.plan.estimate.profiles import TimeRules
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.profiles import TimeRules
 from meshwright.plan.time.gemm import Device, Sizes, gemm_s
 from meshwright.spec.model import DecoderModel
 
@@ -152,8 +152,7 @@ class BlockModel:
         return Passes(
             gemm_s(device, rows, columns, depth, count, plain),
             gemm_s(device, rows, depth, columns, count, plain),
-            gemm_s(device, columns, depth, rows, count, plain or not self.rules.narrow_weight_gradients)
-            + stored,
+            gemm_s(device, columns, depth, rows, count, plain or not self.rules.fp8_weight_grads) + stored,
         )
 
     def _attention_projections(self) -> Passes:

@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.core.errors import UserError
 from meshwright.layout.pipeline_schedules import built_schedule, schedule_of
 from meshwright.plan.contract import PipelineTime
-from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.profiles import PROFILES
 from meshwright.schedule.pipeline.actions import Action, PipelineSchedule, producer_of
 from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.job import Job

@@ -14,8 +14,8 @@ import numpy as np
 
 from meshwright.layout.pipeline_schedules import stage_pp_ranks
 from meshwright.plan.estimate.grid import Floats, Grid
-from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.block import Passes
 from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.stage_layers import assign_layers

@@ -25,11 +25,10 @@ from __future__ import annotations
 
 from meshwright.layout.axes import expert_axis, sequence_axis
 from meshwright.layout.optimizer_state import count_state_tensors
-from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
+from meshwright.layout.parameters import FLOAT32_BYTES, INT64_BYTES, operand_bytes
 from meshwright.layout.stages import local_stages, saved_parameter_kinds
 from meshwright.layout.tensor_parallel import count_tokens, is_ep_sharded
 from meshwright.plan.contract import CollectiveTraffic
-from meshwright.plan.memory.feed_forward import INT64_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.micro_batches import count_micro_batches
 from meshwright.spec.model import DecoderModel

@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.layout.parameters import count_parameters
 from meshwright.plan.estimate.memory import EXCLUDED_LINES, LINES, estimate_memory
-from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.state import STATE_LINES
+from meshwright.plan.profiles import PROFILES
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
 

@@ -12,10 +12,10 @@ import pytest
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.memory_report import estimate_ledgers
-from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.compiled import count_copied_weights, is_compiled
 from meshwright.plan.memory.ledger import predict_ledger
+from meshwright.plan.profiles import PROFILES
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import build_job
 

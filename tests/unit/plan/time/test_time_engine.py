@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.block import BlockModel
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.gemm import Device

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.gemm import UNALIGNED, Device, gemm_s
 from meshwright.plan.time.network import build_group
 from meshwright.plan.time.rates import calibrated_device, load_calibration, merge_rates, rates_of

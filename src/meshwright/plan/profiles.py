@@ -1,6 +1,6 @@
-"""Runtime profiles: what frameworks keep in memory and what they do at the same time.
+"""Runtime profiles: what each framework keeps in memory, and which communication it overlaps.
 
-Facts of each framework, not fitted to anything. Rates that are fitted are in ``calibration.toml``.
+These are facts of each framework. Nothing here is fitted; fitted rates are in ``calibration.toml``.
 """
 
 from __future__ import annotations
@@ -12,101 +12,104 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MemoryRules:
-    """What a framework keeps. The defaults are Meshwright's own."""
+    """What a framework keeps in memory. The defaults are Meshwright's."""
 
     master_weights: bool = False
-    """16-bit weights with float32 master weights beside them; False: the weights are float32 themselves."""
+    """16-bit weights with float32 master weights; False: the weights are float32."""
     gradient_bytes: float = 4.0
-    """Bytes of a gradient element that is accumulated, with any second copy of it."""
+    """Bytes of an accumulated gradient element, with any second copy."""
     fp16_gradient_bytes: float | None = None
-    """The same under fp16, where it differs."""
+    """The same under fp16, if it differs."""
     step_gradient_bytes: float = 0.0
-    """Bytes of the optimizer's own copy of its part of the gradients, under fp16."""
+    """Bytes of the optimizer's copy of its gradient shard, under fp16."""
     blocks: Literal["eager", "fused", "operators"] = "eager"
-    """What blocks keep: every operator's inputs beside a float32 residual stream; what Megatron's fused
-    kernels keep; or every operator's inputs in 16 bits."""
+    """What blocks save: every operator's inputs and a float32 residual stream; what Megatron's fused kernels
+    save; or every operator's inputs in 16 bits."""
     fused_attention: bool = True
-    """Scores are never kept; else their softmax is, and its dropout."""
+    """Attention scores are not saved; otherwise their softmax is, and its dropout."""
     dropout: bool = False
-    """Dropout's masks are kept."""
-    selective: Literal["attention", "half", "products"] = "products"
-    """What selective recomputation keeps: all but the inside of attention; every second product and
-    attention's result; or every product."""
+    """Dropout masks are saved."""
+    selective: Literal["attention", "half", "gemms"] = "gemms"
+    """What selective activation checkpointing saves: all but the inside of attention; every second GEMM
+    output and the attention output; or every GEMM output."""
     keeps_gathered: bool = True
-    """Inputs gathered for sequence parallelism are kept (DTensor); else they are gathered again."""
+    """Inputs all-gathered for sequence parallelism are saved (DTensor); otherwise backward gathers them
+    again."""
     shards_with_gradients: bool = True
     """ZeRO-2 keeps parameters sharded between steps as well (FSDP2 that does not reshard after forward)."""
     pipeline_unsharded: bool = False
-    """In a pipeline, ZeRO-3 keeps a stage's parameters gathered, and its gradients whole to the last of the
-    micro-batches."""
+    """In a pipeline, ZeRO-3 keeps a stage's parameters gathered, and its gradients unsharded until the last
+    micro-batch."""
     logit_bytes: float = 14.0
-    """Bytes for each logit when the loss is at its largest; Meshwright's, by chunks, does not read it."""
+    """Bytes per logit at the peak of the loss; not used for Meshwright's chunked loss."""
     compiled_logit_bytes: float | None = None
-    """The same where the loss is compiled, if that differs."""
+    """The same with a compiled loss, if it differs."""
     split_logit_bytes: float = 14.0
-    """The same where the vocabulary is split over tp."""
+    """The same with the vocabulary sharded over tp."""
     scratch_gradients: bool = False
-    """Products that add to main gradients hand back a 16-bit tensor of each weight's shape, kept for good."""
+    """GEMMs that accumulate into main gradients return a 16-bit tensor of each weight's shape, never
+    freed."""
     vocabulary_multiple: int = 1
-    """A rank's part of the vocabulary is padded to a multiple of this."""
+    """A rank's vocabulary shard is padded to a multiple of this."""
     gathers: Literal["block", "matrix"] = "block"
-    """What ZeRO-3 gathers at once: a block and those ahead of it, or one matrix (DeepSpeed)."""
+    """What ZeRO-3 gathers at once: a block and the prefetched ones, or one weight (DeepSpeed)."""
     bucket_bytes: float = 0.0
-    """Buffers that collectives of ZeRO are copied through, on a rank."""
+    """Bucket buffers of ZeRO collectives, per rank."""
     stale_boundaries: int = 0
-    """Tensors of a stage's boundary that are kept beside each micro-batch in flight."""
+    """Stage boundary tensors that are kept per in-flight micro-batch."""
     imbalance: float = 1.0
-    """Tokens on the fullest rank's experts over an even share, without a capacity."""
+    """Tokens of the most loaded rank's experts over an even share, without a capacity."""
     reserve: float = 0.05
-    """What the allocator holds beside what is allocated, as a part of it: published 2.8 to 9.3%, mean 5%."""
+    """Memory that the caching allocator reserves beyond live tensors, as a fraction: published 2.8 to 9.3%,
+    mean 5%."""
     context_bytes: float = 1.0e9
-    """CUDA's context and NCCL's buffers."""
+    """CUDA context and NCCL buffers."""
 
 
 @dataclass(frozen=True)
 class TimeRules:
-    """What a framework does at the same time, and how."""
+    """Which communication a framework overlaps, and which kernels it runs."""
 
     flash_attention: bool = True
-    """Scores never reach memory; else batched products and a softmax over them."""
+    """Fused attention; otherwise batched GEMMs and a softmax in memory."""
     selective: Literal["attention", "half", "elementwise"] = "elementwise"
-    """What selective recomputation runs again: attention, every second product, or no product at all."""
+    """What selective activation checkpointing recomputes: attention, every second GEMM, or no GEMM."""
     dropout: bool = False
-    """Masks are drawn and applied."""
-    narrow_weight_gradients: bool = True
-    """Under fp8 the products that make the gradients of weights are in 8 bits, too."""
+    """Dropout masks are drawn and applied."""
+    fp8_weight_grads: bool = True
+    """Under fp8 the GEMMs of weight gradients run in fp8, too."""
     loss_bytes: float = 24.0
-    """Bytes that the loss moves for each logit beyond the product itself, forward and backward."""
+    """Bytes that the loss moves per logit beyond the GEMM itself, forward and backward."""
     reduce_bytes: float = 4.0
     """Bytes of a gradient element on the wire."""
     optimizer_bytes: float = 30.0
-    """Bytes that the update moves for each parameter; float32 moments and master weights."""
+    """Bytes that the optimizer moves per parameter; float32 moments and master weights."""
     overlap_grad_reduce: bool = True
-    """Gradients are reduced while the last backward pass goes on."""
+    """Gradient reduction overlaps the last backward pass."""
     overlap_param_gather: bool = True
-    """ZeRO gathers parameters while layers compute."""
+    """ZeRO all-gathers overlap compute."""
     overlap_tp: bool = False
-    """Tensor-parallel collectives are cut up and hidden behind the products."""
+    """Tensor-parallel collectives are chunked and overlap the GEMMs."""
     hides_tp_backward: bool = False
-    """In the backward pass, a tensor-parallel reduction runs beside the product for the weight's gradient."""
+    """In backward, a tensor-parallel reduction overlaps the weight-gradient GEMM."""
     gradient_sum_bytes: float = 6.0
-    """Bytes that adding a weight's gradient to its sum moves for each element, beyond the product's own."""
+    """Bytes per element that accumulating a weight gradient moves, beyond the GEMM's own."""
     overlap_p2p: bool = False
-    """Stages send and receive while they compute."""
+    """Pipeline sends and receives overlap compute."""
     one_copy_a_node: bool = False
     """A token goes to another node once, however many experts it visits there."""
     balanced_stages: bool = False
     """Layers are assigned to pipeline stages by cost; else evenly, with the head on the last stage."""
     head_in_forward: bool = False
-    """The loss computes both gradients of the head in the forward pass."""
+    """The loss computes both gradients of the head in forward."""
     embedding_bytes: float = 0.0
-    """Bytes that the embedding's gradient moves for each element of the table, per micro-batch."""
+    """Bytes that the embedding's gradient moves per element of the table and micro-batch."""
     splits_sends: bool = True
-    """Each rank of a tensor-parallel group sends its part of an activation to the next stage."""
+    """Each rank of a tensor-parallel group sends its shard of an activation to the next stage."""
     reduces_after_pipeline: bool = False
-    """In a pipeline, gradients are reduced when the schedule has ended: nothing hides them."""
+    """In a pipeline, gradients are reduced after the schedule: nothing overlaps."""
     ring_lanes: int = 1
-    """Groups of key heads that ring attention sends and computes one after the other."""
+    """Groups of key heads that ring attention sends and computes one after another."""
     counts_calls: bool = False
     """Every collective call has its latency: gathers and scatters of sequence parallelism, reductions of
     embedding, head and loss, the gradient of a tied embedding, the control all-reduce of a step."""
@@ -139,10 +142,10 @@ _OLD = TimeRules(
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )
-"""Megatron as of 2020 and 2021: no fused attention, the update in several passes, nothing overlaps."""
+"""Megatron as of 2020 and 2021: no fused attention, an optimizer step in several passes, no overlap."""
 _OLD_2022 = dataclasses.replace(_OLD, hides_tp_backward=True, gradient_sum_bytes=4.0)
-"""As of 2022: gradients are summed inside the product (half of that traffic is hidden), and reductions of the
-backward pass run beside it."""
+"""As of 2022: gradients are accumulated inside the GEMM (half of that traffic is hidden), and backward
+reductions overlap it."""
 
 _CORE = TimeRules(
     selective="attention", loss_bytes=12.0, hides_tp_backward=True, gradient_sum_bytes=4.0, overlap_p2p=True
@@ -169,7 +172,7 @@ _MEGATRON_CORE = dataclasses.replace(
     split_logit_bytes=2.0,
     scratch_gradients=True,
 )
-"""With Transformer Engine: fused attention and norms, a cross entropy that works in the logits' place."""
+"""With Transformer Engine: fused attention and norms, an in-place cross entropy."""
 _MEGATRON_BRIDGE = dataclasses.replace(_MEGATRON_CORE, gradient_bytes=2.0)
 """Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
 _DEEPSPEED = dataclasses.replace(
@@ -182,8 +185,8 @@ _DEEPSPEED = dataclasses.replace(
     stale_boundaries=1,
     context_bytes=2.0e9,
 )
-"""bf16 has 16-bit gradients and their float32 sum, both whole; fp16 has no sum, but a float32 copy of the
-part that is stepped. Buckets for reducing and gathering of 5e8 elements each, its defaults."""
+"""bf16 has 16-bit gradients and their float32 sum, both unsharded; fp16 has no sum, but a float32 copy of the
+shard that the optimizer updates. Buckets for reducing and gathering of 5e8 elements each, its defaults."""
 _TORCHTITAN = MemoryRules(
     blocks="operators",
     selective="half",
@@ -191,16 +194,16 @@ _TORCHTITAN = MemoryRules(
     stale_boundaries=2,
     split_logit_bytes=18.0,
 )
-"""The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four. Its pipeline
-keeps the results of micro-batches in flight and has a buffer for the gradient of each."""
+"""The loss holds 16-bit logits and three float32 copies; torch's parallel loss four. Its pipeline keeps the
+outputs of in-flight micro-batches and a gradient buffer for each."""
 _TORCHTITAN_2025 = dataclasses.replace(_TORCHTITAN, compiled_logit_bytes=4.0)
 """As of 2025 `compile` covers the loss too: the logits and their gradient in 16 bits, no float32 copies."""
 _FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0)
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
 _TITAN = TimeRules(selective="half", optimizer_bytes=28.0, gradient_sum_bytes=0.0)
 
-_OWN = TimeRules(
-    narrow_weight_gradients=False,
+_MESHWRIGHT_TIME = TimeRules(
+    fp8_weight_grads=False,
     overlap_p2p=True,
     balanced_stages=True,
     head_in_forward=True,
@@ -210,27 +213,27 @@ _OWN = TimeRules(
     ring_lanes=8,
     counts_calls=True,
 )
-"""Meshwright's own: an eager embedding clears its gradient, adds to it and accumulates it."""
-_MESHWRIGHT = Profile("meshwright", memory=MemoryRules(imbalance=1.2), time=_OWN)
+"""Meshwright: an eager embedding zeroes its gradient, adds to it and accumulates it."""
+_MESHWRIGHT = Profile("meshwright", memory=MemoryRules(imbalance=1.2), time=_MESHWRIGHT_TIME)
 MESHWRIGHT_COMPILED = dataclasses.replace(
     _MESHWRIGHT,
     stacks=("meshwright", "meshwright-compiled"),
-    time=dataclasses.replace(_OWN, loss_bytes=6.0, gradient_sum_bytes=2.0, embedding_bytes=4.0),
+    time=dataclasses.replace(_MESHWRIGHT_TIME, loss_bytes=6.0, gradient_sum_bytes=2.0, embedding_bytes=4.0),
 )
-"""The same where blocks are compiled on GPUs, or are our own kernels: the loss reads 16-bit logits twice and
-writes their gradient once, products write gradients of weights in float32, and attention is cuDNN's."""
+"""The same with compiled or Triton blocks on GPUs: the loss reads 16-bit logits twice and writes their
+gradient once, GEMMs write float32 weight gradients, and attention is cuDNN's."""
 
 
-def compiled_profile(profile: Profile, narrow_weight_gradients: bool) -> Profile:
-    """The profile of compiled blocks on GPUs, where ours has one of its own.
+def compiled_profile(profile: Profile, fp8_weight_grads: bool) -> Profile:
+    """The profile of compiled blocks on GPUs; only Meshwright has one.
 
     Args:
         profile: Of the framework.
-        narrow_weight_gradients: Whether, under fp8, gradients of weights are products of 8 bits as well.
+        fp8_weight_grads: Whether, under fp8, the GEMMs of weight gradients run in fp8.
     """
     if profile.name != "meshwright":
         return profile
-    time = dataclasses.replace(MESHWRIGHT_COMPILED.time, narrow_weight_gradients=narrow_weight_gradients)
+    time = dataclasses.replace(MESHWRIGHT_COMPILED.time, fp8_weight_grads=fp8_weight_grads)
     return dataclasses.replace(MESHWRIGHT_COMPILED, time=time)
 
 
