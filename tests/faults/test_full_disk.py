@@ -58,7 +58,7 @@ def test_training_goes_on_when_the_disk_is_full(command, job_file, small_disk, l
     assert result["audit_ok"], result["differences"]
     assert status == 4, "what was trained could not be saved: a script must not take that for done"
     assert "[checkpoint-not-written]" in err
-    assert "lines are lost, training goes on" in err
+    assert "lines are lost, training continues" in err
     assert "no checkpoint" in err
     assert not list(run_dir.glob("checkpoints/.*")), "a half-written checkpoint was left behind"
 

@@ -1,1 +1,1 @@
-"""Errors, units, events: what every other layer uses. Standard library only."""
+"""Errors, units, events and files, for all layers. Standard library only."""

@@ -1,8 +1,8 @@
-"""Events: one JSON object a line, written by every rank, read by everything that shows or judges a run.
+"""Events: one JSON object per line, written by every rank, read by audit, report and progress.
 
-``events.jsonl`` is the truth of a run. Each line is written with a single ``write`` on a file opened for
-appending, so the lines of several ranks never mix. A full disk loses lines but never stops training: the
-writer counts what it lost, says so once on standard error, and records the gap when there is room again.
+``events.jsonl`` is the record of a run. Each line is a single ``write`` on a file opened for appending, so
+lines of several ranks never mix. A full disk loses lines but never stops training: the writer counts lost
+lines, warns once on standard error, and records the gap when there is space again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Listener = Callable[[Event], None]
 
 
 class EventWriter:
-    """Appends events of one rank; tells listeners first, so that a full disk does not blind them."""
+    """Appends events of one rank; the listener comes first, so that it works with a full disk."""
 
     def __init__(self, path: Path, rank: int, generation: int = 0, listener: Listener | None = None) -> None:
         self.rank = rank
@@ -37,7 +37,7 @@ class EventWriter:
         self._fd = -1
 
     def write(self, event: str, **fields: Any) -> Event:
-        """Record one event; returns the object that was written."""
+        """Write one event; returns it."""
         record = {**self._stamp(event), **fields}
         if self._listener is not None:
             self._listener(record)
@@ -48,7 +48,7 @@ class EventWriter:
         return record
 
     def close(self) -> None:
-        """Close the file; a later write opens it again. Listeners learn how many lines were lost."""
+        """Close the file; a later write opens it again. Reports lost lines to the listener."""
         if self.lost and self._listener is not None:
             self._listener(self._gap())
         if self._fd >= 0:
@@ -85,29 +85,29 @@ class EventWriter:
             if self._listener is not None:
                 self._listener({**self._gap(), "reason": str(self._error)})
             what = f"rank {self.rank}: cannot write {self._path} ({self._error})"
-            warn(f"{what}; log lines are lost, training goes on")
+            warn(f"{what}; log lines are lost, training continues")
 
 
 @dataclass
 class EventLog:
-    """What was read back from ``events.jsonl``."""
+    """The contents of ``events.jsonl``."""
 
     events: list[Event] = field(default_factory=list)
     unreadable: int = 0
-    """Lines that were torn, are not JSON, or are of another version."""
+    """Lines that are truncated, not JSON, or of another version."""
 
     def of(self, name: str, generation: int | None = None) -> list[Event]:
-        """All events of one name, in file order."""
+        """All events with a name, in file order."""
         return [e for e in self.events if e["event"] == name and generation in (None, e.get("generation"))]
 
     @property
     def last_generation(self) -> int:
-        """The newest attempt in the log; 0 for an empty one."""
+        """The last attempt in the log; 0 for an empty one."""
         return max((e.get("generation", 0) for e in self.events), default=0)
 
 
 def read_events(path: Path) -> EventLog:
-    """Read a log, skipping torn lines and counting them."""
+    """Read a log; unreadable lines are skipped and counted."""
     log = EventLog()
     with path.open("rb") as file:
         for line in file:
@@ -122,7 +122,7 @@ def read_events(path: Path) -> EventLog:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """The event of a line; None for one that is torn, is not JSON, or is of another version."""
+    """The event of a line; None if it is truncated, not JSON, or of another version."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -133,7 +133,7 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def to_json(content: Any) -> str:
-    """One line of JSON; a number that JSON does not know (NaN, infinity) becomes null."""
+    """One line of JSON; NaN and infinity become null."""
     try:
         return json.dumps(content, separators=(",", ":"), default=str, allow_nan=False)
     except ValueError:
@@ -149,7 +149,7 @@ def _finite(content: Any) -> Any:
 
 
 def warn(message: str) -> None:
-    """Say something on standard error; a closed or full standard error is not worth a crash."""
+    """Print to standard error; errors of a closed or full one are ignored."""
     try:
         sys.stderr.write(f"meshwright: {message}\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Files: whether they can be written, are there after a crash, and how much room they take."""
+"""Files: atomic and durable writes, write access, and sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
-    """Flush a closed file, or the entries of a folder, to the device."""
+    """Sync a closed file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,13 +17,13 @@ def sync_path(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole: a reader sees the old one or the new one, and never half of it.
+    """Write a file atomically: a reader sees the old contents or the new ones.
 
     Args:
-        path: In a folder that is there.
-        text: All of it.
+        path: In an existing folder.
+        text: The contents.
     """
-    # Other processes may write the same file, and those of other machines, where a folder is shared.
+    # Other processes, also on other machines, may write the same file.
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.part")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -35,12 +35,12 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def can_write(path: Path) -> bool:
-    """Whether a file can be made at a path, or written over; to be known before anything is measured."""
+    """Whether a file can be created or overwritten at a path."""
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; what vanishes meanwhile counts nothing."""
+    """Bytes of all files below a folder; files that vanish meanwhile are skipped."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: names, types and shapes, read or written without a tensor.
+"""Reads and writes the header of a safetensors file: names, dtypes and shapes.
 
-The format: eight bytes with the header's length (little-endian), the header as JSON, then the tensors' bytes.
+The format: eight bytes with the header's length (little-endian), the header as JSON, then the tensor data.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class TensorInfo:
     """One tensor of a file."""
 
     dtype: str
-    """As the format writes it: F32, BF16, ..."""
+    """Name in the format: F32, BF16, ..."""
     shape: tuple[int, ...]
     bytes: int
 
 
 def build_tensor_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """The first bytes of a file whose tensors follow in this order, up to the first tensor."""
+    """The header of a file with the tensors in this order."""
     header: dict[str, Any] = {}
     end = 0
     for name, facts in tensors.items():
         begin, end = end, end + facts.bytes
         header[name] = {"dtype": facts.dtype, "shape": facts.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)  # tensors begin where their elements are aligned
+    text += b" " * (-len(text) % LENGTH_BYTES)  # aligns the tensor data
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
@@ -46,7 +46,7 @@ def read_tensor_header(path: Path) -> dict[str, TensorInfo]:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is not a safetensors file, or not a whole one; the text says why.
+        ValueError: It is not a safetensors file, or is truncated; with the reason.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -54,7 +54,7 @@ def read_tensor_header(path: Path) -> dict[str, TensorInfo]:
         if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:
             raise ValueError("it is not a safetensors file")
         if LENGTH_BYTES + length > size:
-            raise ValueError(f"it is cut off: {size} bytes, and its header alone takes {length}")
+            raise ValueError(f"it is truncated: {size} bytes, and its header has {length}")
         text = file.read(length)
     try:
         header = json.loads(text)
@@ -64,8 +64,8 @@ def read_tensor_header(path: Path) -> dict[str, TensorInfo]:
         raise ValueError("it is not a safetensors file: its header cannot be read") from None
     expected = LENGTH_BYTES + length + max(ends, default=0)
     if size != expected:
-        how = "is cut off" if size < expected else "has bytes left over"
-        raise ValueError(f"it {how}: {size} bytes, and by its header it has {expected}")
+        how = "is truncated" if size < expected else "is too long"
+        raise ValueError(f"it {how}: {size} bytes, and its header says {expected}")
     return tensors
 
 

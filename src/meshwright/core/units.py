@@ -1,4 +1,4 @@
-"""Numbers with their units, for people."""
+"""Formats numbers with units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def format_count(count: float) -> str:
 
 
 def format_plural(number: int, noun: str, ending: str = "s") -> str:
-    """Things that are counted: ``1 rank``, ``2 ranks``, ``2 batches`` with another ending."""
+    """A number with a noun: ``1 rank``, ``2 ranks``, ``2 batches`` with another ending."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
 
 
@@ -47,7 +47,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _scaled(value: float) -> str:
-    """Three significant digits and a prefix; rounding comes first, so that 999,600 is 1 M."""
+    """Three significant digits and a prefix; rounds first, so that 999,600 is 1 M."""
     rounded = float(f"{value:.3g}")
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(rounded) >= limit:

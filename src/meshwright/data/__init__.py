@@ -1,28 +1,28 @@
-"""From text to token shards, and from token shards to samples in a fixed order.
+"""Training data: from text to token shards, and from token shards to samples in a fixed order.
 
-The layer exists so that what a run reads is a function of the input and nothing else: the same text gives the
-same bytes on disk, and the same seed gives the same order of samples on any number of ranks.
+What a run reads depends only on its input. The same text gives the same bytes on disk, and the same seed
+gives the same sample order on any number of ranks.
 
 ======================  =================================================================================
-``tokenizer``           bytes, or byte-level BPE; how either is saved, named and fingerprinted
-``sources``             which files a source names, in which order
-``corpus``              which documents the files hold; duplicates and quarantine
-``conversation``        instruction data: prompts, answers and messages of a line
-``templates``           chat templates: the built-in ones, and which one a name means
-``jinja_template``      chat templates in jinja, and where their answers are
-``encode``              documents to tokens, and which of them belong to answers
-``question``            a prompt as tokens, up to where the answer begins
-``stage``               writing a folder so that nothing half-written is ever visible
+``tokenizer``           byte and byte-level BPE tokenizers
+``sources``             the files of a source, in order
+``corpus``              the documents of the files; duplicates and quarantine
+``chat``                instruction data: prompts, answers and messages
+``chat_templates``      chat templates, built in or by name
+``jinja_template``      chat templates in jinja
+``encode``              documents to tokens and loss masks
+``prompt``              a prompt as tokens, for generation
+``staging``             atomic writing of a folder
 ``shards``              the on-disk format: index, shard files, checks
-``writer``              writing shards
-``spec``                ``CORPUS.toml``
+``shard_writer``        writes shards
+``corpus_spec``         ``CORPUS.toml``
 ``split``               which documents are held out
-``build``               the embedded engine: corpus to prepared folder
-``order``               position in training to sample number
-``packing``             which tokens of a shard make up a sample
-``dataset``             sample number to tokens, targets and documents
+``prepare``             a corpus to a prepared folder, in one process
+``order``               the sample order
+``packing``             how the tokens of a shard are packed into samples
+``dataset``             samples: tokens, targets and document ids
+``images``              labelled images
 ======================  =================================================================================
 
-It needs numpy and pydantic, ``tokenizers`` only for BPE, ``jinja2`` only for
-templates in jinja, and never torch.
+It needs numpy and pydantic, ``tokenizers`` for BPE, ``jinja2`` for jinja templates, and never torch.
 """

@@ -1,8 +1,8 @@
-"""Conversations: what a line of instruction data holds, before a template writes it as text.
+"""Conversations: the messages of instruction data, before a chat template renders them.
 
-A line is ``{"prompt": ..., "answer": ...}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``. What a
-template makes of it is a list of parts that know two things for each stretch of text: whether it counts in
-the loss, and whether somebody's text may turn into special tokens (it may not).
+A line is ``{"prompt": ..., "answer": ...}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``. A
+template renders it to spans of text. A span has two flags: whether it counts in the loss, and whether it is
+literal text, in which nothing becomes a special token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Role = Literal["system", "user", "assistant"]
 
 @dataclass(frozen=True)
 class Message:
-    """One turn."""
+    """One message."""
 
     role: Role
     content: str
@@ -27,45 +27,45 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of one document; at least one answer, and something before it."""
+    """The messages of one document: at least one answer, with a message before it."""
 
     name: str
-    """Where it came from, for errors."""
+    """File and line, for errors."""
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a document's text."""
+    """A span of a document's text."""
 
     text: str
     in_loss: bool
-    """Whether it belongs to an answer, its end marker included."""
+    """Whether it is part of an answer, including its end marker."""
     literal: bool
-    """Whether it is text alone: nothing in it becomes a special token, whatever it spells."""
+    """Whether nothing in it becomes a special token, whatever it spells."""
 
 
 class Template(Protocol):
-    """Writes conversations as text."""
+    """A chat template: renders conversations as text."""
 
     @property
     def identity(self) -> str:
-        """Changes when what it writes may have changed."""
+        """Changes whenever the output may change."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Markers that a tokenizer trained for this template should hold as special tokens."""
+        """Markers that should be special tokens of a tokenizer trained for this template."""
 
     def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
-        """The parts of the document, in order.
+        """The spans of the document, in order.
 
         Args:
-            conversation: What to write.
-            special_tokens: What must not come out of a message's own text.
+            conversation: The messages.
+            special_tokens: Tokens that the text of a message must not turn into.
 
         Raises:
             ValueError: The template refuses this conversation, for the reason given.
-            UserError: The template itself is at fault.
+            UserError: The template itself is wrong.
         """
 
 
@@ -75,7 +75,7 @@ def read_conversation(
     """The conversation of a line.
 
     Raises:
-        ValueError: It holds none, or one that nothing can be learnt from; the reason in words.
+        ValueError: There is none, or it has no answers; with the reason.
     """
     if MESSAGES_FIELD in record:
         messages = _read_messages(record[MESSAGES_FIELD])
@@ -88,7 +88,7 @@ def read_conversation(
             "which a template needs"
         )
     if messages[0].role == "assistant":
-        raise ValueError("it begins with an answer")
+        raise ValueError("it starts with an answer")
     answers = [message.content for message in messages if message.role == "assistant"]
     if not any(answers):
         raise ValueError("its answers are empty" if answers else "it has no answer: no message by assistant")

@@ -1,7 +1,7 @@
-"""Chat templates: the built-in ones, and which one a name means.
+"""Chat templates: the built-in ones, and lookup by name.
 
-A built-in template is a few strings: what comes before and after the text of each role. An answer counts in
-the loss with what the template writes after it, because that is how a model learns to stop.
+A built-in template has strings before and after the text of each role. The string after an answer counts in
+the loss, so that the model learns to stop.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from meshwright.data.sources import locate
 from meshwright.data.tokenizer import parse_tokenizer_name
 
 TOKENIZER_TEMPLATE = "tokenizer"
-"""The name that means: the template that comes with the tokenizer."""
+"""Name of the template that comes with the tokenizer."""
 
 _MARKER = re.compile(r"<\|\w+\|>")
 
 
 @dataclass(frozen=True)
 class TurnTemplate:
-    """A template that writes each turn on its own."""
+    """A template that renders each message independently."""
 
     name: str
     before: dict[Role, str]
-    """What comes before a message's text."""
+    """Text before a message."""
     after: dict[Role, str] = field(default_factory=dict)
-    """What comes after it; after an answer it counts as the answer's end."""
+    """Text after a message; after an answer it counts in the loss."""
     begin: str = ""
-    """What the document begins with."""
+    """Text at the start of the document."""
     default_system: str = ""
-    """The first message's text where the conversation brings no system message."""
+    """The system message of conversations without one."""
     between: str = ""
-    """What comes between two turns; it belongs to the first of them."""
+    """Text between two messages; it belongs to the first."""
     trim: bool = False
-    """Whether white space around a message's text is dropped."""
+    """Whether whitespace around a message is stripped."""
 
     @property
     def identity(self) -> str:
@@ -56,9 +56,9 @@ class TurnTemplate:
         return tuple(dict.fromkeys(_MARKER.findall("".join(strings))))
 
     def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
-        """The parts of the document; see :class:`Template`.
+        """The spans of the document; see :class:`Template`.
 
-        Messages are parts of their own here, so ``special_tokens`` need no care.
+        Messages are separate spans, so ``special_tokens`` is not needed.
         """
         turns = [(message.role, message.content) for message in conversation.messages]
         if self.default_system and turns[0][0] != "system":
@@ -104,35 +104,35 @@ BUILTIN: dict[str, TurnTemplate] = {
 
 
 def load_template(name: str, base: Path, tokenizer: str, key: str = "data.template") -> Template:
-    """The template that a name means.
+    """Find a template by name.
 
     Args:
         name: A built-in one, ``tokenizer``, or a path to a ``.jinja`` file, to a ``tokenizer_config.json``,
             or to a folder that has one.
-        base: Folder that relative paths start from.
+        base: Folder of relative paths.
         tokenizer: The value of the tokenizer's key.
         key: The dotted key to name in errors.
 
     Raises:
-        UserError: There is none of that name, or it cannot be read.
+        UserError: It does not exist, or cannot be read.
     """
     if name in BUILTIN:
         return BUILTIN[name]
     if name == TOKENIZER_TEMPLATE:
         return _read_tokenizer_template(base, tokenizer, key)
-    place = locate(name, base)
+    path = locate(name, base)
     # Path.is_dir and is_file raise for a path that is too long.
-    if os.path.isdir(place):  # noqa: PTH112
-        found = _in_folder(place)
+    if os.path.isdir(path):  # noqa: PTH112
+        found = _in_folder(path)
         if found is None:
             looked = f"looked for {JINJA_FILE} and {TOKENIZER_CONFIG_FILE} in it"
             raise UserError(_unknown(name, key, f"is a folder without a chat template; {looked}"))
         return found
-    if not os.path.isfile(place):  # noqa: PTH113
+    if not os.path.isfile(path):  # noqa: PTH113
         raise UserError(
-            _unknown(name, key, f"is not a chat template: it is not built in, and {place} is not a file")
+            _unknown(name, key, f"is not a chat template: it is not built in, and {path} is not a file")
         )
-    return read_tokenizer_config(place) if place.suffix == ".json" else read_jinja_file(place)
+    return read_tokenizer_config(path) if path.suffix == ".json" else read_jinja_file(path)
 
 
 def _read_tokenizer_template(base: Path, tokenizer: str, key: str) -> Template:
@@ -140,8 +140,8 @@ def _read_tokenizer_template(base: Path, tokenizer: str, key: str) -> Template:
     if choice.kind != "file":
         rule = f"asks for the tokenizer's own chat template, and the tokenizer {tokenizer!r} has none"
         raise UserError(_unknown(TOKENIZER_TEMPLATE, key, rule))
-    place = locate(choice.path, base)
-    folder = place if os.path.isdir(place) else place.parent  # noqa: PTH112 - as above
+    path = locate(choice.path, base)
+    folder = path if os.path.isdir(path) else path.parent  # noqa: PTH112 - as above
     found = _in_folder(folder)
     if found is None:
         looked = f"looked for {JINJA_FILE} and {TOKENIZER_CONFIG_FILE} in {folder}"
@@ -151,7 +151,7 @@ def _read_tokenizer_template(base: Path, tokenizer: str, key: str) -> Template:
 
 
 def _in_folder(folder: Path) -> Template | None:
-    """The template of a Hugging Face folder; newer ones keep it in a file of its own."""
+    """The template of a Hugging Face folder; newer folders have it in a separate file."""
     if (folder / JINJA_FILE).is_file():
         return read_jinja_file(folder / JINJA_FILE)
     config = folder / TOKENIZER_CONFIG_FILE

@@ -1,11 +1,11 @@
-"""Which documents a corpus holds.
+"""The documents of a corpus.
 
-A ``.jsonl`` file holds one document a line; any other file is one document. Where a template is asked for,
-every document is a line with a conversation. What cannot be read so is *quarantined*: skipped, counted and
-named, because one bad file among a million must not stop the work, nor go unseen. Exact duplicates and empty
-documents are dropped and counted. Which files are read, and in which order, is the business of ``sources``.
+A ``.jsonl`` file has one document per line; any other file is one document. With a template every document
+is a line with a conversation. Unreadable documents are *quarantined*: skipped, counted and reported, because
+one bad file among a million must not stop the preparation. Exact duplicates and empty documents are dropped
+and counted. ``sources`` lists the files.
 
-One document is in memory at a time, and 16 bytes for each document seen (to know duplicates).
+Memory: one document, and 16 bytes per document for the detection of duplicates.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from meshwright.data.chat import Span, Template, holds_conversation, read_conver
 from meshwright.data.sources import iter_files, printable, source_problem
 
 MAX_NAMED = 1000
-"""Quarantined names that are kept; the count goes on."""
+"""Quarantined names that are kept; the others are only counted."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text."""
+    """One document."""
 
     name: str
-    """Where it came from; for people, it does not enter the prepared data."""
+    """File and line; not part of the prepared data."""
     text: str
     parts: tuple[Span, ...] = ()
-    """For a conversation: the same text in parts; empty for plain text."""
+    """The spans of a conversation; empty for plain text."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How a line of a ``.jsonl`` becomes a document."""
+    """How lines of ``.jsonl`` files are read."""
 
     text_field: str = "text"
-    """Holds the text, where there is no template."""
+    """Field with the text, without a template."""
     template: Template | None = None
-    """Writes conversations; then lines without one are quarantined."""
+    """Renders conversations; lines without one are quarantined."""
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     special_tokens: tuple[str, ...] = ()
-    """What must not come out of a message's own text."""
+    """Tokens that the text of a message must not turn into."""
 
 
 @dataclass
 class CorpusStats:
-    """What was met while reading; shared by all sources of one corpus.
+    """Counts of the documents of a corpus.
 
     ``documents_in = documents_out + duplicates + empty + quarantined``.
     """
@@ -61,9 +61,9 @@ class CorpusStats:
     documents_in: int = 0
     documents_out: int = 0
     duplicates: int = 0
-    """Documents whose text had been seen."""
+    """Documents with a text that was read before."""
     empty: int = 0
-    """Documents without a single character."""
+    """Empty documents."""
     quarantined: int = 0
     text_bytes: int = 0
     """UTF-8 bytes of the documents that were kept."""
@@ -72,7 +72,7 @@ class CorpusStats:
     _seen: set[bytes] = field(default_factory=set, repr=False)
 
     def admit(self, document: Document) -> bool:
-        """Count a document; False for one that is dropped."""
+        """Count a document; False if it is dropped."""
         self.documents_in += 1
         if not document.text:
             self.empty += 1
@@ -88,7 +88,7 @@ class CorpusStats:
         return True
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Count and name something that cannot be read."""
+        """Count and report something that cannot be read."""
         self.documents_in += 1
         self.quarantined += 1
         if len(self.quarantined_names) < MAX_NAMED:
@@ -103,20 +103,20 @@ def iter_corpus(
     exclude: Sequence[Path] = (),
     tally: CorpusStats | None = None,
 ) -> Iterator[Document]:
-    """The documents of several sources, in the order given; duplicates are dropped across all of them.
+    """The documents of several sources, in order, without duplicates.
 
     Args:
         sources: Builtin names, files, folders or globs.
-        base: Folder that relative sources start from.
+        base: Folder of relative sources.
         options: How lines of ``.jsonl`` files are read; as text in the field ``text`` if left out.
         exclude: Folders to leave out, such as the one that is being written.
         tally: Where to count; a new one if left out.
 
     Returns:
-        An iterator. It raises ``data-corpus-empty`` at its end if it gave no document.
+        An iterator. It raises ``data-corpus-empty`` at the end if there was no document.
 
     Raises:
-        UserError: Sources are missing or unreadable; all of them are named, before anything is read.
+        UserError: Sources are missing or unreadable; all of them are reported before reading.
     """
     problems = [problem for source in sources if (problem := source_problem(source, base))]
     if problems:
@@ -141,22 +141,22 @@ def _empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusSt
     wanted = "UTF-8 text" if options.template is None else "conversations"
     counts = f"{tally.empty} empty documents and {tally.quarantined} that could not be read as {wanted}"
     example = f", such as {tally.quarantined_names[0]}" if tally.quarantined_names else ""
-    fix = "Name files that hold UTF-8 text, or .jsonl files with a text in the field that text_field names"
+    fix = "Use files with UTF-8 text, or .jsonl files with text in the field that text_field names"
     if options.template is not None:
         fields = f"{options.prompt_field} and {options.answer_field}"
-        fix = f"Name .jsonl files whose lines have messages, or {fields}; or leave the template out"
+        fix = f"Use .jsonl files whose lines have messages, or {fields}; or leave the template out"
     return Problem(
         code="data-corpus-empty",
         path=", ".join(map(printable, sources)),
-        rule=f"gives no text: {counts}{example}",
+        rule=f"has no text: {counts}{example}",
         fix=fix,
     )
 
 
 def _read_file(name: str, path: Path, options: ReadOptions, tally: CorpusStats) -> Iterator[Document]:
     try:
-        if not path.is_file():  # a pipe would block for ever
-            tally.quarantine(name, "not a regular file" if path.exists() else "a link to nothing")
+        if not path.is_file():  # reading a pipe would block
+            tally.quarantine(name, "not a regular file" if path.exists() else "a broken link")
         elif path.suffix.lower() == ".jsonl":
             yield from _read_lines(name, path, options, tally)
         elif options.template is not None:
@@ -184,7 +184,7 @@ def _read_lines(name: str, path: Path, options: ReadOptions, tally: CorpusStats)
 
 def _decode(data: bytes) -> str:
     if b"\0" in data:
-        raise ValueError("binary: it holds zero bytes")
+        raise ValueError("binary: it has zero bytes")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -208,7 +208,7 @@ def _line_document(name: str, line: bytes, options: ReadOptions) -> Document:
 def _line_text(record: Any, text_field: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
         instruction = isinstance(record, dict) and holds_conversation(record)
-        hint = "; it holds a conversation, which needs a template" if instruction else ""
+        hint = "; it has a conversation, which needs a template" if instruction else ""
         raise ValueError(f"no text in the field {text_field!r}{hint}")
     text: str = record[text_field]
     try:

@@ -1,4 +1,4 @@
-"""``CORPUS.toml``: what to prepare. All mistakes in it are reported at once."""
+"""``CORPUS.toml``: the corpus to prepare. All mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.data.shards import SHARD_TOKENS
 from meshwright.data.tokenizer import parse_tokenizer_name
 
-# Strict: TOML has types, so a number in quotes is a mistake and not a number.
+# Strict: a quoted number is a mistake, because TOML has types.
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$", strict=True)]
 
 
@@ -29,30 +29,30 @@ def _check_not_empty(sources: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """A corpus to prepare. Relative paths start from the folder of the file."""
+    """A corpus to prepare. Paths are relative to the folder of the file."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     sources: Annotated[tuple[Text, ...], AfterValidator(_check_not_empty)]
     """Files, folders, globs or ``builtin:python-stdlib``, read in this order."""
     out: Text
-    """Folder for the prepared data; one that was prepared before is replaced."""
+    """Folder for the prepared data; an earlier one is replaced."""
     tokenizer: Text = "byte"
-    """``byte``, ``bpe:4096`` (trains one on this corpus), or a path to a ``tokenizer.json`` or its folder."""
+    """``byte``, ``bpe:4096`` (trained on this corpus), or the path of a ``tokenizer.json`` or its folder."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] = 0.01
-    """Fraction of the documents that is held out for evaluation."""
+    """Fraction of the documents held out for evaluation."""
     text_field: Text = "text"
-    """The field of a ``.jsonl`` line that holds the text, where there is no template."""
+    """Field of a ``.jsonl`` line with the text, without a template."""
     template: Text | None = None
-    """Chat template for instruction data: a built-in one, ``tokenizer``, or a path; see ``templates``."""
+    """Chat template of instruction data: built in, ``tokenizer``, or a path; see ``chat_templates``."""
     prompt_field: Text = "prompt"
-    """The field of a ``.jsonl`` line that holds the prompt, where it has no ``messages``."""
+    """Field of a ``.jsonl`` line with the prompt, for lines without ``messages``."""
     answer_field: Text = "answer"
-    """The field of a ``.jsonl`` line that holds the answer."""
+    """Field of a ``.jsonl`` line with the answer."""
     shard_tokens: Annotated[int, Field(ge=1, le=2**40, strict=True)] = SHARD_TOKENS
-    """Tokens in a shard, at most, unless one document is longer."""
+    """Maximum tokens per shard, unless one document is longer."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
-    """Another seed holds out other documents."""
+    """Seed of the split: which documents are held out."""
 
 
 _SPEC: TypeAdapter[CorpusSpec] = TypeAdapter(CorpusSpec)
@@ -62,7 +62,7 @@ def load_corpus_spec(path: Path) -> CorpusSpec:
     """Read and check a ``CORPUS.toml``.
 
     Raises:
-        UserError: It cannot be read, or it has mistakes; one problem for each.
+        UserError: It cannot be read, or has mistakes; one problem each.
     """
     try:
         content = tomllib.loads(path.read_bytes().decode("utf-8"))
@@ -72,7 +72,7 @@ def load_corpus_spec(path: Path) -> CorpusSpec:
                 code="corpus-unreadable",
                 path=str(path),
                 rule=f"cannot be read: {error.strerror or error}",
-                fix="Name a CORPUS.toml with at least sources and out",
+                fix="Give a CORPUS.toml with at least sources and out",
             )
         ) from error
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
@@ -104,7 +104,7 @@ def parse_corpus_spec(content: dict[str, Any]) -> CorpusSpec:
 
 
 def _fields_without_use(content: dict[str, Any]) -> list[Problem]:
-    """Fields that the choice of template makes idle."""
+    """Fields without effect because of the template."""
     idle = ("text_field",) if "template" in content else ("prompt_field", "answer_field")
     needs = "with a template" if "template" in content else "without a template"
     fix = "Leave it out" if "template" in content else 'Add, for example, template = "chatml"'
@@ -122,7 +122,7 @@ def _problem(detail: dict[str, Any]) -> Problem:
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         near = difflib.get_close_matches(path, known, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"The keys are {', '.join(known)}"
-        return Problem(code="corpus-unknown-key", path=path, rule="is not a key of CORPUS.toml", fix=fix)
+        return Problem("corpus-unknown-key", f"Unknown key {path} in CORPUS.toml", path=path, fix=fix)
     if detail["type"] in ("missing", "missing_argument"):
         fix = {
             "sources": 'Add, for example, sources = ["builtin:python-stdlib"]',
@@ -133,5 +133,5 @@ def _problem(detail: dict[str, Any]) -> Problem:
     if detail["type"] == "tuple_type":
         message = 'be a list, such as ["text/"]'
     return Problem(
-        code="corpus-bad-value", path=path, value=detail["input"], rule=f"does not fit: it should {message}"
+        code="corpus-bad-value", path=path, value=detail["input"], rule=f"is not valid: it should {message}"
     )

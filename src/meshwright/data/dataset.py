@@ -1,9 +1,8 @@
-"""Samples from prepared data, memory-mapped: a sample is one row of a packing (see ``packing``).
+"""Samples from memory-mapped shards: a sample is one row of a packing (see ``packing``).
 
-A row has tokens and their targets, and for ``mask="document"`` also the number of each position's document
-within the row, so that attention and positions can start anew in each of them. A target that does not count
-in the loss (padding, or a prompt where prompts are masked) is ``IGNORE_INDEX``. The order is left to
-``order``.
+A row has tokens and targets, and with ``mask="document"`` also a document id per position, so that attention
+and positions restart in each document. A target without loss (padding, a masked prompt) is ``IGNORE_INDEX``.
+``order`` has the sample order.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from meshwright.data.shards import ShardEntry, ShardFolder, broken_shards
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 IGNORE_INDEX = -100
-"""A target that carries no loss: padding, a masked prompt, a zero-weight sample."""
+"""A target without loss: padding, a masked prompt, a zero-weight sample."""
 
 Int64s = npt.NDArray[np.int64]
 Mask = Literal["causal", "document"]
 
 _CACHED_PACKINGS = 4
-"""Shards whose packing is in memory; samples are read shard by shard, so few are in use at a time."""
+"""Shards whose packing is cached; samples are read shard by shard, so few are needed."""
 
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """Samples, each array of shape ``(n, seq_len)``."""
+    """Samples as arrays of shape ``(n, seq_len)``."""
 
     tokens: Int64s
     targets: Int64s
-    """The token after each, or ``IGNORE_INDEX``."""
+    """The next token, or ``IGNORE_INDEX``."""
     segments: Int64s | None
-    """For ``mask="document"``: number of the document within the row, from 0; padding has the last number."""
+    """With ``mask="document"``: document id within the row, from 0; padding has the last id."""
 
 
 class TokenDataset:
-    """The samples of one split, numbered through all shards.
+    """The samples of one split, numbered over all shards.
 
-    A shard is mapped when it is first read and stays so until another one is: samples come from one after the
-    other, and mapping a file takes as long as reading a few of them. A copy in another process maps there.
+    A shard stays mapped until another one is read: samples come from one shard after the other, and mapping a
+    file takes as long as reading a few samples. A pickled copy maps again in its process.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class TokenDataset:
         mask: Mask = "causal",
         prompt_masking: bool = False,
     ) -> None:
-        """Use :meth:`open`, which also checks that there is something to train on."""
+        """Use :meth:`open`, which also checks that there are samples and targets."""
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         self.split = split
@@ -85,15 +84,15 @@ class TokenDataset:
         """Open a split of a prepared folder.
 
         Args:
-            folder: A folder that ``meshwright prepare`` wrote.
+            folder: A prepared folder.
             split: ``train`` or ``eval``.
             seq_len: Positions of a sample.
-            mask: ``causal`` for samples that run on over documents, ``document`` for whole documents in rows.
+            mask: ``causal`` for samples that cross documents, ``document`` for packed whole documents.
             prompt_masking: Whether targets in prompts are ignored.
 
         Raises:
-            UserError: The folder is broken, has no marks where prompts are to be masked, or ``train`` has no
-                sample or no target. ``eval`` may have none: the caller then says that there is no evaluation.
+            UserError: The folder is broken, has no loss mask for prompt masking, or ``train`` has no samples
+                or no targets. ``eval`` may be empty.
         """
         opened = ShardFolder.open(folder)
         if prompt_masking and any(s.loss_mask_file is None for s in opened.index.split(split).shards):
@@ -114,10 +113,10 @@ class TokenDataset:
         return {**self.__dict__, "_packings": {}, "_targets": {}, "_tokens": None}
 
     def read(self, indices: npt.ArrayLike) -> SampleBatch:
-        """Samples.
+        """Read samples.
 
         Args:
-            indices: Sample numbers, in any order, repeats allowed.
+            indices: Sample numbers, in any order, with repeats.
         """
         wanted, shards = self._locate(indices)
         shape = (wanted.size, self.seq_len)
@@ -127,20 +126,20 @@ class TokenDataset:
         for shard in sorted(set(shards.tolist())):
             chosen = np.flatnonzero(shards == shard)
             pieces = self._pack(shard).pieces(wanted[chosen] - self._starts[shard])
-            source, place = _spread(pieces, chosen, self.seq_len)
+            source, position = _spread(pieces, chosen, self.seq_len)
             data = self._map(shard)
             following: Int64s = data[source + 1].astype(np.int64)
             if self.prompt_masking:
                 following[self._folder.map_loss_mask(self._shards[shard])[source + 1] == 0] = IGNORE_INDEX
-            tokens.reshape(-1)[place] = data[source]
-            targets.reshape(-1)[place] = following
+            tokens.reshape(-1)[position] = data[source]
+            targets.reshape(-1)[position] = following
             if segments is not None:
-                segments[chosen] = np.bincount(pieces.row, minlength=chosen.size)[:, None]  # padding's number
-                segments.reshape(-1)[place] = np.repeat(pieces.number, pieces.size)
+                segments[chosen] = np.bincount(pieces.row, minlength=chosen.size)[:, None]  # id of padding
+                segments.reshape(-1)[position] = np.repeat(pieces.number, pieces.size)
         return SampleBatch(tokens, targets, segments)
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
-        """Targets of samples that count in the loss, all together; counted once a shard, then looked up."""
+        """Number of targets with loss in some samples; counted once per shard, then cached."""
         wanted, shards = self._locate(indices)
         if self.mask == "causal" and not self.prompt_masking:
             return wanted.size * self.seq_len
@@ -151,7 +150,7 @@ class TokenDataset:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is not one sample, which ``eval`` may be."""
+        """Whether there are no samples, as ``eval`` may have."""
         return len(self) == 0
 
     @property
@@ -163,12 +162,12 @@ class TokenDataset:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the split, ends of documents included."""
+        """Tokens of the split, including end-of-document tokens."""
         return sum(shard.tokens for shard in self._shards)
 
     @property
     def dropped_tokens(self) -> int:
-        """Tokens in no sample: at the shards' ends, or with ``mask="document"`` documents of one token."""
+        """Tokens in no sample: at the ends of shards, or with ``mask="document"`` documents of one token."""
         if self.mask == "document":
             return sum(int((self._document_sizes(shard) == 1).sum()) for shard in self._shards)
         counted = zip(self._shards, self.shard_sample_counts, strict=True)
@@ -176,39 +175,39 @@ class TokenDataset:
 
     @property
     def padding(self) -> int:
-        """Positions of all samples that hold no token of a document."""
+        """Padding positions of all samples."""
         filled = sum(int(self._pack(s).count_positions().sum()) for s in range(len(self._shards)))
         return len(self) * self.seq_len - filled
 
     @property
     def vocab_size(self) -> int:
-        """All tokens are below it."""
+        """Vocabulary size of the tokenizer."""
         return self._folder.index.tokenizer.vocab_size
 
     @property
     def end_of_document(self) -> int:
-        """The token that follows each document."""
+        """The end-of-document token."""
         return self._folder.index.tokenizer.end_of_document
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder that has ``tokenizer.json``."""
+        """The folder with ``tokenizer.json``."""
         return self._folder.folder
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made the data.
 
         Raises:
-            UserError: It is missing, or not the one that the index names.
+            UserError: It is missing, or differs from the index.
         """
         tokenizer = load_tokenizer(self.tokenizer_folder / TOKENIZER_FILE)
         if tokenizer.fingerprint() != self._folder.index.tokenizer.sha256:
-            rule = "is not the tokenizer that made these shards: its fingerprint differs from the index"
+            rule = "is not the tokenizer of these shards: its fingerprint differs from the index"
             raise broken_shards(self.tokenizer_folder / TOKENIZER_FILE, rule)
         return tokenizer
 
     def _locate(self, indices: npt.ArrayLike) -> tuple[Int64s, Int64s]:
-        """Sample numbers as an array, and the shard of each."""
+        """The sample numbers as an array, and their shards."""
         wanted: Int64s = np.asarray(indices, dtype=np.int64).reshape(-1)
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= len(self)):
             raise IndexError(f"samples {wanted.min()} to {wanted.max()} asked of {len(self)}")
@@ -233,7 +232,7 @@ class TokenDataset:
         return self._packings[shard]
 
     def _count(self, shard: int) -> Int64s:
-        """Targets of each sample of a shard."""
+        """Number of targets of each sample of a shard."""
         if shard not in self._targets:
             packing, entry = self._pack(shard), self._shards[shard]
             if self.prompt_masking:
@@ -262,25 +261,25 @@ class TokenDataset:
             code="data-no-targets",
             path="data.prompt_masking",
             value=self.prompt_masking,
-            rule=f"leaves nothing to learn: no target of the split {self.split!r} belongs to an answer "
+            rule=f"leaves no targets: no target of the split {self.split!r} is in an answer "
             f"({len(self)} samples of {self.seq_len} in {self._folder.folder})",
             fix="Check the answers in the data, or set data.prompt_masking=false",
         )
 
 
 def no_prompts(why: str) -> Problem:
-    """The problem of masking prompts in data that does not say what a prompt is."""
+    """The problem of prompt masking with data without prompts."""
     return Problem(
         code="data-no-prompts",
         path="data.prompt_masking",
         value=True,
-        rule=f"needs data that knows its prompts, and {why}",
+        rule=f"needs instruction data, and {why}",
         fix="Use lines with prompt and answer, or messages, and a template, such as data.template=chatml",
     )
 
 
 def _spread(pieces: RowPieces, rows: Int64s, seq_len: int) -> tuple[Int64s, Int64s]:
-    """For each position of the pieces: its input token in the shard, and its place in the flat result."""
+    """For each position of the pieces: the index of its token in the shard, and in the flattened result."""
     ramp = np.arange(int(pieces.size.sum())) - np.repeat(np.cumsum(pieces.size) - pieces.size, pieces.size)
-    places = rows[pieces.row] * seq_len + pieces.offset
-    return np.repeat(pieces.begin, pieces.size) + ramp, np.repeat(places, pieces.size) + ramp
+    starts = rows[pieces.row] * seq_len + pieces.offset
+    return np.repeat(pieces.begin, pieces.size) + ramp, np.repeat(starts, pieces.size) + ramp

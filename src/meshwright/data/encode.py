@@ -1,8 +1,8 @@
-"""Documents to tokens, and to which of them count in the loss.
+"""Encodes documents to tokens and loss masks.
 
-Markers of a template become the tokenizer's special tokens where it has them; what a message spells never
-does. Between special tokens, text is encoded in one go, as the tokenizer's own library would, except that a
-token never spans the border of prompt and answer: else it would belong to both.
+Markers of a template become special tokens of the tokenizer, if it has them; the text of messages never does.
+Text between special tokens is encoded at once, as the tokenizers library does, except that no token spans the
+boundary of prompt and answer.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from meshwright.data.corpus import Document
 from meshwright.data.tokenizer import Tokenizer, Tokens
 
 LossMask = npt.NDArray[np.uint8]
-"""One for a token that counts in the loss, zero for one that does not."""
+"""1 for a token that counts in the loss, else 0."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document as tokens, without its end."""
+    """The tokens of a document, without its end-of-document token."""
 
     tokens: npt.NDArray[Any]
     loss_mask: LossMask | None
-    """None for a plain text, all of which counts."""
+    """None for plain text: all tokens count."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class _Piece:
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
-    """Encode many documents; all their texts go to the tokenizer together."""
+    """Encode documents in one batch."""
     specials = tokenizer.special_tokens
-    cut = [list(_pieces(d.parts, specials)) if d.parts else [_Piece(d.text, True, False)] for d in documents]
-    texts = [piece.text for pieces in cut for piece in pieces if not piece.special]
+    pieces_of = [
+        list(_pieces(d.parts, specials)) if d.parts else [_Piece(d.text, True, False)] for d in documents
+    ]
+    texts = [piece.text for pieces in pieces_of for piece in pieces if not piece.special]
     encoded = iter(tokenizer.encode_batch(texts))
     result = []
-    for document, pieces in zip(documents, cut, strict=True):
+    for document, pieces in zip(documents, pieces_of, strict=True):
         tokens = [np.asarray([specials[p.text]]) if p.special else next(encoded) for p in pieces]
         if not document.parts:
             result.append(Encoded(tokens[0], None))
@@ -59,12 +61,12 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> lis
 
 
 def text_between_markers(parts: Sequence[Span], markers: Sequence[str]) -> Iterator[str]:
-    """The text of a document without a template's markers: what a tokenizer is trained on."""
+    """The text of a document without template markers, to train a tokenizer on."""
     return (piece.text for piece in _pieces(parts, markers) if not piece.special)
 
 
 def _pieces(parts: Sequence[Span], specials: Sequence[str] | dict[str, int]) -> Iterator[_Piece]:
-    """Cut parts at borders of prompt and answer and at special tokens; join what is left between."""
+    """Split spans at boundaries of prompt and answer and at special tokens; join the text between."""
     longest_first = sorted(specials, key=len, reverse=True)
     pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
     for in_loss, group in groupby(parts, key=lambda part: part.in_loss):

@@ -1,4 +1,4 @@
-"""A tokenizer as Hugging Face reads it: ``tokenizer.json`` and ``tokenizer_config.json``."""
+"""Exports a tokenizer for Hugging Face: ``tokenizer.json`` and ``tokenizer_config.json``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 def hf_tokenizer_text(tokenizer: Tokenizer) -> str:
-    """The text of a ``tokenizer.json`` that gives the same numbers."""
+    """A ``tokenizer.json`` with the same token ids."""
     if isinstance(tokenizer, BpeTokenizer):
         return tokenizer.serialized
     return json.dumps(_byte_tokenizer(tokenizer.end_of_document), ensure_ascii=False, indent=1) + "\n"
 
 
 def hf_tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """The content of ``tokenizer_config.json``: which token ends a document, and begins the next one."""
+    """The contents of ``tokenizer_config.json``, with the end-of-document token as BOS and EOS."""
     end = tokenizer.end_token if isinstance(tokenizer, BpeTokenizer) else END_OF_DOCUMENT
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -30,7 +30,7 @@ def hf_tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]
 
 
 def _byte_tokenizer(end: int) -> dict[str, Any]:
-    """Bytes as byte-pair encoding without pairs: each byte is the letter that stands for it."""
+    """The byte tokenizer as a BPE without merges."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -58,7 +58,7 @@ def _byte_tokenizer(end: int) -> dict[str, Any]:
 
 
 def _byte_letters() -> list[str]:
-    """GPT-2's letter for each byte: printable ones stand for themselves, the others from U+0100 on."""
+    """GPT-2's character for each byte: itself if printable, otherwise from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters, others = [], 0
     for byte in range(256):

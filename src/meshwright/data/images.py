@@ -1,12 +1,12 @@
-"""Images with labels: a folder of two arrays, or a synthetic set that is computed and never stored.
+"""Labelled images: a folder with two arrays, or generated synthetic images.
 
-A folder has ``images.npy`` (N x C x H x W or N x H x W x C, uint8 or float32) and ``labels.npy`` (N whole
-numbers), which are mapped, not loaded. Images are held out for evaluation by ``eval_images.npy`` and
-``eval_labels.npy`` if they are there; else by a hash of an image's number, so that images appended later move
-none of the earlier ones from one split to the other.
+A folder has ``images.npy`` (N x C x H x W or N x H x W x C, uint8 or float32) and ``labels.npy`` (N
+integers), which are memory-mapped. The eval split is ``eval_images.npy`` and ``eval_labels.npy`` if they
+exist, otherwise selected by a hash of the image number, so that appended images do not move earlier ones
+between splits.
 
-What is read is what the model reads: float32, channels first. Bytes 0 to 255 become -1 to 1; float32 images
-are passed on as they are, so whoever wrote them has normalised them.
+Images are returned as float32, channels first. Bytes 0 to 255 become -1 to 1; float32 images are expected to
+be normalised already.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Float32s = npt.NDArray[np.float32]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HALF_BYTE = np.float32(127.5)
 _CHECKED_AT_ONCE = 2**24
-"""Pixels of float32 images that are looked at in one go."""
+"""Pixels of float32 images that are checked at once."""
 _NOISE_STARTS = 2**20
-"""Places where an image's noise may begin."""
+"""Possible offsets of an image's noise."""
 _SAMPLED_IMAGES = 64
-"""Images whose bytes are part of a folder's identity."""
+"""Images that are hashed for a folder's identity."""
 
 
 @dataclass(frozen=True)
 class ImageShape:
-    """What a model reads and tells apart."""
+    """Shape of the images, and number of classes."""
 
     channels: int
     side: int
@@ -50,14 +50,14 @@ class ImageShape:
 
     @property
     def pixels(self) -> int:
-        """Values of one image."""
+        """Values per image."""
         return self.channels * self.side**2
 
 
 class SyntheticImages:
-    """Waves whose direction, length and colour are the class's, under noise; a function of the number.
+    """Waves with noise; the class sets direction, length and colour. An image is a function of its number.
 
-    The noise of an image is a stretch of one long list, so that a fast device need not wait for random bits.
+    The noise of an image is a slice of one long array, so that generation keeps up with a fast device.
     """
 
     sha256 = hashlib.sha256(b"meshwright synthetic images 2").hexdigest()
@@ -84,16 +84,16 @@ class SyntheticImages:
         steps = np.arange(shape.side) * (2 * np.pi / shape.side)
         along = waves * np.cos(angle)[:, None] * steps
         across = waves * np.sin(angle)[:, None] * steps + phase[:, None]
-        # sin(a + b) in two outer products: a sine for each row and column, not for each pixel.
+        # sin(a + b) as two outer products: a sine per row and column instead of per pixel.
         wave = _outer(np.cos(across), np.sin(along)) + _outer(np.sin(across), np.cos(along))
         colours = 0.25 + 0.25 * np.cos(angle[:, None] * 2 + np.arange(shape.channels))
         images: Float32s = colours.astype(np.float32)[:, :, None, None] * wave[:, None]
-        for place, start in enumerate(mix(drawn + _GOLDEN) % np.uint64(_NOISE_STARTS)):
-            images[place] += self._noise[int(start) :][: shape.pixels].reshape(images[place].shape)
+        for index, start in enumerate(mix(drawn + _GOLDEN) % np.uint64(_NOISE_STARTS)):
+            images[index] += self._noise[int(start) :][: shape.pixels].reshape(images[index].shape)
         return images, labels
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
-        """Labels that count in the loss: one an image."""
+        """Number of labels: one per image."""
         return int(np.size(np.asarray(indices)))
 
 
@@ -101,7 +101,7 @@ class StoredImages:
     """One split of a folder."""
 
     def __init__(self, folder: Path, split: str, shape: ImageShape, eval_fraction: float | None) -> None:
-        """Map the arrays; :func:`check_images` says beforehand whether they fit."""
+        """Map the arrays; :func:`check_images` checks them before."""
         self.shape = shape
         own_split = (folder / f"eval_{IMAGES}").exists()
         prefix = "eval_" if own_split and split == "eval" else ""
@@ -130,12 +130,12 @@ class StoredImages:
         return images, self._labels[numbers]
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
-        """Labels that count in the loss: one an image."""
+        """Number of labels: one per image."""
         return int(np.size(np.asarray(indices)))
 
     @property
     def sha256(self) -> str:
-        """Identity of the split: shape, type, which images, all labels, and the bytes of 64 images."""
+        """Identity of the split: shape, dtype, image numbers, all labels, and the bytes of 64 images."""
         digest = hashlib.sha256(f"{self._images.shape} {self._images.dtype}".encode())
         digest.update(self._numbers.astype("<i8").tobytes())
         digest.update(self._labels.astype("<i8").tobytes())
@@ -155,9 +155,9 @@ def open_images(path: str, split: str, shape: ImageShape, eval_fraction: float |
 
 
 def select_held_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
-    """Which of ``count`` images are for evaluation: those whose hash is below the fraction.
+    """The held-out images: those whose hash is below the fraction.
 
-    With two images or more, neither side is empty: the nearest hash changes sides.
+    With at least two images no split is empty: the image with the nearest hash changes sides.
     """
     drawn = _unit(_draw(np.arange(count, dtype=np.uint64)))
     held_out = drawn < fraction
@@ -169,15 +169,15 @@ def select_held_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
 
 
 def looks_like_images(folder: Path) -> bool:
-    """Whether a folder has images in it."""
+    """Whether a folder has image arrays."""
     return (folder / IMAGES).is_file()
 
 
 def check_images(folder: Path, shape: ImageShape, eval_fraction: float | None) -> None:
-    """Refuse a folder that the model cannot read; float32 images are looked through for NaN.
+    """Check that the model can read a folder; float32 images are checked for NaN.
 
     Raises:
-        UserError: With every problem that was found.
+        UserError: With all problems.
     """
     prefixes = [""]
     given = [name for name in (f"eval_{IMAGES}", f"eval_{LABELS}") if (folder / name).exists()]
@@ -204,7 +204,7 @@ def _find_problems(folder: Path, prefix: str, shape: ImageShape) -> list[Problem
             opened.append(_map(path))
         except FileNotFoundError:
             fix = f"A folder of images has {IMAGES} and {LABELS}, and both or neither of eval_*"
-            problems.append(Problem("data-images-missing", "is not there", path=str(path), fix=fix))
+            problems.append(Problem("data-images-missing", "does not exist", path=str(path), fix=fix))
         except (OSError, ValueError) as error:
             fix = "Write it with numpy.save, without objects"
             rule = f"is not an array that can be read: {error}"
@@ -213,13 +213,15 @@ def _find_problems(folder: Path, prefix: str, shape: ImageShape) -> list[Problem
         return problems
     images, labels = opened
     problems = _check_array(images_path, images, shape) + _check_labels(labels_path, labels, shape)
-    if problems:  # only arrays of the right kind are counted
+    if problems:  # counts are checked for valid arrays only
         return problems
     if len(images) != len(labels):
         rule = f"has {len(images)} images, and {labels_path.name} has {len(labels)} labels"
-        problems.append(Problem("data-images-count", rule, path=str(images_path), fix="Give one for each"))
+        problems.append(
+            Problem("data-images-count", rule, path=str(images_path), fix="Use one label per image")
+        )
     elif not len(labels):
-        rule = "has no image at all"
+        rule = "has no images"
         problems.append(Problem("data-images-count", rule, path=str(images_path), fix="Add images"))
     if not problems and images.dtype == np.float32:
         problems += _check_finite(images_path, images)
@@ -229,21 +231,21 @@ def _find_problems(folder: Path, prefix: str, shape: ImageShape) -> list[Problem
 def _check_array(path: Path, images: npt.NDArray[Any], shape: ImageShape) -> list[Problem]:
     problems = []
     if images.dtype not in (np.uint8, np.float32):
-        rule = f"holds {images.dtype}; images are uint8, or float32 that is normalised already"
+        rule = f"has {images.dtype}; images are uint8, or normalised float32"
         problems.append(Problem("data-images-dtype", rule, path=str(path), fix="Convert it with astype"))
     channels, side = shape.channels, shape.side
     if images.shape[1:] not in ((channels, side, side), (side, side, channels)):
-        rule = f"holds images of {images.shape[1:]}; the model reads ({channels}, {side}, {side}) or "
+        rule = f"has images of {images.shape[1:]}; the model reads ({channels}, {side}, {side}) or "
         rule += f"({side}, {side}, {channels}): model.channels={channels}, model.image_size={side}"
-        fix = "Set model.channels and model.image_size to the images', or resize them"
+        fix = "Set model.channels and model.image_size to those of the images, or resize them"
         problems.append(Problem("data-images-shape", rule, path=str(path), fix=fix))
     return problems
 
 
 def _check_labels(path: Path, labels: npt.NDArray[Any], shape: ImageShape) -> list[Problem]:
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        rule = f"holds {labels.dtype} of shape {labels.shape}; labels are one list of whole numbers"
-        return [Problem("data-labels-dtype", rule, path=str(path), fix="One class number for each image")]
+        rule = f"has {labels.dtype} of shape {labels.shape}; labels are a 1-D array of integers"
+        return [Problem("data-labels-dtype", rule, path=str(path), fix="Use one class number per image")]
     if not len(labels):
         return []
     low, high = int(labels.min()), int(labels.max())
@@ -255,7 +257,7 @@ def _check_labels(path: Path, labels: npt.NDArray[Any], shape: ImageShape) -> li
 
 
 def _check_finite(path: Path, images: npt.NDArray[Any]) -> list[Problem]:
-    """Read through float32 images once, in pieces."""
+    """Check float32 images in chunks."""
     step = max(1, _CHECKED_AT_ONCE // max(1, images[0].size))
     for start in range(0, len(images), step):
         piece = images[start : start + step]
@@ -276,21 +278,21 @@ def _map(path: Path) -> npt.NDArray[Any]:
 def _checked(indices: npt.ArrayLike, count: int) -> Int64s:
     wanted: Int64s = np.asarray(indices, dtype=np.int64).reshape(-1)
     if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < count:
-        raise IndexError(f"images {wanted.min()} to {wanted.max()} asked of {count}")
+        raise IndexError(f"images {wanted.min()} to {wanted.max()} of {count}")
     return wanted
 
 
 def _outer(rows: npt.NDArray[np.float64], columns: npt.NDArray[np.float64]) -> Float32s:
-    """A product of each row with each column, for each image."""
-    product: Float32s = rows.astype(np.float32)[:, :, None] * columns.astype(np.float32)[:, None]
-    return product
+    """The outer product of rows and columns, per image."""
+    outer: Float32s = rows.astype(np.float32)[:, :, None] * columns.astype(np.float32)[:, None]
+    return outer
 
 
 def _draw(numbers: Uint64s) -> Uint64s:
-    """64 random bits for each number, by SplitMix64."""
+    """64 random bits per number (SplitMix64)."""
     return mix((numbers + np.uint64(1)) * _GOLDEN)
 
 
 def _unit(drawn: Uint64s) -> npt.NDArray[np.float64]:
-    """64 random bits as a number from 0 to 1; the upper 53, which float64 holds exactly."""
+    """The upper 53 of 64 random bits, as a float64 from 0 to 1."""
     return (drawn >> np.uint64(11)).astype(np.float64) / 2.0**53

@@ -1,7 +1,7 @@
-"""The ``{% generation %}`` block of newer chat templates, which jinja itself does not know.
+"""The ``{% generation %}`` block of newer chat templates, a jinja extension.
 
-It encloses what an assistant writes. Answers are found by prefixes for every template alike (see
-``jinja_template``), so the block's content is simply written.
+It encloses answers. ``jinja_template`` finds answers by prefixes for all templates, so the block only
+renders its content.
 """
 
 from __future__ import annotations

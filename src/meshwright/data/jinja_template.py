@@ -1,15 +1,14 @@
-"""Chat templates written in jinja, as Hugging Face models bring them.
+"""Chat templates in jinja, as in Hugging Face models.
 
-A jinja template writes a whole conversation and does not say which part is an answer. The answers are found
-by rendering prefixes: the turns before an answer, with the cue for the assistant, and the turns up to and
-including it; the answer is the difference. A template that rewrites earlier turns when later ones follow
-(some drop old reasoning) has no such prefixes, and is refused rather than guessed at.
+A jinja template renders a whole conversation and does not mark the answers. They are found by rendering
+prefixes: the messages before an answer with the generation prompt, and the messages up to and including it;
+the answer is the difference. A template that rewrites earlier messages when later ones follow (some drop old
+reasoning) has no such prefixes and is refused.
 
-Nor does it say which text is a message's own. So what spells a special token inside a message is replaced,
-before rendering, by a stand-in that no template and no message has, and put back afterwards as plain text.
+A template does not mark the text of messages either. Special tokens that are spelled inside a message are
+replaced by a placeholder character before rendering, and restored afterwards as plain text.
 
-The templates run in jinja's sandbox: they come from outside. No clock is given to them, so that the same data
-give the same bytes on any day.
+Templates run in jinja's sandbox, and have no clock, so that the same data give the same bytes on any day.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 JINJA_FILE = "chat_template.jinja"
 
 _COMPILED_NAME = "<template>"
-"""What jinja calls a template that is made from a string, in tracebacks."""
+"""Name of a template from a string in jinja's tracebacks."""
 _PLACEHOLDERS = range(0xE000, 0xF900)
 """Unicode's private use area."""
 
@@ -41,7 +40,7 @@ class _RefusedError(Exception):
 
 
 class JinjaTemplate:
-    """A template in jinja, with the two tokens that it may write."""
+    """A jinja template, with its BOS and EOS tokens."""
 
     markers: tuple[str, ...] = ()
 
@@ -51,8 +50,8 @@ class JinjaTemplate:
         Args:
             source: The text of the template.
             shown: The file to name in errors.
-            bos_token: What ``bos_token`` stands for in it.
-            eos_token: What ``eos_token`` stands for in it.
+            bos_token: Value of ``bos_token`` in it.
+            eos_token: Value of ``eos_token`` in it.
 
         Raises:
             UserError: It is not jinja, or jinja is not installed.
@@ -63,23 +62,23 @@ class JinjaTemplate:
         self.identity = json.dumps([source, bos_token, eos_token])
 
     def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
-        """The parts of the document; see :class:`Template`."""
+        """The spans of the document; see :class:`Template`."""
         messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
-        stand_in = _free_character([m["content"] for m in messages])
+        placeholder = _free_character([m["content"] for m in messages])
         for message in messages:
-            message["content"] = _hide(message["content"], special_tokens, stand_in)
+            message["content"] = _hide(message["content"], special_tokens, placeholder)
         whole = self._write(messages, conversation.name)
         parts: list[Span] = []
         end = 0
         for begin, stop in self._answers(messages, whole, conversation.name):
-            parts += _show(whole[end:begin], special_tokens, stand_in, in_loss=False)
-            parts += _show(whole[begin:stop], special_tokens, stand_in, in_loss=True)
+            parts += _show(whole[end:begin], special_tokens, placeholder, in_loss=False)
+            parts += _show(whole[begin:stop], special_tokens, placeholder, in_loss=True)
             end = stop
-        parts += _show(whole[end:], special_tokens, stand_in, in_loss=False)
+        parts += _show(whole[end:], special_tokens, placeholder, in_loss=False)
         return tuple(part for part in parts if part.text)
 
     def _answers(self, messages: list[dict[str, str]], whole: str, name: str) -> Iterator[tuple[int, int]]:
-        """Where each answer begins and ends in the whole."""
+        """Start and end of each answer in the rendered text."""
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -91,10 +90,10 @@ class JinjaTemplate:
                     Problem(
                         code="data-template-not-prefix",
                         path=str(self._shown),
-                        rule=f"writes turns differently when others follow, so answers cannot be told from "
-                        f"prompts: at {name}, the text {what} the answer in message {number + 1}, written "
-                        "alone, is not how the whole begins",
-                        fix="Use a template that writes a turn the same wherever it stands, such as chatml",
+                        rule="renders messages differently when others follow, so answers cannot be "
+                        f"separated from prompts: at {name}, the text {what} the answer in message "
+                        f"{number + 1}, rendered alone, is not a prefix of the whole text",
+                        fix="Use a template that renders each message independently, such as chatml",
                     )
                 )
             yield len(before), len(after)
@@ -107,7 +106,7 @@ class JinjaTemplate:
             )
         except _RefusedError as error:
             raise ValueError(f"the template refuses it: {error}") from error
-        except Exception as error:  # a template can raise whatever Python can
+        except Exception as error:  # a template can raise any exception
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == _COMPILED_NAME]
             where = f"in line {lines[-1]} " if lines else ""
@@ -115,7 +114,7 @@ class JinjaTemplate:
 
 
 def read_jinja_file(path: Path) -> JinjaTemplate:
-    """The template in a ``.jinja`` file; its tokens come from a ``tokenizer_config.json`` beside it.
+    """The template of a ``.jinja`` file; its tokens come from the ``tokenizer_config.json`` next to it.
 
     Raises:
         UserError: It cannot be read.
@@ -130,10 +129,10 @@ def read_jinja_file(path: Path) -> JinjaTemplate:
 
 
 def read_tokenizer_config(path: Path) -> JinjaTemplate:
-    """The template that a ``tokenizer_config.json`` holds; the one named ``default`` where it holds several.
+    """The template of a ``tokenizer_config.json``; the one named ``default`` if there are several.
 
     Raises:
-        UserError: It cannot be read, or holds none.
+        UserError: It cannot be read, or has none.
     """
     config = _read_config(path)
     source = config.get("chat_template")
@@ -145,8 +144,8 @@ def read_tokenizer_config(path: Path) -> JinjaTemplate:
             Problem(
                 code="data-template-unreadable",
                 path=str(path),
-                rule="holds no chat_template",
-                fix="Name a built-in template, such as chatml, or a .jinja file",
+                rule="has no chat_template",
+                fix="Use a built-in template, such as chatml, or a .jinja file",
             )
         )
     return JinjaTemplate(source, path, _token(config, "bos_token"), _token(config, "eos_token"))
@@ -163,7 +162,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _token(config: dict[str, Any], key: str) -> str:
-    """A token of the configuration, which is a text, an object with its ``content``, or null."""
+    """A token of the configuration: a string, an object with ``content``, or null."""
     value = config.get(key)
     if isinstance(value, dict):
         value = value.get("content")
@@ -194,7 +193,7 @@ def _refuse(message: object) -> None:
 
 
 def _to_json(value: object, **options: Any) -> str:
-    """JSON as it is: jinja's own filter would escape it for HTML."""
+    """Plain JSON; jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=False, **options)
 
 
@@ -206,18 +205,18 @@ def _free_character(texts: Sequence[str]) -> str:
     return free
 
 
-def _hide(text: str, special_tokens: Sequence[str], stand_in: str) -> str:
-    """The text with its spelled special tokens as ``stand_in number stand_in``."""
+def _hide(text: str, special_tokens: Sequence[str], placeholder: str) -> str:
+    """The text with spelled special tokens replaced by ``placeholder number placeholder``."""
     if not special_tokens:
         return text
     longest_first = sorted(special_tokens, key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first))
-    return re.sub(pattern, lambda match: f"{stand_in}{special_tokens.index(match[0])}{stand_in}", text)
+    return re.sub(pattern, lambda match: f"{placeholder}{special_tokens.index(match[0])}{placeholder}", text)
 
 
-def _show(text: str, special_tokens: Sequence[str], stand_in: str, in_loss: bool) -> Iterator[Span]:
-    """The parts of rendered text, with what was hidden put back as literal ones."""
-    for number, piece in enumerate(re.split(f"{stand_in}([0-9]+){stand_in}", text)):
+def _show(text: str, special_tokens: Sequence[str], placeholder: str, in_loss: bool) -> Iterator[Span]:
+    """The spans of rendered text, with hidden special tokens restored as literal spans."""
+    for number, piece in enumerate(re.split(f"{placeholder}([0-9]+){placeholder}", text)):
         hidden = number % 2 == 1
         yield Span(special_tokens[int(piece)] if hidden else piece, in_loss=in_loss, literal=hidden)
 

@@ -1,18 +1,18 @@
-"""The order of samples: a function of (seed, epoch, global sample index), and of nothing else.
+"""The sample order: a pure function of (seed, epoch, global sample index).
 
-Training resumes with the same order after any failure and on any number of ranks because no state is kept:
-the sample at a position is computed. Three decisions, and why:
+Training resumes with the same order after any failure and on any number of ranks, because the order has no
+state. Three design decisions:
 
-*   **Windows.** Samples are permuted within windows of fixed size, and windows are visited one after the
-    other. That keeps reads within a stretch of one memory-mapped file, and it makes the order of old data
-    independent of data that comes later. (Documents are not shuffled over the whole corpus; a corpus whose
-    files differ much should be mixed when it is prepared.)
-*   **Shards.** A window never spans shards, and a shard's last, partial window is permuted within itself. So
-    shards that are appended come after everything that was there, and reorder none of it. What appending does
-    change is the length of the epoch, hence the positions at which later epochs begin.
-*   **Our own bijection.** A Feistel network is a bijection whatever its round function is; ours mixes like
-    SplitMix64 (Steele, Lea and Flood, 2014). NumPy's generators are not used: NumPy reserves the right to
-    change their streams between versions, and a run must be able to resume after an upgrade.
+*   **Windows.** Samples are shuffled within windows of fixed size, and windows are read in order. Reads stay
+    within a part of one memory-mapped file, and the order of old data does not depend on later data. (There
+    is no shuffle over the whole corpus; mix files that differ much when you prepare them.)
+*   **Shards.** A window never spans shards, and the last, partial window of a shard is shuffled within
+itself.
+    So appended shards come last and reorder nothing. Appending changes only the length of the epoch, and with
+    it the start of later epochs.
+*   **Own bijection.** A Feistel network is a bijection for any round function; this one mixes like SplitMix64
+    (Steele, Lea and Flood, 2014). NumPy may change the streams of its generators between versions, and a run
+    must be able to resume after an upgrade.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 WINDOW = 65536
-"""Samples that are permuted among themselves."""
+"""Samples per shuffle window."""
 
 _MAX_WINDOW = 2**48
 _ROUNDS = 8
@@ -35,7 +35,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class SampleOrder:
-    """Which sample is read at which position; positions count on over all epochs."""
+    """The sample at each position; positions continue over all epochs."""
 
     def __init__(self, shard_sample_counts: Sequence[int], seed: int, window: int = WINDOW) -> None:
         """Fix the order.
@@ -43,7 +43,7 @@ class SampleOrder:
         Args:
             shard_sample_counts: Samples in each shard, in index order; zeros are allowed.
             seed: Any integer; its lowest 64 bits count.
-            window: Samples that are permuted among themselves.
+            window: Samples per shuffle window.
         """
         if not 1 <= window <= _MAX_WINDOW:
             raise ValueError(f"window={window} is not between 1 and {_MAX_WINDOW}")
@@ -64,14 +64,14 @@ class SampleOrder:
         Returns:
             Sample numbers in the numbering of the dataset, in the shape of ``positions``.
         """
-        asked: Int64s = np.asarray(positions, dtype=np.int64)
-        flat = asked.reshape(-1)
+        given: Int64s = np.asarray(positions, dtype=np.int64)
+        flat = given.reshape(-1)
         if flat.size == 0:
-            return asked.copy()
+            return given.copy()
         if self.samples_per_epoch == 0:
             raise ValueError("there are no samples to order")
         if int(flat.min()) < 0:
-            raise ValueError(f"positions start at 0; asked for {int(flat.min())}")
+            raise ValueError(f"positions start at 0, got {int(flat.min())}")
         epoch, offset = np.divmod(flat, self.samples_per_epoch)
         shard = np.searchsorted(self._starts, offset, side="right") - 1
         local = offset - self._starts[shard]
@@ -80,10 +80,10 @@ class SampleOrder:
         first = self._starts[shard] + window_begin
         index = (local - window_begin).astype(np.uint64)
         permuted = _permute(index, size.astype(np.uint64), self._keys(epoch, first))
-        return (first + permuted.astype(np.int64)).reshape(asked.shape)
+        return (first + permuted.astype(np.int64)).reshape(given.shape)
 
     def _keys(self, epoch: Int64s, first: Int64s) -> Uint64s:
-        """One key for each (seed, epoch, window); a window is known by its first sample."""
+        """One key per (seed, epoch, window); the first sample identifies a window."""
         seed = np.asarray([self.seed & _MASK_64], dtype=np.uint64)
         key = mix(mix(seed + _GOLDEN) + epoch.astype(np.uint64) * _GOLDEN)
         return mix(key ^ mix(first.astype(np.uint64) + _GOLDEN))
@@ -99,9 +99,9 @@ def mix(x: Uint64s) -> Uint64s:
 def _permute(index: Uint64s, size: Uint64s, key: Uint64s) -> Uint64s:
     """Map ``index`` one to one onto ``range(size)``, element by element.
 
-    The network works on an even number of bits, so its domain is up to four times ``size``. Cycle walking
-    (apply again until the value falls into the range) makes it a bijection of the range itself: following a
-    cycle of a bijection from inside the range always comes back inside.
+    The network has an even number of bits, so its domain is up to four times ``size``. Cycle walking (repeat
+    until the value is in the range) makes it a bijection of the range: a cycle of a bijection that starts in
+    the range returns to it.
     """
     # frexp's exponent is the bit length, exactly, for integers below 2**53.
     bits = np.frexp((size - np.uint64(1)).astype(np.float64))[1]

@@ -1,15 +1,15 @@
-"""How the tokens of one shard are laid out in rows of ``seq_len`` positions.
+"""Packs the tokens of one shard into rows of ``seq_len`` positions.
 
-A position is an input token together with its target, the token that follows it. Both packings answer the
-same questions: how many rows there are, and which pieces of the shard a row is made of. Both are functions of
-(shard, seq_len) alone, so that appending shards renumbers nothing.
+A position is an input token and its target, the next token. A packing has a number of rows, and the pieces
+of the shard that make up each row. It depends on (shard, seq_len) only, so appended shards renumber nothing.
 
 *   :class:`ContiguousPacking`, for attention across documents: row ``i`` is positions ``i * seq_len`` to
-    ``(i + 1) * seq_len``. What does not fill a row at the shard's end is dropped.
-*   :class:`DocumentPacking`, for attention within documents: rows are made of whole documents, in order, each
-    put into the open row if it fits and into a new one otherwise (next-fit). A document of ``n`` tokens,
-    its end included, has ``n - 1`` positions, because its first token is nobody's target. One that is longer
-    than a row is cut into rows and a rest. What is left of a row is padding.
+    ``(i + 1) * seq_len``. An incomplete row at the end of the shard is dropped.
+*   :class:`DocumentPacking`, for attention within documents: rows of whole documents, in order. A document
+goes
+    into the current row if it fits, otherwise into a new one (next-fit). A document of ``n`` tokens,
+    including its end token, has ``n - 1`` positions, because its first token is no target. A document longer
+    than a row is split into rows and a rest. The rest of a row is padding.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowPieces:
-    """Stretches of a shard, one entry each, sorted by row and by place in it."""
+    """Pieces of a shard, sorted by row and by position in it."""
 
     row: Int64s
-    """Index into the rows that were asked for."""
+    """Index into the requested rows."""
     offset: Int64s
     """First position in the row."""
     begin: Int64s
     """First input token in the shard."""
     size: Int64s
-    """Positions; at least one."""
+    """Number of positions, at least one."""
     number: Int64s
-    """How many pieces of the row come before it."""
+    """Index of the piece in its row."""
 
 
 class Packing(Protocol):
@@ -45,25 +45,25 @@ class Packing(Protocol):
     rows: int
 
     def pieces(self, rows: Int64s) -> RowPieces:
-        """What the rows asked for are made of."""
+        """The pieces of the requested rows."""
 
     def count_positions(self) -> Int64s:
-        """Positions of each row that are not padding."""
+        """Positions per row without padding."""
 
     def count_loss_targets(self, loss_mask: npt.NDArray[np.uint8]) -> Int64s:
-        """Positions of each row whose target has a mark, where ``marks`` has one byte for each token."""
+        """Targets with loss per row; the mask has one byte per token."""
 
 
 class ContiguousPacking:
-    """Rows that ignore documents."""
+    """Contiguous rows across documents."""
 
     def __init__(self, tokens: int, seq_len: int) -> None:
-        """Cut a shard of ``tokens`` tokens."""
+        """Split a shard of ``tokens`` tokens."""
         self.rows = (tokens - 1) // seq_len
         self._seq_len = seq_len
 
     def pieces(self, rows: Int64s) -> RowPieces:
-        """One piece a row."""
+        """One piece per row."""
         none = np.zeros_like(rows)
         return RowPieces(np.arange(rows.size), none, rows * self._seq_len, none + self._seq_len, none)
 
@@ -72,26 +72,26 @@ class ContiguousPacking:
         return np.full(self.rows, self._seq_len, dtype=np.int64)
 
     def count_loss_targets(self, loss_mask: npt.NDArray[np.uint8]) -> Int64s:
-        """The marks of each row's targets, which begin with the shard's second token."""
+        """Targets with loss per row; the first target is the second token of the shard."""
         targets = loss_mask[1 : 1 + self.rows * self._seq_len].reshape(self.rows, self._seq_len)
         counts: Int64s = np.count_nonzero(targets, axis=1).astype(np.int64)
         return counts
 
 
 class DocumentPacking:
-    """Rows of whole documents; 16 bytes of memory for each, and 8 for each row."""
+    """Rows of whole documents. Memory: 16 bytes per document and 8 per row."""
 
     def __init__(self, starts: npt.NDArray[np.uint64], tokens: int, seq_len: int) -> None:
         """Pack a shard.
 
         Args:
-            starts: Where its documents start.
-            tokens: How many tokens it has.
-            seq_len: Positions of a row.
+            starts: First token of each document.
+            tokens: Number of tokens.
+            seq_len: Positions per row.
         """
         first = starts.astype(np.int64)
         positions = np.diff(first, append=tokens) - 1
-        cuts = -(-positions // seq_len)  # pieces of each document: none for one that is its end alone
+        cuts = -(-positions // seq_len)  # pieces per document: none for a lone end token
         document = np.repeat(np.arange(first.size), cuts)
         before = np.arange(document.size) - np.repeat(np.cumsum(cuts) - cuts, cuts)
         self._begins: Int64s = first[document] + before * seq_len
@@ -110,14 +110,14 @@ class DocumentPacking:
         return RowPieces(row, begin - self._ends[first[row]], self._begins[piece], size, number)
 
     def count_positions(self) -> Int64s:
-        """What the documents of each row fill."""
+        """Positions per row without padding."""
         return np.diff(self._ends[self._first])
 
     def count_loss_targets(self, loss_mask: npt.NDArray[np.uint8]) -> Int64s:
-        """The marks of each row's targets."""
+        """Targets with loss per row."""
         if self.rows == 0:
             return np.zeros(0, dtype=np.int64)
-        # Sums between neighbouring bounds: a document's targets, then what lies between it and the next one.
+        # Sums between adjacent bounds: the targets of a document, then the tokens up to the next one.
         bounds = np.stack((self._begins, self._begins + np.diff(self._ends)), axis=1).reshape(-1) + 1
         if bounds[-1] == loss_mask.size:
             bounds = bounds[:-1]
@@ -127,8 +127,8 @@ class DocumentPacking:
 
 
 def _next_fit(ends: Int64s, seq_len: int) -> Int64s:
-    """The first piece of each row, and one past the last piece; ``ends`` are the pieces' running sums."""
-    # For each piece: the first that no longer fits into a row which begins with it.
+    """The first piece of each row, and the number of pieces; ``ends`` are cumulative sizes."""
+    # For each piece: the first one that does not fit into a row that starts with it.
     following = (np.searchsorted(ends, ends[:-1] + seq_len, side="right") - 1).tolist()
     first, piece = [0], 0
     while piece < len(following):

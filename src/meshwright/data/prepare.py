@@ -1,8 +1,7 @@
-"""The embedded engine: reads a corpus, writes a prepared folder, in one process and one pass.
+"""The embedded engine: reads a corpus and writes a prepared folder, in one process.
 
-One pass over the text, two where a BPE tokenizer is trained first. Memory holds a batch of documents, 16
-bytes for each document seen, and 8 for each document of the open shards; not the corpus. The same input gives
-the same bytes, whatever the machine.
+It makes one pass over the text, or two if it trains a BPE tokenizer. Memory: a batch of documents, 16 bytes
+per document, and 8 per document of the open shards. The same input gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from meshwright.data.tokenizer import (
 __all__ = ["CorpusSpec", "PrepareReport", "Progress", "load_corpus_spec", "prepare_corpus"]
 
 Progress = Callable[[int, int], None]
-"""Called with the documents and bytes of text read so far."""
+"""Called with the number of documents and bytes of text so far."""
 
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 2 * 1024**2
@@ -41,33 +40,33 @@ _BATCH_CHARACTERS = 2 * 1024**2
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What was done; the object that ``meshwright prepare --json`` prints."""
+    """The result; ``meshwright prepare --json`` prints it."""
 
     engine: str
     """``embedded``."""
     documents_in: int
-    """Documents met: ``documents_out + duplicates + empty + quarantined``."""
+    """Documents read: ``documents_out + duplicates + empty + quarantined``."""
     documents_out: int
     """Documents written."""
     duplicates: int
     empty: int
     quarantined: int
-    """Files, or lines of a ``.jsonl``, that could not be read as text."""
+    """Files, or lines of ``.jsonl`` files, that could not be read as text."""
     quarantined_names: tuple[str, ...]
     """``name: reason`` of the first thousand."""
     train_documents: int
     eval_documents: int
-    """A corpus of one document is cut inside: then train and eval have one each."""
+    """A single document is split: then train and eval have one each."""
     tokens: int
-    """Tokens of both splits, ends of documents included."""
+    """Tokens of both splits, including end-of-document tokens."""
     prompt_tokens: int
-    """Those of them that belong to prompts; 0 without a template."""
+    """Tokens of prompts; 0 without a template."""
     shards: int
     sha256: str
-    """Of the token files in index order, then the index."""
+    """Hash of the token files in index order, then the index."""
     seconds: float
     bytes_per_s: float
-    """UTF-8 bytes of the text that was kept, a second."""
+    """UTF-8 bytes of kept text per second."""
     out: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,20 +75,20 @@ class PrepareReport:
 
 
 def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = None) -> PrepareReport:
-    """Turn a corpus into a prepared folder; it appears whole or not at all.
+    """Prepare a corpus. The folder is written atomically.
 
     Args:
-        spec: What to prepare.
-        base: Folder that relative paths start from.
-        progress: Called now and then while the corpus is read.
+        spec: The corpus.
+        base: Folder of relative paths.
+        progress: Called after each batch.
 
     Raises:
-        UserError: A mistake in the spec, no text, or storage that refuses; nothing is left behind.
+        UserError: A mistake in the spec, no text, or a storage error; no files are left behind.
     """
     started = time.monotonic()
     out = locate(spec.out, base)
     tally = CorpusStats()
-    # The folder first: that it cannot be written should be known before hours of reading.
+    # The folder first: a write error should come before hours of reading.
     with staged_folder(out, may_replace=is_prepared_folder) as folder:
         template = spec.template and load_template(spec.template, base, spec.tokenizer, key="template")
         options = ReadOptions(spec.text_field, template or None, spec.prompt_field, spec.answer_field)
@@ -145,7 +144,7 @@ def _build_tokenizer(spec: CorpusSpec, base: Path, out: Path, options: ReadOptio
 
 
 def _batches(assigned: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[Side, Document]]]:
-    """Group documents: enough to keep all cores busy, little enough to hold."""
+    """Group documents into batches that keep all cores busy and fit into memory."""
     batch: list[tuple[Side, Document]] = []
     characters = 0
     for item in assigned:

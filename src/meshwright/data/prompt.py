@@ -1,4 +1,4 @@
-"""A question as a model that was trained on conversations expects it: up to where its answer begins."""
+"""Encodes a prompt for generation, with a chat template up to the start of the answer."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from meshwright.data.corpus import Document
 from meshwright.data.encode import encode_documents
 from meshwright.data.tokenizer import Tokenizer
 
-STAND_IN = "x"
-"""An answer, so that the template writes what comes before one and what ends it."""
+PLACEHOLDER_ANSWER = "x"
+"""An answer, so that the template renders the text before and after it."""
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Tokens to go on from, and those that end the answer."""
+    """The tokens of a prompt, and the stop tokens of its answer."""
 
     tokens: tuple[int, ...]
     ends: frozenset[int]
-    """The end of a document, and the template's end of an answer where it is a token of its own."""
+    """The end-of-document token, and the template's end-of-answer token if it has one."""
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, template: Template | None) -> EncodedPrompt:
-    """A prompt as tokens; with a template as a user's message, without as the text it is."""
+    """Encode a prompt: as a user message with a template, as plain text without."""
     end = tokenizer.end_of_document
     if template is None:
         return EncodedPrompt(tuple(tokenizer.encode(prompt)) or (end,), frozenset({end}))
-    conversation = Conversation("the prompt", (Message("user", prompt), Message("assistant", STAND_IN)))
+    conversation = Conversation(
+        "the prompt", (Message("user", prompt), Message("assistant", PLACEHOLDER_ANSWER))
+    )
     specials = tokenizer.special_tokens
     try:
         parts = template.render(conversation, tuple(specials))
     except ValueError as error:
         raise UserError(Problem("data-template-failed", str(error), path="--template")) from None
     encoded = encode_documents(tokenizer, [Document("the prompt", "", parts)])[0]
-    assert encoded.loss_mask is not None, "a conversation knows its answers"
+    assert encoded.loss_mask is not None, "conversations have a loss mask"
     begin = int(encoded.loss_mask.argmax())
     tokens = [int(token) for token in encoded.tokens]
     return EncodedPrompt(

@@ -1,6 +1,6 @@
-"""Writing shards: documents go in one by one, the index comes last.
+"""Writes shards: documents one by one, then the index.
 
-The writer fills a folder that nobody reads yet (see ``stage``); it knows nothing of corpora or splits' rules.
+The folder is a temporary one (see ``staging``).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class ShardWriter:
         shown: Path | None = None,
         has_loss_mask: bool = False,
     ) -> None:
-        """Begin an empty folder.
+        """Start with an empty folder.
 
         Args:
             folder: An existing, empty folder.
-            tokenizer: What made the tokens; it is saved with them.
-            shard_tokens: Tokens in a shard, at most, unless one document is longer.
-            shown: The folder to name in errors, where ``folder`` is temporary.
-            has_loss_mask: Whether documents come with marks, which say what belongs to answers.
+            tokenizer: The tokenizer of the tokens; it is saved with them.
+            shard_tokens: Maximum tokens per shard, unless one document is longer.
+            shown: The folder to name in errors, if ``folder`` is temporary.
+            has_loss_mask: Whether documents have a loss mask.
         """
         self.prompt_tokens = 0
-        """Tokens so far that belong to prompts."""
+        """Tokens of prompts so far."""
         self._folder = folder
         self._shown = shown or folder
         self._tokenizer = tokenizer
@@ -73,7 +73,7 @@ class ShardWriter:
     def add(
         self, split: str, tokens: npt.NDArray[Any], loss_mask: npt.NDArray[np.uint8] | None = None
     ) -> None:
-        """Append one document; its end is added here, and belongs to what the document ends with."""
+        """Append one document and its end token, which has the loss mask of the last token."""
         document = np.empty(len(tokens) + 1, dtype=self._dtype)
         document[:-1] = tokens
         document[-1] = self._tokenizer.end_of_document
@@ -85,7 +85,7 @@ class ShardWriter:
             self.prompt_tokens += len(document) - int(loss_mask.sum()) - int(loss_mask[-1])
 
     def finish(self) -> ShardIndex:
-        """Close the last shards, flush everything to the device, and write the index."""
+        """Close the last shards, sync all files to disk, and write the index."""
         tokenizer = self._tokenizer
         with storage_errors(self._shown):
             train, held_out = (SplitEntry(shards=self._splits[name].finish()) for name in SPLITS)
@@ -108,7 +108,7 @@ class ShardWriter:
 
 
 class _SplitWriter:
-    """The shards of one split; at most one is open."""
+    """Writes the shards of one split, one at a time."""
 
     def __init__(self, folder: Path, name: str, shard_tokens: int, has_loss_mask: bool) -> None:
         self._folder = folder
@@ -122,7 +122,9 @@ class _SplitWriter:
         self._starts = array("Q")
 
     def add(self, document: npt.NDArray[Any], loss_mask: npt.NDArray[np.uint8] | None) -> None:
-        assert (loss_mask is not None) == self._has_loss_mask, "all documents of a folder have marks, or none"
+        assert (loss_mask is not None) == self._has_loss_mask, (
+            "all documents of a folder have a loss mask, or none"
+        )
         if self._file is not None and self._tokens + len(document) > self._shard_tokens:
             self._close_shard()
         if self._file is None:
@@ -144,7 +146,7 @@ class _SplitWriter:
     def abandon(self) -> None:
         for file in (self._file, self._loss_mask):
             if file is not None:
-                with suppress(OSError):  # closing writes what is buffered, and the disk may be full
+                with suppress(OSError):  # closing flushes, and the disk may be full
                     file.close()
         self._file = self._loss_mask = None
 
@@ -171,14 +173,14 @@ class _SplitWriter:
             documents=len(self._starts),
             documents_sha256=hashlib.sha256(starts).hexdigest(),
             loss_mask_file=self._loss_mask.path.name if self._loss_mask else None,
-            marks_sha256=self._loss_mask.sha256 if self._loss_mask else None,
+            loss_mask_sha256=self._loss_mask.sha256 if self._loss_mask else None,
         )
         self._file = self._loss_mask = None
         self._done.append(entry)
 
 
 class _HashedFile:
-    """A new file whose checksum is known when it is written."""
+    """A new file that is hashed while it is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,20 +1,20 @@
-"""The format of prepared data on disk, version 1.
+"""The on-disk format of prepared data, version 1.
 
 ::
 
     prepared/
-      index.json            what there is: sizes, hashes, the tokenizer's fingerprint
+      index.json            sizes, hashes, the tokenizer's fingerprint
       tokenizer.json
       train-00000.bin       tokens, little-endian uint16 (vocabulary up to 65,536) or uint32
       train-00000.docs.u64  little-endian uint64: the token at which each document starts
       train-00000.loss_mask.u8  only for instruction data: a byte per token, 1 in an answer, else 0
       eval-00000.bin ...
 
-Each document is followed by the end-of-document token. A document never spans shards; one that is longer than
-the limit has a shard to itself. Shards are immutable and numbered: data is appended by adding shards, and the
-index is the only file that changes. It has no times and no paths, so the same input gives the same bytes.
+An end-of-document token follows each document. A document never spans shards; one above the size limit has
+its own shard. Shards are immutable and numbered: new data are new shards, and only the index changes. The
+index has no times and no paths, so the same input gives the same bytes.
 
-Sizes are checked whenever a folder is opened, hashes when :meth:`ShardFolder.verify` is called.
+Opening a folder checks file sizes; :meth:`ShardFolder.verify` checks hashes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHARDS_VERSION = 1
 INDEX_FILE = "index.json"
 SPLITS = ("train", "eval")
 SHARD_TOKENS = 64 * 1024**2
-"""Tokens in a shard, at most, unless one document is longer."""
+"""Maximum tokens per shard, unless one document is longer."""
 
 _SHARD_NAME = r"^(train|eval)-[0-9]{5,}\.(bin|docs\.u64|loss_mask\.u8)$"
 _READ_BYTES = 8 * 1024**2
@@ -59,8 +59,8 @@ class ShardEntry:
     documents: Positive
     documents_sha256: Sha256
     loss_mask_file: FileName | None = None
-    """Which tokens belong to answers; None where prompts are not known. Version 1 began without it."""
-    marks_sha256: Sha256 | None = None
+    """Which tokens count in the loss; None for plain text. Early version 1 folders do not have it."""
+    loss_mask_sha256: Sha256 | None = None
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class SplitEntry:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the split, ends of documents included."""
+        """Tokens of the split, including end-of-document tokens."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def documents(self) -> int:
-        """Documents of the split."""
+        """Number of documents."""
         return sum(shard.documents for shard in self.shards)
 
 
@@ -90,7 +90,7 @@ class SplitEntries:
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """The tokenizer that made the data."""
+    """The tokenizer of the data."""
 
     name: str
     vocab_size: Positive
@@ -100,7 +100,7 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What ``index.json`` holds."""
+    """The contents of ``index.json``."""
 
     version: int
     dtype: Literal["uint16", "uint32"]
@@ -116,7 +116,7 @@ class ShardIndex:
 
     @property
     def shards(self) -> tuple[ShardEntry, ...]:
-        """All shards in index order: those of train, then those of eval."""
+        """All shards in index order: train, then eval."""
         return self.splits.train.shards + self.splits.eval.shards
 
     @property
@@ -125,10 +125,10 @@ class ShardIndex:
         return np.dtype(self.dtype).newbyteorder("<")
 
     def to_bytes(self) -> bytes:
-        """The exact content of ``index.json``."""
+        """The exact bytes of ``index.json``."""
         content = asdict(self)
         for split in content["splits"].values():
-            # What is not there is not written: folders without marks have the same bytes as ever.
+            # Missing values are not written, so that folders without loss masks keep their bytes.
             split["shards"] = [{k: v for k, v in s.items() if v is not None} for s in split["shards"]]
         return (json.dumps(content, indent=2) + "\n").encode()
 
@@ -138,17 +138,17 @@ _INDEX: TypeAdapter[ShardIndex] = TypeAdapter(ShardIndex)
 
 @dataclass(frozen=True)
 class ShardFolder:
-    """A prepared folder whose index has been read and whose files have the right sizes."""
+    """An opened prepared folder; file sizes are checked."""
 
     folder: Path
     index: ShardIndex
 
     @classmethod
     def open(cls, folder: Path) -> ShardFolder:
-        """Read the index and check the size of each file it names.
+        """Read the index and check the size of each file.
 
         Raises:
-            UserError: There is no folder, or a file is missing, corrupt, short or of another version.
+            UserError: The folder or a file is missing, corrupt, truncated or of another version.
         """
         if not os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir raises for a path that is too long
             raise UserError(
@@ -171,13 +171,13 @@ class ShardFolder:
         """Read every file and compare its hash with the index.
 
         Raises:
-            UserError: One or more files differ; all of them are named.
+            UserError: Files differ; all of them are reported.
         """
         expected = [(TOKENIZER_FILE, self.index.tokenizer.sha256)]
         for shard in self.index.shards:
             expected += [(shard.file, shard.sha256), (shard.documents_file, shard.documents_sha256)]
             if shard.loss_mask_file is not None:
-                expected.append((shard.loss_mask_file, shard.marks_sha256 or "nothing"))
+                expected.append((shard.loss_mask_file, shard.loss_mask_sha256 or "nothing"))
         problems = []
         for name, sha256 in expected:
             digest = hashlib.sha256()
@@ -193,7 +193,7 @@ class ShardFolder:
             raise UserError(*problems)
 
     def content_sha256(self) -> str:
-        """SHA-256 of the token files in index order, then of the index: the identity of the prepared data."""
+        """SHA-256 of the token files in index order, then the index: the identity of the data."""
         digest = hashlib.sha256()
         for shard in self.index.shards:
             _update_from_file(digest, self.folder / shard.file)
@@ -209,8 +209,8 @@ class ShardFolder:
         return self._map(shard.documents_file, np.dtype("<u8"))
 
     def map_loss_mask(self, shard: ShardEntry) -> npt.NDArray[np.uint8]:
-        """For each token of a shard, 1 if it belongs to an answer; memory-mapped and read-only."""
-        assert shard.loss_mask_file is not None, f"{shard.file} has no marks"
+        """A shard's loss mask, memory-mapped and read-only."""
+        assert shard.loss_mask_file is not None, f"{shard.file} has no loss mask"
         return self._map(shard.loss_mask_file, np.dtype("u1"))
 
     def _map(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -221,7 +221,7 @@ class ShardFolder:
 
 
 def looks_prepared(folder: Path) -> bool:
-    """Whether a folder has the index of prepared data, whole or not."""
+    """Whether a folder has an index of prepared data."""
     try:
         index = json.loads((folder / INDEX_FILE).read_bytes())
     except (OSError, ValueError):
@@ -230,7 +230,7 @@ def looks_prepared(folder: Path) -> bool:
 
 
 def is_prepared_folder(folder: Path) -> bool:
-    """Whether a folder holds prepared data and nothing else, so that replacing it loses nothing."""
+    """Whether a folder has only prepared data, so that it can be replaced."""
     if not folder.is_dir():
         return False
     names = {entry.name for entry in folder.iterdir()}
@@ -239,7 +239,7 @@ def is_prepared_folder(folder: Path) -> bool:
 
 
 def broken_shards(file: Path, rule: str) -> UserError:
-    """The error for a file of prepared data that cannot be used."""
+    """The error of an unusable file of prepared data."""
     return UserError(_broken(file, rule))
 
 

@@ -1,6 +1,6 @@
-"""Which files a source names, in an order that the file system does not decide.
+"""The files of a source, in an order that does not depend on the file system.
 
-A source is ``builtin:python-stdlib``, a file, a folder or a glob. What the files hold is left to ``corpus``.
+A source is ``builtin:python-stdlib``, a file, a folder or a glob. ``corpus`` reads the files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Quarantine = Callable[[str, str], None]
 
 
 def source_problem(source: str, base: Path) -> Problem | None:
-    """What is wrong with a source itself, found before reading starts."""
+    """The problem with a source, checked before reading starts."""
     if source == STDLIB:
         return None
     if source.startswith(BUILTIN):
@@ -72,13 +72,13 @@ def iter_files(
 ) -> Iterator[tuple[str, Path]]:
     """Names and paths of a source's files, in order.
 
-    A folder gives its files sorted by name, then its subfolders sorted by name; hidden entries,
-    ``__pycache__`` and linked folders are left out. A glob gives the files that it matches, sorted.
+    A folder lists its files sorted by name, then its subfolders sorted by name, without hidden entries,
+    ``__pycache__`` and linked folders. A glob lists its matches, sorted.
 
     Args:
         source: A source without a :func:`source_problem`.
-        base: Folder that a relative source starts from.
-        skipped: Real paths of folders to leave out.
+        base: Folder of relative sources.
+        skipped: Real paths of folders to skip.
         quarantine: Called for folders that cannot be listed.
     """
     if source == STDLIB:
@@ -97,13 +97,13 @@ def iter_files(
 
 
 def locate(path: str, base: Path) -> Path:
-    """A path as the user wrote it, from the folder that relative paths start from."""
+    """Resolve a path of the user, relative to ``base``."""
     # Path.expanduser raises for a user who does not exist; this leaves the path, which is then missing.
     return base / os.path.expanduser(path)  # noqa: PTH111
 
 
 def printable(name: str) -> str:
-    """The name without the surrogates that stand for undecodable bytes in file names."""
+    """The name with undecodable bytes escaped."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -114,13 +114,13 @@ def _walk(
     skipped: frozenset[str],
     quarantine: Quarantine,
 ) -> Iterator[tuple[str, Path]]:
-    """The files below a folder, where ``keep`` chooses folders and files by their names."""
+    """The files below a folder; ``keep`` filters folders and files by name."""
     keep_folder, keep_file = keep
 
-    def lose(error: OSError) -> None:
+    def report(error: OSError) -> None:
         quarantine(f"{shown}/{os.path.relpath(error.filename, root)}", error.strerror or str(error))
 
-    for folder, subfolders, files in os.walk(root, onerror=lose):
+    for folder, subfolders, files in os.walk(root, onerror=report):
         here = Path(folder)
         subfolders[:] = sorted(
             name for name in subfolders if keep_folder(name) and os.path.realpath(here / name) not in skipped

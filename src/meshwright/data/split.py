@@ -1,16 +1,16 @@
-"""Which documents are held out for evaluation.
+"""Splits documents into train and eval.
 
-The rule, in this order:
+The rules, in this order:
 
-1.  A keyed hash of the document's text, read as a fraction, decides: below ``eval_fraction`` the document is
-    held out. The decision looks at nothing else, so adding documents, or moving them between files, never
-    moves a document from one split to the other.
-2.  If all documents fall on one side, and there are two or more, the document whose hash is nearest to the
-    threshold goes to the other side. This can change when documents are added, and only then.
-3.  A corpus of one document is cut inside: its last ``eval_fraction`` of tokens, at least one, are held out.
+1.  A document is held out if the keyed hash of its text, as a fraction, is below ``eval_fraction``. Nothing
+else
+    matters, so adding documents or moving them between files never changes the split of a document.
+2.  If all documents fall on one side, and there are at least two, the document with the hash nearest to the
+    threshold goes to the other side. This can change only when documents are added.
+3.  A single document is split: its last ``eval_fraction`` of tokens, at least one, are held out.
 
-It works on a stream. Until both sides have a document, the one nearest to the threshold is held back (it is
-the one that rule 2 would move); so it may come later than its place, always at the same later place.
+It works on a stream. Until both sides have a document, the one nearest to the threshold is held back, because
+rule 2 might move it. It may come later than in the input, but always at the same position.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Literal
 from meshwright.data.corpus import Document
 
 Side = Literal["train", "eval", "both"]
-"""``both`` is the only document of a corpus, to be cut inside."""
+"""``both`` is the only document of a corpus, which is split."""
 
 _SCALE = 2**64
 
 
 def split_hash(text: str, seed: int) -> int:
-    """64 bits of the text's keyed hash; the key carries the seed and the rule's version."""
+    """64 bits of the keyed hash of a text; the key has the seed and the version of the rules."""
     key = b"meshwright split 1" + (seed % _SCALE).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=key).digest(), "little")
 
@@ -36,7 +36,7 @@ def split_hash(text: str, seed: int) -> int:
 def assign_splits(
     documents: Iterable[Document], eval_fraction: float, seed: int
 ) -> Iterator[tuple[Side, Document]]:
-    """Give each document its side; see the module for the rule."""
+    """Assign each document to a split; see the rules above."""
     threshold = int(eval_fraction * _SCALE)
     held: tuple[Side, int, Document] | None = None
     passed_on = 0
@@ -61,14 +61,14 @@ def assign_splits(
             yield side, farther[2]
     if held is not None and not settled:
         other: Side = "train" if held[0] == "eval" else "eval"
-        alone: Side = "train" if held[2].parts else "both"  # a conversation is never cut
+        alone: Side = "train" if held[2].parts else "both"  # a conversation is never split
         yield (other if passed_on else alone), held[2]
 
 
 def split_document(tokens: int, eval_fraction: float) -> int:
-    """Where the only document is cut: the tokens before go to train, the others are held out.
+    """Where the only document is split: tokens before go to train, the others are held out.
 
-    Nothing is held out only of a single token. A byte-level token may be a part of a character, so the cut
-    may be inside one.
+    A single token is not split. A byte-level token may be a part of a character, so the split may be inside
+    one.
     """
     return tokens - min(max(1, round(tokens * eval_fraction)), tokens - 1)

@@ -1,8 +1,7 @@
-"""Writing a folder so that it is either whole or not there.
+"""Writes a folder atomically.
 
-The folder is filled under a temporary name beside its place, flushed to the device, and renamed. Whatever
-goes wrong before that, the temporary folder is removed and the place is as it was. Errors of the storage
-become errors that say what to do.
+The files are written to a temporary sibling folder, which is synced to disk and renamed. If anything fails
+before, the temporary folder is removed and the target is unchanged. Storage errors become user errors.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @contextmanager
 def storage_errors(shown: Path) -> Iterator[None]:
-    """Turn errors of writing into a user's error about the folder ``shown``."""
+    """Turn write errors into a user error about the folder ``shown``."""
     try:
         yield
     except OSError as error:
@@ -32,7 +31,7 @@ def storage_errors(shown: Path) -> Iterator[None]:
             problem = Problem(
                 code="data-disk-full",
                 path=str(shown),
-                rule=f"cannot be written: {reason}; what was written of it is removed",
+                rule=f"cannot be written: {reason}; partial output is removed",
                 fix="Free some space, or set out to a folder on another disk",
             )
         else:
@@ -40,70 +39,70 @@ def storage_errors(shown: Path) -> Iterator[None]:
                 code="data-not-writable",
                 path=str(shown),
                 rule=f"cannot be written: {reason}",
-                fix="Set out to a folder that the user who runs this may write",
+                fix="Set out to a writable folder",
             )
         raise UserError(problem) from error
 
 
 @contextmanager
 def staged_folder(out: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
-    """Give a temporary folder; when the block ends well, it takes the place of ``out``.
+    """A temporary folder that replaces ``out`` when the block succeeds.
 
     Args:
-        out: Where the folder goes. A link is followed.
-        may_replace: Whether the folder that is there now, not empty, may be removed.
+        out: The target folder. Links are followed.
+        may_replace: Whether an existing, non-empty folder may be replaced.
 
     Yields:
         The temporary folder.
 
     Raises:
-        UserError: Something else is at ``out``, or the storage refuses.
+        UserError: ``out`` may not be replaced, or the storage fails.
     """
-    place = Path(os.path.realpath(out))
+    target = Path(os.path.realpath(out))
     with storage_errors(out):
-        _check_place(out, place, may_replace)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _sibling(place, "partial")
+        _check_target(out, target, may_replace)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _sibling(target, "partial")
         temporary.mkdir()
     try:
         yield temporary
         with storage_errors(out):
             sync_path(temporary)
-            _publish(temporary, place)
+            _publish(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _check_place(out: Path, place: Path, may_replace: Callable[[Path], bool]) -> None:
-    if not place.exists() or (place.is_dir() and (not any(place.iterdir()) or may_replace(place))):
+def _check_target(out: Path, target: Path, may_replace: Callable[[Path], bool]) -> None:
+    if not target.exists() or (target.is_dir() and (not any(target.iterdir()) or may_replace(target))):
         return
     raise UserError(
         Problem(
             code="data-out-exists",
             path=str(out),
             rule="exists and is not a folder of prepared data, so it is not replaced",
-            fix="Set out to a new folder, or remove what is there",
+            fix="Set out to a new folder, or remove this one",
         )
     )
 
 
-def _publish(temporary: Path, place: Path) -> None:
-    """Move the folder into place; what was there goes aside first, and back if the move fails."""
-    aside = _sibling(place, "old")
-    replaced = place.exists() and any(place.iterdir())
+def _publish(temporary: Path, target: Path) -> None:
+    """Rename the folder; an existing one is moved aside first, and back if that fails."""
+    aside = _sibling(target, "old")
+    replaced = target.exists() and any(target.iterdir())
     if replaced:
-        place.rename(aside)
+        target.rename(aside)
     try:
-        temporary.rename(place)
+        temporary.rename(target)
     except OSError:
         if replaced:
-            aside.rename(place)
+            aside.rename(target)
         raise
-    sync_path(place.parent)
+    sync_path(target.parent)
     if replaced:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sibling(place: Path, what: str) -> Path:
-    return place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(4)}.{what}")
+def _sibling(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.{what}")

@@ -30,7 +30,7 @@ from meshwright.core.errors import Problem, UserError, missing_package
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_BPE_VOCAB = 300
-"""256 bytes, the end of document, and some merges: less is the byte tokenizer with extra steps."""
+"""256 bytes, the end-of-document token, and some merges."""
 MAX_BPE_VOCAB = 1_000_000
 
 _KNOWN_ENDS = (
@@ -48,25 +48,25 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """The interface of a tokenizer."""
 
     name: str
     """``byte`` or ``bpe``."""
     vocab_size: int
-    """All token numbers are below it."""
+    """Number of token ids."""
     end_of_document: int
-    """The token that follows each document."""
+    """The end-of-document token."""
     special_tokens: dict[str, int]
-    """Tokens that no text becomes, by how a template spells them."""
+    """Special tokens, by their spelling in templates; plain text never becomes one."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without an end of document."""
+        """The tokens of a text, without an end-of-document token."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """The tokens of many texts, faster than one by one."""
+        """The tokens of many texts, in one batch."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; ends of documents and unknown numbers are skipped, invalid UTF-8 is replaced."""
+        """The text; end-of-document tokens and unknown ids are skipped, invalid UTF-8 is replaced."""
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``."""
@@ -76,14 +76,14 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Token numbers 0 to 255 are bytes; 256 ends a document."""
+    """Token ids 0 to 255 are bytes; 256 is the end-of-document token."""
 
     name = "byte"
     vocab_size = 257
     end_of_document = 256
 
     def __init__(self) -> None:
-        """There is one such tokenizer; templates find no special tokens in it."""
+        """It has no special tokens for templates."""
         self.special_tokens: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -97,7 +97,7 @@ class ByteTokenizer:
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; everything that is not a byte is skipped."""
+        """The text; ids that are not bytes are skipped."""
         return bytes(i for i in map(int, ids) if 0 <= i <= 255).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> None:
@@ -113,9 +113,9 @@ _BYTE_TOKENIZER = json.dumps({"meshwright_tokenizer": "byte", "version": 1}).enc
 
 
 class BpeTokenizer:
-    """A Hugging Face tokenizer, held together with the exact text it was read from.
+    """A Hugging Face tokenizer, with the exact text of its ``tokenizer.json``.
 
-    The text is kept because the library writes the same tokenizer differently in different versions, and a
+    The text is kept because versions of the library serialise the same tokenizer differently, and the
     fingerprint must not change with the library.
     """
 
@@ -154,10 +154,10 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, markers: Sequence[str] = ()) -> BpeTokenizer:
-        """Train on texts, which are read once, as a stream.
+        """Train on a stream of texts.
 
         The same texts in the same order give the same tokenizer. A small corpus may not have enough pairs to
-        merge; then ``vocab_size`` comes out smaller than asked. ``markers`` become special tokens.
+        merge; then ``vocab_size`` is smaller than requested. ``markers`` become special tokens.
         """
         library = _tokenizers()
         inner = library.Tokenizer(library.models.BPE())
@@ -184,7 +184,7 @@ class BpeTokenizer:
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in batch]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; ends of documents and numbers outside the vocabulary are skipped."""
+        """The text; end-of-document tokens and unknown ids are skipped."""
         known = [i for i in map(int, ids) if 0 <= i < self.vocab_size and i != self.end_of_document]
         return str(self._inner.decode(known, skip_special_tokens=True))
 
@@ -201,7 +201,7 @@ def load_tokenizer(folder_or_file: Path) -> Tokenizer:
     """Read a tokenizer of either kind.
 
     Args:
-        folder_or_file: A ``tokenizer.json``, or a folder that has one.
+        folder_or_file: A ``tokenizer.json``, or a folder with one.
 
     Raises:
         UserError: It is missing or not a tokenizer, or the package for it is not installed.
@@ -215,7 +215,7 @@ def load_tokenizer(folder_or_file: Path) -> Tokenizer:
         if isinstance(content, dict) and "meshwright_tokenizer" in content:
             kind, version = content["meshwright_tokenizer"], content.get("version")
             if (kind, version) != ("byte", 1):
-                raise ValueError(f"its kind {kind!r}, version {version!r}, is not known here")
+                raise ValueError(f"its kind {kind!r}, version {version!r}, is not supported")
             return ByteTokenizer()
         return BpeTokenizer(text)
     except (OSError, ValueError, RecursionError) as error:
@@ -232,7 +232,7 @@ def load_tokenizer(folder_or_file: Path) -> Tokenizer:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """What the key ``data.tokenizer`` asks for."""
+    """The tokenizer of the key ``data.tokenizer``."""
 
     kind: Literal["byte", "bpe", "file"]
     vocab_size: int = 0
@@ -287,11 +287,10 @@ def _tokenizers() -> ModuleType:
 
 @contextmanager
 def _fit_to_process() -> Iterator[None]:
-    """Let the library use one thread in a worker process, all cores otherwise.
+    """Use one thread of the library in a worker process, and its default otherwise.
 
-    Workers already share the cores, and a worker that was forked must not use the thread pool of its parent.
-    Elsewhere the library's default is right, and it turns itself off after a fork. A value that the user has
-    set always wins, and the environment is as before when the call is over.
+    Workers share the cores, and a forked worker must not use the thread pool of its parent. A value that the
+    user has set wins, and the environment is restored afterwards.
     """
     if _PARALLELISM in os.environ or multiprocessing.parent_process() is None:
         yield
@@ -304,5 +303,5 @@ def _fit_to_process() -> Iterator[None]:
 
 
 def _encodable(text: str) -> str:
-    """The text without lone surrogates, which the library refuses."""
+    """The text without lone surrogates, which the library does not accept."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,1 +1,1 @@
-"""Starts ranks and watches over them. Torch only where the rendezvous store needs it."""
+"""Starts and supervises ranks. Torch is imported only for the rendezvous store."""

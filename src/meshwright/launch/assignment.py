@@ -1,4 +1,4 @@
-"""What a rank is told beside the plan: where the data lie, where to write, what to resume."""
+"""The settings of a rank besides the plan: data folder, output folder, checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ ASSIGNMENT_FILE = "assignment.json"
 
 @dataclass(frozen=True)
 class Assignment:
-    """One attempt at a run; the same for all its ranks."""
+    """The settings of one attempt of a run, shared by all ranks."""
 
     run_dir: str
     data_dir: str
-    """A prepared folder."""
+    """Folder of the prepared data."""
     checkpoint_dir: str
     resume_from: str | None = None
-    """A checkpoint, verified by whoever wrote this."""
+    """A verified checkpoint."""
     hf_weights: bool = False
-    """The initial weights are those of ``model.hf``: every rank reads them there."""
+    """Whether ranks load the initial weights from ``model.hf``."""
     generation: int = 0
-    """Which attempt this is."""
+    """Number of the attempt."""
 
     def write(self) -> None:
-        """Put it beside the plan."""
+        """Write it next to the plan."""
         path = Path(self.run_dir) / ASSIGNMENT_FILE
         path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, run_dir: Path) -> Assignment:
-        """Read what was written there."""
+        """Read it from a run's folder."""
         return cls(**json.loads((run_dir / ASSIGNMENT_FILE).read_text(encoding="utf-8")))

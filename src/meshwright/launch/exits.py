@@ -1,6 +1,6 @@
-"""Exit statuses of a rank, as the supervisor reads them."""
+"""Exit statuses of a rank."""
 
 EXIT_OK = 0
 EXIT_ERROR = 1
 EXIT_PEER_LOST = 75
-"""Another rank went away first; this one is not the cause."""
+"""Another rank failed first."""

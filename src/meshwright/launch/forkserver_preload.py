@@ -1,8 +1,8 @@
-"""The first thing that the fork server imports: what follows makes objects that live as long as the process.
+"""The first preload module of the fork server: disables garbage collection during imports.
 
-Python would look through all of them for garbage again and again, a tenth of the time of torch's import.
-Ranks set aside what they are born with and look for garbage again (``launch.local``): it is neither looked
-through nor copied in them.
+The imported objects live as long as the process, and collecting them repeatedly takes a tenth of the time of
+torch's import. A forked rank freezes these objects and enables collection again (``launch.local``), so that
+they are neither traversed nor copied.
 """
 
 import gc

@@ -1,10 +1,9 @@
-"""Runs the ranks of one machine in one terminal: starts them, listens to them, ends with all of them.
+"""The local launcher: starts the ranks of one machine, receives their events, and stops all of them.
 
-The rendezvous store lives here, outside the ranks, on a loopback socket that we open ourselves (torch's
-own would listen on every address), and every attempt has its own generation of keys. Ranks are forked from
-a server process that has imported torch once; each sends its events through a pipe, so that this process
-knows the last sign of life of every rank even when the disk is full. A rank whose supervisor is gone ends
-itself.
+The rendezvous store is in this process, on a loopback socket (torch's own would listen on all addresses).
+Every attempt has its own key prefix. Ranks are forked from a fork server that has imported torch once. Each
+rank sends its events through a pipe, so that the launcher knows the last event of every rank even if the
+disk is full. A rank exits when the launcher is gone.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
 
 LOGS = "logs"
 SIGNAL_HINTS = {
-    signal.SIGILL: "A kernel used an instruction that this machine names but does not have, as virtual ones "
-    "do with AMX: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or train.precision=fp32. ",
+    signal.SIGILL: "A kernel used an instruction that this machine advertises but does not have (AMX on "
+    "virtual machines): set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or train.precision=fp32. ",
 }
-"""What to try where a signal says what happened."""
+"""Hints for signals with a known cause."""
 CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
 """Passed to the ranks explicitly: the environment of the fork server is fixed when it starts."""
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What a terminal or a scheduler sends to all processes at once."""
+"""Signals that a terminal or a scheduler sends to the whole process group."""
 
 
 @dataclass
 class _Rank:
-    """One child as the supervisor sees it."""
+    """The launcher's view of a rank."""
 
     rank: int
     process: Any
@@ -54,7 +53,7 @@ class _Rank:
     last_event: Event = field(default_factory=dict)
     error: Event | None = None
     died_at: float = 0.0
-    """When it reported its error, else when it was found dead."""
+    """Time of its error event, or when its exit was noticed."""
 
     @property
     def alive(self) -> bool:
@@ -63,7 +62,7 @@ class _Rank:
 
 @dataclass
 class LocalLaunch:
-    """What to start, and who is told about it."""
+    """A launch of all ranks on this machine."""
 
     entry: str
     """``module:function``, called as ``function(run_dir, listener)`` in each rank."""
@@ -73,17 +72,17 @@ class LocalLaunch:
     stop_grace_s: float
     listener: Callable[[Event], None]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Set in every rank, beside torchrun's variables."""
+    """Environment of every rank, besides torchrun's variables."""
     preload: Sequence[str] = ()
-    """Modules that are imported once for all ranks."""
+    """Modules that the fork server imports."""
     saved: bool = False
-    """A checkpoint exists: one was heard of."""
+    """Whether there was an event of a checkpoint."""
 
     def run(self) -> bool:
-        """Run to the end; returns whether it was asked to stop.
+        """Run to the end; returns whether a signal stopped it.
 
         Raises:
-            RunFailedError: Naming the rank that died, its exit status and its last event.
+            RunFailedError: With the failed rank, its exit status and its last event.
         """
         (self.run_dir / LOGS).mkdir(exist_ok=True)
         context = multiprocessing.get_context("forkserver")
@@ -125,7 +124,7 @@ class LocalLaunch:
         return _Rank(rank, process, receiver)
 
     def _watch(self, ranks: list[_Rank], stop: list[int]) -> _Rank | None:
-        """Pass events and signals on until all ranks have ended; after a failure, for the grace period."""
+        """Forward events and signals until all ranks have exited, or the grace period is over."""
         deadline = float("inf")
         stops_sent = 0
         dead: list[_Rank] = []
@@ -140,20 +139,20 @@ class LocalLaunch:
                 stops_sent = len(stop)
                 self._forward(ranks, stops_sent)
         self._poll(ranks, dead)
-        # The first to die is the likeliest cause; victims say so by their status, where they can tell.
+        # The first failure is the likely cause; ranks that fail because of it exit with EXIT_PEER_LOST.
         return min(dead, key=lambda r: (r.process.exitcode == EXIT_PEER_LOST, r.died_at), default=None)
 
     def _poll(self, ranks: list[_Rank], dead: list[_Rank]) -> None:
-        """Hear every rank out, and add those that have died badly since the last look."""
+        """Read all events, and add ranks that have failed since the last poll."""
         for rank in ranks:
-            gone = not rank.alive  # first: what a rank said before it died is then all there
+            gone = not rank.alive  # checked first, so that all its events are in the pipe
             self._drain(rank)
             if gone and rank.process.exitcode != EXIT_OK and rank not in dead:
                 rank.died_at = rank.error["time"] if rank.error else time.time()
                 dead.append(rank)
 
     def _forward(self, ranks: list[_Rank], stops_sent: int) -> None:
-        """First signal: ask the ranks to stop after their step. Second: end them now."""
+        """First signal: the ranks stop after their step. Second: they are killed."""
         for rank in ranks:
             if rank.alive:
                 with contextlib.suppress(ProcessLookupError):
@@ -162,7 +161,7 @@ class LocalLaunch:
             self._notify({"event": "stopping", "rank": 0})
 
     def _notify(self, event: Event) -> None:
-        """Tell the listener; what it makes of an event must not end a run."""
+        """Call the listener; its errors must not end a run."""
         try:
             self.listener(event)
         except Exception as error:
@@ -195,24 +194,24 @@ class LocalLaunch:
         age = f", {time.time() - last['time']:.1f} s ago" if last else ""
         seen = f"its last event was {last['event']!r}{step}{age}" if last else "it sent no event"
         log = self.run_dir / LOGS / f"rank-{rank.rank}.log"
-        way_on = "meshwright train --resume goes on from the last checkpoint"
+        next_step = "meshwright train --resume continues from the last checkpoint"
         if not self.saved:
-            way_on = "there is no checkpoint yet; checkpoint.every_steps writes them on the way"
+            next_step = "there is no checkpoint yet; set checkpoint.every_steps to save them"
         return Problem(
             "run-rank-died",
             f"rank {rank.rank} of {self.world_size} on {socket.gethostname()} died ({how}); {seen}",
-            fix=f"{SIGNAL_HINTS.get(-status, '')}Its output is in {log}; {way_on}",
+            fix=f"{SIGNAL_HINTS.get(-status, '')}Its output is in {log}; {next_step}",
         )
 
 
 def _enter_rank(
     entry: str, run_dir: str, environment: dict[str, str], log: str, sender: connection.Connection
 ) -> None:
-    """First thing in a child: environment, output, ties to the parent; then the rank itself."""
+    """Entry of a child process: environment, output, link to the parent; then the rank itself."""
     gc.freeze()
-    gc.enable()  # see launch.birth
+    gc.enable()  # disabled by launch.forkserver_preload
     os.environ.update(environment)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor decides what these two mean
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher handles these two
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank can stop cleanly
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
@@ -229,13 +228,13 @@ def _enter_rank(
 
     status = getattr(importlib.import_module(module), function)(run_dir, send)
     sender.close()
-    util._exit_function()  # type: ignore[attr-defined]  # what a child's end does: frees named semaphores
-    os._exit(status)  # skips destructors that could wait for ranks which are gone
+    util._exit_function()  # type: ignore[attr-defined]  # the cleanup of a child: frees named semaphores
+    os._exit(status)  # skips destructors that could wait for lost ranks
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a rank is a child of the supervisor"
+    assert parent is not None, "a rank is a child of the launcher"
     connection.wait([parent.sentinel])
     os._exit(EXIT_PEER_LOST)
 
@@ -257,7 +256,7 @@ def _without_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _listening_socket() -> Iterator[socket.socket]:
-    """A loopback socket: ranks may connect at once and are served when torch is loaded here."""
+    """A loopback socket: ranks can connect before the store serves them."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
@@ -265,7 +264,7 @@ def _listening_socket() -> Iterator[socket.socket]:
 
 
 def _serve_store(listener: socket.socket) -> object:
-    """Let torch serve its key-value store on our socket; lives as long as the returned object."""
+    """Start torch's TCPStore on the socket; it lives as long as the returned object."""
     import torch.distributed as dist  # noqa: PLC0415  (launch needs torch for this alone)
 
     port = listener.getsockname()[1]
@@ -275,9 +274,9 @@ def _serve_store(listener: socket.socket) -> object:
 
 
 def start_server(preload: Sequence[str]) -> None:
-    """Have a server that has imported these modules, or is about to: returns before it is done.
+    """Start a fork server that imports these modules; returns before it is ready.
 
-    One that lacks some of them, from an earlier launch of this process, makes room for another.
+    A server of an earlier launch that lacks some of them is replaced.
     """
     server: Any = forkserver._forkserver
     if not set(preload) <= set(server._preload_modules):
@@ -288,7 +287,7 @@ def start_server(preload: Sequence[str]) -> None:
 
 
 def end_server() -> None:
-    """End the server now, in the middle of an import too; left alone, it ends after this process."""
+    """Kill the fork server, even during an import; otherwise it exits with this process."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -297,11 +296,11 @@ def end_server() -> None:
 
 
 def _start_forkserver() -> None:
-    """Start the server that ranks are forked from, deaf to signals that reach the whole process group.
+    """Start the fork server with signals to the process group blocked.
 
-    They are blocked, not ignored: what arrives here meanwhile is kept, and the server inherits the mask.
-    Starting multiprocessing's resource tracker, which the server's start includes, unblocks them again in
-    this process: it comes first, and the mask is set once more.
+    They are blocked, not ignored: signals that arrive meanwhile stay pending, and the server inherits the
+    mask. Starting multiprocessing's resource tracker unblocks them in this process, so it is started first
+    and the mask is set again.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
@@ -314,18 +313,18 @@ def _start_forkserver() -> None:
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them; the watch acts on what is collected."""
+    """Collect SIGINT, SIGTERM and SIGHUP; the watch loop acts on them."""
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not caught:  # a closing terminal may hang up twice
+        if number != signal.SIGHUP or not caught:  # a closing terminal may send it twice
             caught.append(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it ignored
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, catch) for number in numbers}
     try:

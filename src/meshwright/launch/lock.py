@@ -1,4 +1,4 @@
-"""One command a run: a lock on the run's folder that the system drops when its holder dies."""
+"""A lock on the run's folder, released by the system when its process ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ LOCK_FILE = "lock"
 
 @dataclass(frozen=True)
 class RunLock:
-    """Held from ``take`` to the end of the ``with`` block."""
+    """The lock, held from ``take`` to the end of the ``with`` block."""
 
     fd: int
 
     @classmethod
     def take(cls, run_dir: Path) -> RunLock:
-        """Lock a folder, or say who has it."""
+        """Lock a folder.
+
+        Raises:
+            UserError: Another process has the lock.
+        """
         fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,7 +33,7 @@ class RunLock:
             holder = os.read(fd, 64).decode(errors="replace").strip() or "unknown"
             os.close(fd)
             rule = f"is in use by another meshwright (process {holder})"
-            fix = "Wait for it, or name another run_dir"
+            fix = "Wait for it, or use another run_dir"
             raise UserError(Problem("run-busy", rule, path=str(run_dir), fix=fix)) from None
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
@@ -45,7 +49,7 @@ class RunLock:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a process has the run; asking holds a shared lock for a moment and writes nothing."""
+    """Whether a process has the lock; takes a shared lock briefly and writes nothing."""
     try:
         fd = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
     except OSError:

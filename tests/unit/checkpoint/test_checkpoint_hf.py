@@ -95,11 +95,11 @@ def test_the_header_alone_tells_names_types_and_shapes(tmp_path):
         (b"", "not a safetensors"),
         (b"\x01", "not a safetensors"),
         (b"PK\x03\x04" * 10, "not a safetensors"),
-        (struct.pack("<Q", 50) + b"{", "cut off"),
+        (struct.pack("<Q", 50) + b"{", "truncated"),
         (struct.pack("<Q", 2) + b"[]", "cannot be read"),
         (struct.pack("<Q", 4) + b"nope", "cannot be read"),
         (struct.pack("<Q", 9) + b'{"a":{}}\n', "cannot be read"),
-        (struct.pack("<Q", 2) + b"{}x", "left over"),
+        (struct.pack("<Q", 2) + b"{}x", "too long"),
     ],
 )
 def test_files_that_are_none(tmp_path, content, says):
@@ -222,7 +222,7 @@ def test_a_shard_that_is_cut_off(sharded):
     path.write_bytes(path.read_bytes()[:-1])
     (found,) = problems_of(sharded)
     assert found.code == "model-hf-weights-broken"
-    assert "cut off" in found.rule
+    assert "truncated" in found.rule
     assert found.path == str(path)
 
 

@@ -171,7 +171,7 @@ def test_nothing_but_lines_without_conversation_is_an_error(tmp_path):
 
 
 def test_conversations_without_a_template_say_that_one_is_needed(corpus):
-    with pytest.raises(UserError, match="it holds a conversation, which needs a template"):
+    with pytest.raises(UserError, match="it has a conversation, which needs a template"):
         prepare_corpus(CorpusSpec(("data.jsonl",), "out"), corpus)
 
 

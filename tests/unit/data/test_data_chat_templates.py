@@ -192,8 +192,8 @@ def test_a_template_that_is_not_there_is_named_with_what_was_looked_for(tmp_path
     [
         ("a.json", "{", "cannot be read as a chat template"),
         ("a.json", "[]", "it is not a JSON object"),
-        ("a.json", "{}", "holds no chat_template"),
-        ("a.json", '{"chat_template": [{"name": "tool_use", "template": "x"}]}', "holds no chat_template"),
+        ("a.json", "{}", "has no chat_template"),
+        ("a.json", '{"chat_template": [{"name": "tool_use", "template": "x"}]}', "has no chat_template"),
         ("a.jinja", b"\xff", "cannot be read as a chat template"),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     with pytest.raises(UserError) as error:
         template.render(LONG, ())
     assert problem(error).code == "data-template-not-prefix"
-    assert "at a:2, the text up to the end of the answer in message 3, written alone" in str(error.value)
+    assert "at a:2, the text up to the end of the answer in message 3, rendered alone" in str(error.value)
 
 
 def test_a_cue_that_the_answer_does_not_follow_is_refused(tmp_path):
@@ -282,7 +282,7 @@ def test_without_jinja_the_extra_is_named(tmp_path, monkeypatch):
         ),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1: no text in the field 'content'"),
         ({"messages": [{"role": "user", "content": "a"}]}, "it has no answer: no message by assistant"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "it begins with an answer"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "it starts with an answer"),
         ({"messages": [{"role": [], "content": "a"}]}, "message 1 has the role []"),
     ],
 )

@@ -97,7 +97,7 @@ def test_the_unreadable_is_quarantined_and_named(tmp_path):
     for part in (
         "latin.txt: not UTF-8 at byte 3",
         "picture.png: binary",
-        "gone.txt: a link",
+        "gone.txt: a broken link",
         "pipe.txt: not a",
     ):
         assert part in named
@@ -182,7 +182,7 @@ def test_no_text_at_all_is_an_error(content, tmp_path):
     with pytest.raises(UserError) as error:
         list(iter_corpus(["only.txt"], tmp_path))
     assert codes(error) == ["data-corpus-empty"]
-    assert "only.txt gives no text" in str(error.value)
+    assert "only.txt has no text" in str(error.value)
 
 
 def test_an_empty_folder_is_an_error(tmp_path):

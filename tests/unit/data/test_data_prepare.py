@@ -220,8 +220,8 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         ("data-tokenizer-unknown", "tokenizer"),
     ]
     lines = str(error.value)
-    assert "source is not a key of CORPUS.toml. Did you mean sources?" in lines
-    assert "eval_fraction=2 does not fit: it should be less than or equal to 0.5. [corpus-bad-value]" in lines
+    assert "Unknown key source in CORPUS.toml. Did you mean sources?" in lines
+    assert "eval_fraction=2 is not valid: it should be less than or equal to 0.5. [corpus-bad-value]" in lines
 
 
 @pytest.mark.parametrize(
