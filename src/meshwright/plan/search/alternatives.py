@@ -176,7 +176,7 @@ def explain_neighbours(best: Prediction, objective: Objective = "time") -> list[
         other = min(tries, key=lambda p: (not p.fits, score(objective, p) if p.fits else p.needed_bytes))
         words = change
         if other.layout.micro_batch != best.layout.micro_batch and not change.startswith("micro_batch"):
-            words += f" (micro_batch={other.layout.micro_batch})"
+            words += f", micro_batch={other.layout.micro_batch}"
         told.append((other, f"{words}: {compare(best, other, objective)}"))
     told.sort(key=lambda pair: (pair[0].fits, score(objective, pair[0])))
     return [sentence for _, sentence in told]
