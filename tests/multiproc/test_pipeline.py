@@ -133,7 +133,7 @@ def test_a_checkpoint_goes_on_with_or_without_a_pipeline(straight, resume, sourc
 def test_text_and_a_folder_come_out_of_a_pipeline(straight, train, job_file, tmp_path, capfd):
     """A pipeline's checkpoint is a whole model: it generates text, and a pipeline starts from its export."""
     run = straight[1]
-    settings = {"prompt": "the ", "tokens": 8, "temperature": 0.0, "top_k": 0, "seed": 0, "tp": 1}
+    settings = {"prompt": "the ", "tokens": 8, "temperature": 0.0, "template": None, "seed": 0, "tp": 1}
     texts = []
     for made in straight:
         assert write_text(Output(as_json=True), made.run_dir, settings) == 0
