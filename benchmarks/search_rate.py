@@ -14,7 +14,7 @@ import time
 
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.find import find_layouts
-from meshwright.plan.search.memory_bound import Ends, PeakBound
+from meshwright.plan.search.memory_bound import EndCosts, PeakBound
 from meshwright.plan.search.space import LayoutSpace
 from meshwright.plan.time.engine import estimate_step
 from meshwright.spec.load import load_job
@@ -41,7 +41,7 @@ def main() -> None:
     for chunk in LayoutSpace(job, job.cluster.world_size).chunks(PRICED_AT_ONCE):
         grid = chunk.expand_schedules()
         made = time.perf_counter()
-        bound.needed_bytes(grid, Ends.of(estimate_step(workload, grid)))
+        bound.needed_bytes(grid, EndCosts.of(estimate_step(workload, grid)))
         made_s, priced_s = made_s + made - mark, priced_s + time.perf_counter() - made
         count += len(grid)
         mark = time.perf_counter()

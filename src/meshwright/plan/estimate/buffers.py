@@ -14,7 +14,7 @@ from meshwright.plan.estimate.weights import LocalWeights
 from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
 
 
-def sum_buffers(facts: Facts, stage: Stage, held: LocalWeights) -> Sum:
+def sum_buffers(facts: Facts, stage: Stage, local: LocalWeights) -> Sum:
     """The buffers of a class of ranks."""
     workload, grid, tokens, low = facts.workload, facts.grid, facts.tokens, facts.low
     model, rules = workload.model, workload.profile.memory
@@ -24,7 +24,7 @@ def sum_buffers(facts: Facts, stage: Stage, held: LocalWeights) -> Sum:
     if rules.scratch_gradients:
         terms.append(Term("scratch of each weight's shape", (low, _scratch_elements(facts, stage))))
     if rules.bucket_bytes:
-        buckets = np.minimum(rules.bucket_bytes, 2 * low * held.dense)
+        buckets = np.minimum(rules.bucket_bytes, 2 * low * local.dense)
         terms.append(Term("ZeRO buckets", (grid.world_size > 1, buckets)))
     edges = 2.0 + rules.stale_boundaries * (stage.in_flight + 1)
     terms.append(

@@ -32,49 +32,41 @@ WIDE_ATTENTION = 2.5
 """From this ratio of feed-forward size to query width on, attention is never the peak."""
 
 
-def list_eager_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridSnapshot]:
+def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> list[GridSnapshot]:
     """Backward of the last block, of the first one and of the embedding, and the loss."""
     grid, model = facts.grid, facts.workload.model
-    stack, persistent = StageActivations.of(facts, stage), _has_persistent_grads(facts)
-    copies = _weight_copies(facts, held)
-    kept, again = grid.recompute == 0, grid.recompute > 0
-    mine = np.maximum(held.dense + held.experts, 1.0)
-    head = np.where(stage.heads, held.table, 0.0)
-    waits = persistent & stage.heads & model.tied_embeddings
-    gathered = sum_gathered(facts, held)
-    top = stack.all + Sum((Term("16-bit weight copies", (kept, stage.in_flight, stage.layers, copies)),))
-    block = stack.block + Sum((Term("16-bit weight copies", (copies,)),))
-    anew = stack.recomputed + Sum((Term("16-bit weight copies", (again, copies)),))
-    part = Sum((Term("head's part of a tied gradient", (waits, head, FLOAT32)),))
+    activations, persistent = StageActivations.of(facts, stage), _has_persistent_grads(facts)
+    copies, recompute = _weight_copies(facts, local), grid.recompute > 0
+    elements = np.maximum(local.dense + local.experts, 1.0)
+    head = np.where(stage.heads, local.table, 0.0)
+    gathered = sum_gathered(facts, local)
+    copied = Term("16-bit weight copies", (~recompute, stage.in_flight, stage.layers, copies))
+    saved = activations.all + Sum((copied,))
+    block = activations.block + Sum((Term("16-bit weight copies", (copies,)),))
+    recomputed = activations.recomputed + Sum((Term("16-bit weight copies", (recompute, copies)),))
+    has_tied_part = persistent & stage.heads & model.tied_embeddings
+    tied = Sum((Term("head's part of a tied gradient", (has_tied_part, head, FLOAT32)),))
     parts = (3.0 if model.tied_embeddings else 1.0) - np.where(persistent, 0.0, 1.0)
-    late = 1.0 - (held.block + held.expert_block + _late_elements(facts, stage, held)) / mine
+    late = local.block + local.expert_block + _late_elements(facts, stage, local)
+    last_grads = np.where(persistent, 1.0, head / elements)
+    first_grads = np.where(persistent, 1.0, 1.0 - late / elements)
+    points = [(name, work, block, recomputed) for name, work in _backward_works(facts)]
+    if model.query_size * WIDE_ATTENTION > model.ffn_size:
+        works = _attention_works(facts, activations)
+        points += [(name, work, activations.saved, NOTHING) for name, work in works]
     snapshots = []
-    for name, work in _backward_works(facts):
-        last = GridSnapshot(
-            f"last block, {name}",
-            top,
-            NOTHING,
-            anew + work + part,
-            gathered,
-            np.where(persistent, 1.0, head / mine),
-        )
-        first = GridSnapshot(
-            f"first block, {name}", block, NOTHING, work + part, gathered, np.where(persistent, 1.0, late)
-        )
-        snapshots += [last, first]
-    if facts.workload.model.query_size * WIDE_ATTENTION > facts.workload.model.ffn_size:
-        made = np.where(persistent, 1.0, head / mine)
-        for name, work in _attention_works(facts, stack):
-            last = GridSnapshot(f"last block, {name}", top, NOTHING, work + part, gathered, made)
-            done = np.where(persistent, 1.0, late)
-            first = GridSnapshot(f"first block, {name}", stack.saved, NOTHING, work + part, gathered, done)
-            snapshots += [last, first]
-    table = Sum((Term("parts of the embedding's gradient", (held.table, FLOAT32, parts)),))
+    for name, work, live, again in points:
+        workspace = again + work + tied
+        snapshots += [
+            GridSnapshot(f"last block, {name}", saved, NOTHING, workspace, gathered, last_grads),
+            GridSnapshot(f"first block, {name}", live, NOTHING, work + tied, gathered, first_grads),
+        ]
+    table = Sum((Term("parts of the embedding's gradient", (local.table, FLOAT32, parts)),))
     snapshots.append(
         GridSnapshot("embedding, backward", NOTHING, NOTHING, table, NOTHING, possible=stage.embeds)
     )
     if stage.heads.any():
-        snapshots.append(_loss(facts, stage, held, top, copies, persistent))
+        snapshots.append(_loss(facts, stage, local, saved, copies, persistent))
     job, whole = facts.workload.compiled_job, has_whole_layers(grid)
     if job is None or not whole.any():
         return snapshots
@@ -89,17 +81,17 @@ def _has_persistent_grads(facts: Facts) -> Flags:
     )
 
 
-def _weight_copies(facts: Facts, held: LocalWeights) -> Floats:
+def _weight_copies(facts: Facts, local: LocalWeights) -> Floats:
     """16-bit copies of a block's weights; FSDP2 all-gathers in 16 bits and needs none."""
     if facts.low == FLOAT32:
         return np.zeros(len(facts.grid))
-    elements = held.block - facts.weights.norms + held.expert_block
+    elements = local.block - facts.weights.norms + local.expert_block
     return np.where(facts.grid.zero < 2, elements * facts.low, 0.0)
 
 
-def _late_elements(facts: Facts, stage: Stage, held: LocalWeights) -> Floats:
+def _late_elements(facts: Facts, stage: Stage, local: LocalWeights) -> Floats:
     """Elements whose gradient the embedding's backward computes; a tied head has computed its part before."""
-    table = 0.0 if facts.workload.model.tied_embeddings else held.table
+    table = 0.0 if facts.workload.model.tied_embeddings else local.table
     return np.where(stage.embeds, table + facts.weights.positions, 0.0)
 
 
@@ -121,7 +113,7 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
     return works
 
 
-def _attention_works(facts: Facts, stack: StageActivations) -> list[tuple[str, Sum]]:
+def _attention_works(facts: Facts, activations: StageActivations) -> list[tuple[str, Sum]]:
     """A block whose attention is in backward, or is recomputed up to RoPE.
 
     RoPE holds its input, the swapped half and three float32 products with its tables.
@@ -139,37 +131,37 @@ def _attention_works(facts: Facts, stack: StageActivations) -> list[tuple[str, S
     )
     gradients = kept.split - FLOAT32 * model.num_heads
     inside = Sum.of(hidden, copies, Term("gradients inside attention", (tokens.split, gradients)))
-    works = [("attention, backward", stack.saved.times(-1.0) + half + inside)]
+    works = [("attention, backward", activations.saved.times(-1.0) + half + inside)]
     if model.positions == "rope":
         once = 2 * low + 3 * FLOAT32
         each = max(queries * once + 2 * keys * low, 2 * queries * low + keys * (once + low))
         rotated = Sum.of(hidden, copies, Term("rotated", (tokens.split, each)))
         stream = (grid.recompute == 1, tokens.residual, -width * FLOAT32)
         read = (grid.recompute == 1, tokens.split, -(queries + 2 * keys) * low)
-        spare = Sum.of(Term("input", stream), Term("GEMM outputs read", read)) + stack.saved.times(
+        spare = Sum.of(Term("input", stream), Term("GEMM outputs read", read)) + activations.saved.times(
             grid.recompute == 1
         )
-        again = (stack.saved.times(-1.0) + bare + rotated + spare).times(grid.recompute > 0)
+        again = (activations.saved.times(-1.0) + bare + rotated + spare).times(grid.recompute > 0)
         works.append(("recompute", again))
     return works
 
 
 def _loss(
-    facts: Facts, stage: Stage, held: LocalWeights, top: Sum, copies: Floats, persistent: Flags
+    facts: Facts, stage: Stage, local: LocalWeights, saved: Sum, copies: Floats, persistent: Flags
 ) -> GridSnapshot:
     """The loss, in forward: all activations are saved, and the head's gradient is computed."""
     grid, tokens, low, model = facts.grid, facts.tokens, facts.low, facts.workload.model
     width = float(model.hidden_size)
     logits = np.minimum(tokens.count, eager_chunk(facts.workload.cluster.device, model)) * (
-        held.table / width
+        local.table / width
     )
     terms = [
         Term("input and its gradient", (2.0, tokens.residual, width, low)),
-        Term("gradient of the head", (held.table, FLOAT32)),
+        Term("gradient of the head", (local.table, FLOAT32)),
         Term("chunk of logits, twice", (logits, 2.0, FLOAT32)),
     ]
     if low != FLOAT32:
-        copy = held.table * low
+        copy = local.table * low
         more = np.maximum(0.0, copy - logits * (2 * FLOAT32 - low))
         terms += [
             Term("16-bit head", (copy,)),
@@ -179,5 +171,11 @@ def _loss(
     norm = Sum((Term("final norm", (tokens.residual, width + 1.0, FLOAT32)),))
     gradients = np.where(persistent, 1.0, 0.0)
     return GridSnapshot(
-        "loss", top + norm, Sum(tuple(terms)), NOTHING, sum_head_gathered(facts, held), gradients, stage.heads
+        "loss",
+        saved + norm,
+        Sum(tuple(terms)),
+        NOTHING,
+        sum_head_gathered(facts, local),
+        gradients,
+        stage.heads,
     )

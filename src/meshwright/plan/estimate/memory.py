@@ -57,8 +57,8 @@ class MemoryEstimate:
     def fits(self, workload: Workload) -> Flags:
         """Which layouts stay within the usable memory of a device, and within its share of CPU memory."""
         cluster = workload.cluster
-        held = self.host_bytes <= (cluster.host_memory_bytes or np.inf)
-        return np.asarray((self.peak_bytes <= usable_bytes(cluster)) & held)
+        local = self.host_bytes <= (cluster.host_memory_bytes or np.inf)
+        return np.asarray((self.peak_bytes <= usable_bytes(cluster)) & local)
 
     def counted_as(self, kind: str) -> Floats:
         """The peak as `allocated`, `reserved`, `device` or `formula` counts it."""
@@ -123,9 +123,9 @@ def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
     """The lines of one class at its peak."""
     workload, grid = facts.workload, facts.grid
     rules, cuda = workload.profile.memory, workload.cluster.device == "cuda"
-    held = count_local_weights(workload.model, facts.weights, grid, stage, rules.vocabulary_multiple)
-    state = state_lines(workload, grid, held, facts.sharding)
-    snapshots = (list_eager_snapshots if rules.blocks == "eager" else list_snapshots)(facts, stage, held)
+    local = count_local_weights(workload.model, facts.weights, grid, stage, rules.vocabulary_multiple)
+    state = state_lines(workload, grid, local, facts.sharding)
+    snapshots = (list_eager_snapshots if rules.blocks == "eager" else list_snapshots)(facts, stage, local)
     lines = {name: _column(value.bytes, grid) for name, value in state.items()}
     between = sum(lines.values(), np.zeros(len(grid))) - _count_bf16_savings(workload, grid)
     peak_index = _find_peaks(snapshots, lines["gradients"])
@@ -134,7 +134,7 @@ def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
     )
     for name in SNAPSHOT_LINES:
         lines[name] = _column(_choose(peak_index, [getattr(m, name).bytes for m in snapshots]), grid)
-    buffers = sum_buffers(facts, stage, held)
+    buffers = sum_buffers(facts, stage, local)
     lines["buffers"] = _column(buffers.bytes, grid)
     allocated = sum(lines.values(), np.zeros(len(grid)))
     lines["allocator"] = allocated * (rules.reserve if cuda else 0.0)

@@ -116,20 +116,20 @@ class StageActivations:
         plain = 1.0 - expert
         block = full.times(plain) + facts.expert.full.times(expert)
         saved = dense.times(plain) + routed.times(expert)
-        held = dense.times(stage.dense_layers) + routed.times(stage.expert_layers)
+        local = dense.times(stage.dense_layers) + routed.times(stage.expert_layers)
         more = (block + saved.times(-1.0)).times(recompute)
-        return cls(all=held.times(stage.in_flight), recomputed=more, block=block, saved=saved)
+        return cls(all=local.times(stage.in_flight), recomputed=more, block=block, saved=saved)
 
 
-def list_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridSnapshot]:
+def list_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> list[GridSnapshot]:
     """The snapshots of a class of ranks, all frameworks but Meshwright."""
-    stack = StageActivations.of(facts, stage)
-    gathered = sum_gathered(facts, held)
+    activations = StageActivations.of(facts, stage)
+    gathered = sum_gathered(facts, local)
     snapshots = [
-        GridSnapshot(name, stack.all, NOTHING, stack.recomputed + work, gathered)
+        GridSnapshot(name, activations.all, NOTHING, activations.recomputed + work, gathered)
         for name, work in _backward_works(facts)
     ]
-    return snapshots + _head_snapshots(facts, stage, held, stack) if stage.heads.any() else snapshots
+    return snapshots + _head_snapshots(facts, stage, local, activations) if stage.heads.any() else snapshots
 
 
 def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
@@ -157,7 +157,7 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
     return works
 
 
-def sum_gathered(facts: Facts, held: LocalWeights) -> Sum:
+def sum_gathered(facts: Facts, local: LocalWeights) -> Sum:
     """Blocks that ZeRO-3 has all-gathered in 16 bits; gradients of one block and their copy for reduction.
 
     DeepSpeed gathers weight by weight: the largest one, and its gradient.
@@ -166,8 +166,8 @@ def sum_gathered(facts: Facts, held: LocalWeights) -> Sum:
     if facts.workload.profile.memory.gathers == "matrix":
         largest = float(max(model.ffn_size, model.value_size, model.query_size) * model.hidden_size)
         matrix = Term("a weight and its gradient", (streamed(grid), 2.0, largest, low), grid.tp)
-        return Sum((matrix,)) + sum_unsharded(facts, held)
-    block, whole = held.block + held.expert_block, sum_unsharded(facts, held)
+        return Sum((matrix,)) + sum_unsharded(facts, local)
+    block, whole = local.block + local.expert_block, sum_unsharded(facts, local)
     partly = streamed(grid) & (np.asarray(whole.bytes) == 0.0) if whole.parts else streamed(grid)
     ahead = Term("all-gathered blocks", (partly, 1.0 + grid.prefetch, block, low))
     gradients = Term("gradients of a block", (streamed(grid), block, low + FLOAT32))
@@ -179,7 +179,7 @@ def streamed(grid: Grid) -> Flags:
     return np.asarray((grid.zero >= 3) | (grid.offload == 2))
 
 
-def sum_unsharded(facts: Facts, held: LocalWeights) -> Sum:
+def sum_unsharded(facts: Facts, local: LocalWeights) -> Sum:
     """Parameters that stay all-gathered for the whole step."""
     rules, grid = facts.workload.profile.memory, facts.grid
     stays = np.zeros(len(grid), dtype=np.bool_)
@@ -190,11 +190,11 @@ def sum_unsharded(facts: Facts, held: LocalWeights) -> Sum:
     stays = stays & (grid.offload != 2)
     if not stays.any():
         return NOTHING
-    return Sum((Term("all-gathered stage", (stays, facts.low, held.dense + held.experts)),))
+    return Sum((Term("all-gathered stage", (stays, facts.low, local.dense + local.experts)),))
 
 
 def _head_snapshots(
-    facts: Facts, stage: Stage, held: LocalWeights, stack: StageActivations
+    facts: Facts, stage: Stage, local: LocalWeights, activations: StageActivations
 ) -> list[GridSnapshot]:
     """The loss and the head's backward, with all activations saved.
 
@@ -204,7 +204,7 @@ def _head_snapshots(
     """
     rules, grid, tokens, low = facts.workload.profile.memory, facts.grid, facts.tokens, facts.low
     width = float(facts.workload.model.hidden_size)
-    rows = held.table / width
+    rows = local.table / width
     sequence_parallel = grid.sequence_parallel & (grid.tp > 1)
     whole = rules.logit_bytes
     if facts.workload.compiled and rules.compiled_logit_bytes is not None:
@@ -218,20 +218,27 @@ def _head_snapshots(
         Term("gradient of the input", (tokens.count, width, low)),
     ]
     if rules.scratch_gradients:
-        head.append(Term("scratch of the head's shape", (held.table, low)))
-    here = sum_head_gathered(facts, held)
+        head.append(Term("scratch of the head's shape", (local.table, low)))
+    here = sum_head_gathered(facts, local)
     return [
-        GridSnapshot("loss", stack.all, Sum((loss, norm, gathered)), NOTHING, here, possible=stage.heads),
         GridSnapshot(
-            "head, backward", stack.all, Sum((*head, norm, gathered)), NOTHING, here, possible=stage.heads
+            "loss", activations.all, Sum((loss, norm, gathered)), NOTHING, here, possible=stage.heads
+        ),
+        GridSnapshot(
+            "head, backward",
+            activations.all,
+            Sum((*head, norm, gathered)),
+            NOTHING,
+            here,
+            possible=stage.heads,
         ),
     ]
 
 
-def sum_head_gathered(facts: Facts, held: LocalWeights) -> Sum:
+def sum_head_gathered(facts: Facts, local: LocalWeights) -> Sum:
     """Parameters that are all-gathered at the loss: the head and one block, or the stage."""
-    whole = sum_unsharded(facts, held)
+    whole = sum_unsharded(facts, local)
     partly = streamed(facts.grid)
     if whole.parts:
         partly = partly & (np.asarray(whole.bytes) == 0.0)  # the stage is gathered
-    return Sum((Term("all-gathered head and block", (partly, held.table + held.block, facts.low)),)) + whole
+    return Sum((Term("all-gathered head and block", (partly, local.table + local.block, facts.low)),)) + whole

@@ -47,12 +47,12 @@ class Sharding:
             optimizer=grid.zero >= 1,
         )
 
-    def shard(self, held: LocalWeights, where: Flags, bytes_each: float, there: Flags) -> Sum:
+    def shard(self, local: LocalWeights, where: Flags, bytes_each: float, there: Flags) -> Sum:
         """Bytes of a rank's elements, sharded in some layouts, on the device in some."""
-        dense = Term("dense", (held.dense, bytes_each, there), np.where(where, self.dense, 1.0))
-        if not held.routed:
+        dense = Term("dense", (local.dense, bytes_each, there), np.where(where, self.dense, 1.0))
+        if not local.routed:
             return Sum.of(dense)
-        experts = Term("experts", (held.experts, bytes_each, there), np.where(where, self.experts, 1.0))
+        experts = Term("experts", (local.experts, bytes_each, there), np.where(where, self.experts, 1.0))
         return Sum.of(dense, experts)
 
 
@@ -79,14 +79,14 @@ class StateBytes:
         return cls(FLOAT32, gradient, 0.0, moments)
 
 
-def state_lines(workload: Workload, grid: Grid, held: LocalWeights, sharding: Sharding) -> dict[str, Sum]:
+def state_lines(workload: Workload, grid: Grid, local: LocalWeights, sharding: Sharding) -> dict[str, Sum]:
     """The four lines of a rank's state on the device; offloaded state is left out."""
     each = StateBytes.of(workload)
     stays, resident = grid.offload == 0, grid.offload != 2
     sums = (
-        sharding.shard(held, sharding.parameters, each.parameter, resident),
-        sharding.shard(held, sharding.gradients, each.gradient, resident),
-        sharding.shard(held, sharding.optimizer, each.master, stays),
-        sharding.shard(held, sharding.optimizer, each.optimizer, stays),
+        sharding.shard(local, sharding.parameters, each.parameter, resident),
+        sharding.shard(local, sharding.gradients, each.gradient, resident),
+        sharding.shard(local, sharding.optimizer, each.master, stays),
+        sharding.shard(local, sharding.optimizer, each.optimizer, stays),
     )
     return dict(zip(STATE_LINES, sums, strict=True))

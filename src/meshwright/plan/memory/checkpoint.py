@@ -29,10 +29,10 @@ def predict_checkpoint(job: Job, pp_rank: int, state_on_device: int) -> int:
         state_on_device: Parameters, gradients and optimizer state that are not offloaded.
     """
     gathered = (_gathered_bytes(job, parameter) for parameter in local_parameter_kinds(job, pp_rank))
-    return state_on_device + _kept_bytes(job) + max(gathered, default=0)
+    return state_on_device + _step_buffers(job) + max(gathered, default=0)
 
 
-def _kept_bytes(job: Job) -> int:
+def _step_buffers(job: Job) -> int:
     """Buffers that live from step to step."""
     model, workspace = local_model(job), GPU_WORKSPACE_BYTES if job.cluster.device == "cuda" else 0
     if not isinstance(model, DecoderModel) or not uses_bf16_weight_copies(job):
