@@ -1,8 +1,8 @@
 """Every function of ``models.kernels.fused``, computed once by torch operations and once by Triton.
 
-On a GPU as it is. On a CPU in Triton's interpreter, in a process of its own (``python kernel_cases.py`` with
-``TRITON_INTERPRET=1``), as Triton asks for that when it is imported; and in float32, as that of Triton 3.6
-cuts off what it should round to 16 bits, and forgets to carry what it rounds to 8.
+CPUs use Triton's interpreter in a subprocess (``python kernel_cases.py`` with ``TRITON_INTERPRET=1``), as
+Triton reads the variable on import; and float32, as the interpreter of Triton 3.6 truncates to 16 bits
+instead of rounding, and drops the carry when it rounds to 8.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshwright.models.kernels import fused as kernels
 
 EXACT, LOW = torch.float32, torch.bfloat16
 ALIKE = 1e-6
-"""Of the norm: float32 summed in another order."""
+"""Relative error of float32 summed in another order."""
 STEP = {LOW: 2.0**-7, torch.float16: 2.0**-10, fp8.E4M3: 2.0**-3}
-"""From a value to its neighbour, at most."""
+"""Largest relative distance between neighbouring values."""
 LEAST = {LOW: 0.0, torch.float16: 2.0**-24, fp8.E4M3: 2.0**-9}
 """The smallest value."""
 
 Case = Callable[[str], Iterable[Tensor | None]]
-"""Draws its operands on a device, the same ones every time, and says what comes out."""
+"""Draws fixed operands on a device and returns the outputs."""
 
 
 def draw(device: str, *shape: int, dtype: torch.dtype = LOW, seed: int = 0) -> Tensor:
@@ -38,11 +38,14 @@ def draw(device: str, *shape: int, dtype: torch.dtype = LOW, seed: int = 0) -> T
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-def norm_cases(rows: int, width: int, stream: torch.dtype, low: torch.dtype = LOW) -> dict[str, Case]:
-    """A norm of rows, forward and back; the stream has its precision, products have theirs."""
+def norm_cases(rows: int, width: int, residual_dtype: torch.dtype, low: torch.dtype = LOW) -> dict[str, Case]:
+    """RMS norm, forward and backward, with a residual dtype and a compute dtype."""
 
     def operands(device: str) -> tuple[Tensor, Tensor, Tensor]:
-        x, delta = draw(device, rows, width, dtype=stream), draw(device, rows, width, dtype=low, seed=1)
+        x, delta = (
+            draw(device, rows, width, dtype=residual_dtype),
+            draw(device, rows, width, dtype=low, seed=1),
+        )
         return x, delta, draw(device, width, dtype=EXACT, seed=2)
 
     def forward(dtype: torch.dtype, *, added: bool) -> Case:
@@ -57,7 +60,7 @@ def norm_cases(rows: int, width: int, stream: torch.dtype, low: torch.dtype = LO
         def work(device: str) -> Iterable[Tensor | None]:
             x, grad, weight = operands(device)
             inverse = x.float().square().mean(-1).add(1e-5).rsqrt()
-            more = draw(device, rows, width, dtype=stream, seed=3) if beside else None
+            more = draw(device, rows, width, dtype=residual_dtype, seed=3) if beside else None
             return kernels.rms_norm_backward(grad, x, inverse, weight, more, normal)
 
         return work
@@ -65,36 +68,46 @@ def norm_cases(rows: int, width: int, stream: torch.dtype, low: torch.dtype = LO
     return {
         "add_rms_norm": forward(low, added=True),
         "norm alone": forward(low, added=False),
-        "add_norm in 8 bits": forward(fp8.E4M3, added=True),
+        "add_rms_norm in fp8": forward(fp8.E4M3, added=True),
         "rms_norm_backward": back(beside=True, normal=True),
-        "norm_backward of the last": back(beside=False, normal=False),
+        "rms_norm_backward of the final norm": back(beside=False, normal=False),
     }
 
 
-def embedding_cases(tokens: int, words: int, width: int, stream: torch.dtype) -> dict[str, Case]:
-    """Rows of a table, and their gradients summed by word; some come often, some never."""
+def embedding_cases(tokens: int, vocab_size: int, width: int, residual_dtype: torch.dtype) -> dict[str, Case]:
+    """Embedding lookup and its gradient; some tokens occur often, some never."""
 
     def drawn(device: str) -> Tensor:
-        return draw(device, tokens, dtype=EXACT, seed=1).mul(words / 8).abs().long().clamp(max=words - 1)
+        return (
+            draw(device, tokens, dtype=EXACT, seed=1)
+            .mul(vocab_size / 8)
+            .abs()
+            .long()
+            .clamp(max=vocab_size - 1)
+        )
 
     def back(device: str) -> Iterable[Tensor]:
-        grad = draw(device, tokens, width, dtype=stream)
-        return [kernels.embedding_grad(grad, drawn(device), words)]
+        grad = draw(device, tokens, width, dtype=residual_dtype)
+        return [kernels.embedding_grad(grad, drawn(device), vocab_size)]
 
     def forward(device: str) -> Iterable[Tensor]:
-        return [kernels.embedding_lookup(draw(device, words, width, dtype=EXACT), drawn(device), stream)]
+        return [
+            kernels.embedding_lookup(
+                draw(device, vocab_size, width, dtype=EXACT), drawn(device), residual_dtype
+            )
+        ]
 
     def apart(device: str) -> Iterable[Tensor]:
-        """Words that do not lie beside each other, as of the last token of each sequence."""
-        table, chosen = draw(device, words, width, dtype=EXACT), drawn(device).repeat_interleave(3)[::3]
-        yield kernels.embedding_lookup(table, chosen, stream)
-        yield kernels.embedding_grad(draw(device, tokens, width, dtype=stream), chosen, words)
+        """Tokens with a stride, like the last token of each sequence."""
+        table, chosen = draw(device, vocab_size, width, dtype=EXACT), drawn(device).repeat_interleave(3)[::3]
+        yield kernels.embedding_lookup(table, chosen, residual_dtype)
+        yield kernels.embedding_grad(draw(device, tokens, width, dtype=residual_dtype), chosen, vocab_size)
 
-    return {"embedding_lookup": forward, "embedding_grad": back, "rows of words that lie apart": apart}
+    return {"embedding_lookup": forward, "embedding_grad": back, "embedding_lookup with a stride": apart}
 
 
-def check_unknown_words(device: str) -> None:
-    """What a table has not is no number, and moves nothing: no memory beside it is read or written."""
+def check_unknown_tokens(device: str) -> None:
+    """Tokens outside the table give NaN and no gradient: no memory beside the table is touched."""
     memory, tokens = draw(device, 12, 16, dtype=EXACT), torch.tensor([0, -1, 4, 3], device=device)
     before, table = memory.clone(), memory[4:8]
     rows = kernels.embedding_lookup(table, tokens, EXACT)
@@ -105,15 +118,15 @@ def check_unknown_words(device: str) -> None:
     assert torch.equal(memory, before)
 
 
-def gate_cases(rows: int, width: int, low: torch.dtype = LOW) -> dict[str, Case]:
-    """What a feed-forward does between its products."""
+def swiglu_cases(rows: int, width: int, low: torch.dtype = LOW) -> dict[str, Case]:
+    """SwiGLU, forward and backward."""
 
     def operands(device: str) -> tuple[Tensor, Tensor]:
         both, grad = draw(device, rows, 2 * width, dtype=low), draw(device, rows, width, dtype=low, seed=1)
         return 2 * both, grad
 
     def with_amax(device: str) -> Iterable[Tensor]:
-        """The largest are those of what was written, to the bit, which may itself be a step apart."""
+        """The amax is that of the written values, to the bit; those may be one rounding step apart."""
         out, inner, *found = kernels.swiglu_backward_amax(*operands(device))
         wanted = [values.abs().amax(0).float() for values in (out, inner)]
         return out, inner, *((amax == own).float() for amax, own in zip(found, wanted, strict=True))
@@ -128,7 +141,7 @@ def gate_cases(rows: int, width: int, low: torch.dtype = LOW) -> dict[str, Case]
 
 
 def cast_cases(rows: int, width: int, dtype: torch.dtype = LOW) -> dict[str, Case]:
-    """Matrices in 8 bits; a column is of zeros, and of several rows one."""
+    """FP8 casts; one column and one row are zero."""
 
     def matrix(device: str) -> Tensor:
         x = draw(device, rows, width, dtype=dtype) * torch.logspace(-3, 3, rows).to(device, dtype)[:, None]
@@ -138,7 +151,7 @@ def cast_cases(rows: int, width: int, dtype: torch.dtype = LOW) -> dict[str, Cas
     def folded(device: str) -> Iterable[Tensor | None]:
         return kernels.cast_rows(matrix(device), by=draw(device, width, 1, dtype=EXACT, seed=1).abs() + 0.1)
 
-    def turned(device: str) -> Iterable[Tensor]:
+    def transposed(device: str) -> Iterable[Tensor]:
         x = matrix(device)
         return [
             kernels.cast_transposed(x, x.abs().amax(1, keepdim=True).float().clamp(min=1e-3) / fp8.E4M3_MAX)
@@ -149,26 +162,26 @@ def cast_cases(rows: int, width: int, dtype: torch.dtype = LOW) -> dict[str, Cas
         return kernels.cast_columns(x, x.abs().amax(0).float() * 2)
 
     def exactly(device: str) -> Iterable[Tensor | None]:
-        """Whole numbers with a scale of 1: nothing is rounded."""
+        """Integers with a scale of 1: nothing is rounded."""
         x = (8 * draw(device, rows, width, dtype=EXACT)).round().clamp(-15, 15).to(dtype)
         yield kernels.cast_transposed(x, torch.ones(rows, 1, device=device))
         yield kernels.cast_columns(x, torch.full((width,), fp8.E4M3_MAX, device=device)).values
 
     return {
-        "casts of whole numbers": exactly,
+        "casts of integers": exactly,
         "cast_rows": lambda device: kernels.cast_rows(matrix(device)),
         "cast_rows by columns": folded,
         "cast_columns": lambda device: kernels.cast_columns(matrix(device)),
-        "cast_columns by what is known": known,
-        "cast_transposed": turned,
+        "cast_columns with a known amax": known,
+        "cast_transposed": transposed,
         "column_amax": lambda device: [kernels.column_amax(matrix(device))],
     }
 
 
-def turn_cases(
+def rope_cases(
     batch: int, length: int, queries: int, keys: int, size: int, low: torch.dtype = LOW
 ) -> dict[str, Case]:
-    """Rotations of heads that lie beside each other, and of gradients in several layouts."""
+    """RoPE of concatenated heads, and its backward pass for several layouts of gradients."""
 
     def rope(device: str) -> tuple[Tensor, Tensor]:
         angles = draw(device, length, size // 2, dtype=EXACT, seed=1).repeat(1, 2)
@@ -187,17 +200,17 @@ def turn_cases(
         apart = k.contiguous(), v.transpose(1, 2).contiguous().transpose(1, 2)
         return [kernels.rope_backward(q, *apart, *rope(device))]
 
-    def turned_over(device: str) -> Iterable[Tensor]:
-        """As attention without a fused kernel gives the gradient of keys: the last two dims changed over."""
+    def transposed(device: str) -> Iterable[Tensor]:
+        """As unfused attention returns the key gradient: the last two dims transposed."""
         q, k, v = rows(device).transpose(1, 2).split((queries, keys, keys), dim=1)
         return [kernels.rope_backward(q, k.mT.contiguous().mT, v, *rope(device))]
 
-    return {"rotate_heads": forward, "rope_backward": back, "turned over": turned_over}
+    return {"rotate_heads": forward, "rope_backward": back, "rope_backward transposed": transposed}
 
 
 @contextmanager
 def computed_by(triton: bool) -> Iterator[None]:
-    """Whatever the device, from here on."""
+    """Use Triton, or torch operations, whatever the device."""
     usual, kernels.on_gpu = kernels.on_gpu, lambda _: triton
     try:
         yield
@@ -206,7 +219,7 @@ def computed_by(triton: bool) -> Iterator[None]:
 
 
 def compare(case: Case, device: str, *, rounded: bool = True) -> None:
-    """Torch's operations and Triton's give the same.
+    """Torch operations and Triton give the same.
 
     Args:
         case: What is computed.
@@ -227,7 +240,7 @@ def compare(case: Case, device: str, *, rounded: bool = True) -> None:
 
 
 def assert_alike(found: Tensor, expected: Tensor, label: str) -> None:
-    """As float32 is that was summed in another order."""
+    """Equal up to the order of summation in float32."""
     exact = expected.double()
     off = (found.double() - exact).abs()
     if (exact >= 0).all():  # scales, norms: no sum in which terms take each other away
@@ -237,7 +250,7 @@ def assert_alike(found: Tensor, expected: Tensor, label: str) -> None:
 
 
 def assert_rounded_alike(found: Tensor, expected: Tensor, label: str) -> None:
-    """Of fewer bits: one step apart, and that seldom."""
+    """With fewer bits: at most one rounding step apart, and rarely."""
     ours, theirs = found.float(), expected.float()
     off, largest = (ours - theirs).abs(), theirs.abs().max()
     # What is left where two large numbers take each other away is as near as those were.
@@ -250,7 +263,7 @@ def assert_rounded_alike(found: Tensor, expected: Tensor, label: str) -> None:
 def check_softmax(
     device: str, words: int, *, dtype: torch.dtype = LOW, spread: float = 3.0, factor: float = 1.0
 ) -> None:
-    """Losses and gradient are those of torch's cross-entropy in float32; an ignored target has none.
+    """Losses and gradient match torch's cross-entropy in float32; an ignored target has neither.
 
     Args:
         device: Where.
@@ -279,7 +292,7 @@ def check_softmax(
 
 
 def check_scale(device: str, dtype: torch.dtype) -> None:
-    """A factor multiplies every value; a factor of 1 does not even touch them, as a NaN's bits would show."""
+    """A factor multiplies every value; a factor of 1 does not touch them: the bits of a NaN stay."""
     x = draw(device, 3, 5000, dtype=dtype)
     before = x.clone()
     kernels.scale(x, torch.full((), 0.3, device=device))
@@ -292,7 +305,7 @@ def check_scale(device: str, dtype: torch.dtype) -> None:
 
 
 def check_adamw(device: str) -> None:
-    """Parameters of all kinds move as by torch's operations; also after one lies elsewhere."""
+    """Updates match torch operations; also after a tensor was reallocated."""
     from meshwright.train.optimizers import triton_adamw
     from meshwright.train.optimizers.parameter_update import ParameterUpdate, update_parameter
 
@@ -318,22 +331,22 @@ def check_adamw(device: str) -> None:
 
 
 def check_interpreted() -> None:
-    """All of them on a CPU, small, with rows and widths that fill no block."""
+    """All kernels on a CPU, with small sizes that fill no block."""
     from meshwright.models.kernels import triton_block as triton_kernels
 
     triton_kernels._multiprocessors = lambda _: 3  # rows are then shared out among few programs
     triton_kernels.THREADS = 32
-    cases = norm_cases(20, 96, EXACT, EXACT) | gate_cases(20, 160, EXACT) | cast_cases(80, 144, EXACT)
-    cases |= turn_cases(2, 5, 6, 3, 16, EXACT) | embedding_cases(50, 30, 96, EXACT)
+    cases = norm_cases(20, 96, EXACT, EXACT) | swiglu_cases(20, 160, EXACT) | cast_cases(80, 144, EXACT)
+    cases |= rope_cases(2, 5, 6, 3, 16, EXACT) | embedding_cases(50, 30, 96, EXACT)
     cases |= {f"{name}, a row ahead": case for name, case in norm_cases(20, 2100, EXACT, EXACT).items()}
     for name, case in cases.items():
-        compare(case, "cpu", rounded=name == "casts of whole numbers")
+        compare(case, "cpu", rounded=name == "casts of integers")
         sys.stdout.write(f"{name}\n")  # whoever started this counts them
     with computed_by(triton=True):
         check_softmax("cpu", 300, dtype=EXACT)
         check_softmax("cpu", 40_000, dtype=EXACT, factor=0.1)
         check_scale("cpu", EXACT)
-        check_unknown_words("cpu")
+        check_unknown_tokens("cpu")
     check_adamw("cpu")
     sys.stdout.write("adamw\n")
     sys.stdout.write("cross_entropy and scale\n")

@@ -1,4 +1,4 @@
-"""Experts on one GPU: the grouped kernel is a product for each expert, and runs have the CPU's losses."""
+"""Experts on one GPU: the grouped GEMM matches one GEMM per expert, and runs have the CPU's losses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "train.balance_ra
 
 @pytest.mark.parametrize("sizes", [[5, 0, 7, 20], [0, 0, 0, 3], [128, 1, 0, 64], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("widths", [(64, 96), (24, 36)], ids=["fused", "one by one"])
-def test_the_grouped_kernel_is_a_product_for_each_expert(sizes, widths):
-    """Output and gradients in bf16, a bias with them; experts without rows get zeros."""
+def test_the_grouped_gemm_matches_one_gemm_per_expert(sizes, widths):
+    """Output and gradients in bf16, with a bias; experts without rows have zero gradients."""
     inner, outer = widths
     generator = torch.Generator("cuda").manual_seed(0)
 

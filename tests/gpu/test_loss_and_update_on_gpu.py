@@ -1,4 +1,4 @@
-"""The ends of a compiled step on a GPU, loss and update: their numbers, and that no host waits in them."""
+"""Loss and AdamW update of a compiled step on a GPU: results, and no device sync."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 @contextmanager
 def nobody_waits() -> Iterator[None]:
-    """Whatever makes the host wait for the device is an error."""
+    """Every device sync is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it does not see everything
         torch.cuda.set_sync_debug_mode("error")
@@ -32,8 +32,8 @@ def nobody_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_fused_loss_is_the_eager_one():
-    """Three chunks, the last one short; the product adds to the head's gradient in float32."""
+def test_the_fused_loss_matches_the_eager_one():
+    """Three chunks, the last one short; the GEMM accumulates the head's gradient in float32."""
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(2600, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
     weight = (torch.randn(4096, 256, device="cuda", generator=generator) / 16).requires_grad_()
@@ -57,8 +57,8 @@ def test_the_fused_loss_is_the_eager_one():
 
 
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_fused_update_is_torchs(narrow):
-    """Matrices and vectors, with copies and without, in long words and not; gradients of two precisions."""
+def test_the_fused_update_matches_torch(narrow):
+    """Matrices and vectors, with and without weight copies, aligned and not; gradients of two dtypes."""
     shapes = [(2048, 2048), (512,), (300, 7), (1024, 6144), (3,)]
     memory = torch.randn(4 + 300, 7, device="cuda")
     ours = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]

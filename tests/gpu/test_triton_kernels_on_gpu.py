@@ -16,13 +16,13 @@ from kernel_cases import (  # noqa: E402
     cast_cases,
     check_scale,
     check_softmax,
-    check_unknown_words,
+    check_unknown_tokens,
     compare,
     draw,
     embedding_cases,
-    gate_cases,
     norm_cases,
-    turn_cases,
+    rope_cases,
+    swiglu_cases,
 )
 from meshwright.data.dataset import IGNORE_INDEX  # noqa: E402
 from meshwright.models import loss as losses  # noqa: E402
@@ -50,8 +50,8 @@ SAMPLES, LENGTH = 4, 48
 
 @pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_norms_are_those_of_torchs_operations(width, residual_dtype):
-    """With a row for each program, and with more rows than programs."""
+def test_norms_match_torch(width, residual_dtype):
+    """With one row per program, and with more rows than programs."""
     for rows in ROWS:
         for case in norm_cases(rows, width, residual_dtype).values():
             compare(case, DEVICE)
@@ -59,17 +59,17 @@ def test_norms_are_those_of_torchs_operations(width, residual_dtype):
 
 @pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_embeddings_are_those_of_torchs_operations(width, residual_dtype):
+def test_embeddings_match_torch(width, residual_dtype):
     for tokens in ROWS:
         for case in embedding_cases(tokens, 300, width, residual_dtype).values():
             compare(case, DEVICE)
 
 
-def test_words_that_an_embedding_has_not_are_noticed():
-    check_unknown_words(DEVICE)
+def test_tokens_outside_the_embedding_are_detected():
+    check_unknown_tokens(DEVICE)
 
 
-def test_a_deterministic_run_sums_the_gradient_of_an_embedding_by_torch(monkeypatch):
+def test_deterministic_runs_use_torchs_embedding_gradient(monkeypatch):
     grad, tokens = draw(DEVICE, 8, 32), torch.zeros(8, dtype=torch.long, device=DEVICE)
     monkeypatch.setattr(kernels, "_triton", lambda: pytest.fail("sums in any order"))
     torch.use_deterministic_algorithms(True)
@@ -80,15 +80,15 @@ def test_a_deterministic_run_sums_the_gradient_of_an_embedding_by_torch(monkeypa
 
 
 @pytest.mark.parametrize("width", [*WIDTHS, 14336])
-def test_gates_are_those_of_torchs_operations(width):
+def test_swiglu_matches_torch(width):
     for rows in ROWS:
-        for case in gate_cases(rows, width).values():
+        for case in swiglu_cases(rows, width).values():
             compare(case, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_casts_are_those_of_torchs_operations(width, dtype):
+def test_casts_match_torch(width, dtype):
     for rows in ROWS:
         for case in cast_cases(rows, width, dtype).values():
             compare(case, DEVICE)
@@ -97,17 +97,17 @@ def test_casts_are_those_of_torchs_operations(width, dtype):
 @pytest.mark.parametrize(
     ("queries", "keys", "size"), [(1, 1, 16), (4, 2, 32), (6, 3, 64), (32, 8, 64), (40, 8, 128)]
 )
-def test_turned_heads_are_those_of_torchs_operations(queries, keys, size):
-    """As many heads as a power of two or not; where they lie, and in other layouts on the way back."""
+def test_rope_matches_torch(queries, keys, size):
+    """With a power of two of heads or not; in place, and backward with other layouts."""
     for batch, length in ((1, 1), (2, 10), (3, 333)):
-        for case in turn_cases(batch, length, queries, keys, size).values():
+        for case in rope_cases(batch, length, queries, keys, size).values():
             compare(case, DEVICE)
 
 
 @pytest.mark.parametrize("what", ["cast_rows", "cast_columns", "add_rms_norm", "swiglu"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_no_cast_hides_what_is_not_finite(what, value):
-    """A diverging run is noticed by its loss: as on a CPU, nothing finite may come of a NaN."""
+def test_casts_keep_nan_and_infinity_visible(what, value):
+    """A diverging run is detected by its loss: as on a CPU, a NaN stays a NaN."""
     x, other, weight = (
         draw(DEVICE, *shape, dtype=EXACT, seed=i) for i, shape in enumerate([(16, 32)] * 2 + [(32,)])
     )
@@ -125,17 +125,17 @@ def test_no_cast_hides_what_is_not_finite(what, value):
 
 @pytest.mark.parametrize("words", [300, 40_000, 128_256])
 @pytest.mark.parametrize("factor", [1.0, 1 / 300])
-def test_the_loss_in_place_is_torchs(words, factor):
+def test_the_in_place_loss_matches_torch(words, factor):
     check_softmax(DEVICE, words, factor=factor)
 
 
-def test_the_loss_in_place_of_very_large_logits_is_torchs():
-    """Of the order of 10,000: no exponential leaves float32."""
+def test_the_in_place_loss_of_very_large_logits_matches_torch():
+    """About 10,000: no exponential overflows float32."""
     check_softmax(DEVICE, 40_000, spread=1e4)
 
 
-def test_the_loss_in_place_finds_rows_beyond_two_to_the_31():
-    """4.4 GB of logits; the last row is the one that would be sought elsewhere."""
+def test_the_in_place_loss_addresses_rows_beyond_two_to_the_31():
+    """4.4 GB of logits; a 32-bit offset of the last row would overflow."""
     words = 128_256
     rows = 2**31 // words + 2
     logits = torch.zeros(rows, words, dtype=LOW, device=DEVICE)
@@ -150,7 +150,7 @@ def test_the_loss_in_place_finds_rows_beyond_two_to_the_31():
 
 
 @pytest.mark.parametrize("dtype", [EXACT, LOW], ids=["fp32", "bf16"])
-def test_scale_multiplies_and_passes_over_nothing_where_the_factor_is_one(dtype):
+def test_scale_multiplies_and_skips_a_factor_of_one(dtype):
     check_scale(DEVICE, dtype)
 
 
@@ -163,8 +163,8 @@ def loss_operands() -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("real", [1.0, 1 / 256, 0.1])
-def test_gradients_are_the_same_whatever_gradient_was_expected(real):
-    """Made with the one that comes, or scaled after."""
+def test_gradients_do_not_depend_on_the_expected_loss_gradient(real):
+    """Computed with the expected one, or rescaled."""
     x, weight, targets = loss_operands()
     exact = [x.detach().float().requires_grad_(), weight.detach().bfloat16().float().requires_grad_()]
     plain = F.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -177,8 +177,8 @@ def test_gradients_are_the_same_whatever_gradient_was_expected(real):
 
 
 @pytest.mark.parametrize("divisor", [1, 7, 13, 41, 256, 8191, 32768, 53248])
-def test_an_expected_gradient_that_comes_costs_no_pass(monkeypatch, divisor):
-    """As the loop does it: the loss over the targets of a step. Then the factor is 1, to the bit."""
+def test_a_correctly_expected_loss_gradient_costs_no_pass(monkeypatch, divisor):
+    """As in training: the loss is divided by a step's targets. Then the factor is exactly 1."""
     factors = []
     monkeypatch.setattr(losses.kernels, "scale", lambda _, factor: factors.append(factor.item()))
     x, weight, targets = loss_operands()
@@ -194,7 +194,7 @@ def build(
     recompute: str = "none",
     uses_fp8=False,
 ):
-    """The same weights in every one; without copies it is the float32 reference."""
+    """A decoder with the same weights every time; without copies it is the float32 reference."""
     with torch.device(DEVICE):
         net = Decoder(SHAPE, LENGTH, 64, recompute)
     with torch.no_grad():
@@ -221,7 +221,7 @@ def step(net: Decoder, *, masked: bool = False, low: bool = True):
 
 
 def distance(found, exact) -> float:
-    """Of all gradients from the exact ones."""
+    """Relative error of all gradients."""
     off = [((gradient - exact[name]).norm() / exact[name].norm()).item() for name, gradient in found.items()]
     return math.sqrt(sum(d * d for d in off) / len(off))
 
@@ -229,8 +229,8 @@ def distance(found, exact) -> float:
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
-def test_blocks_are_as_near_to_float32_as_their_modules(uses_fp8, residual_dtype, masked):
-    """With every mode of recomputation; the loss is the kernel's, which expects another gradient."""
+def test_blocks_are_as_close_to_float32_as_torch_modules(uses_fp8, residual_dtype, masked):
+    """In every mode of activation checkpointing, with the loss kernel and an expected loss gradient."""
     exact_loss, exact = step(build(triton=False, copies=False), masked=masked, low=False)
     _, modules = step(build(residual_dtype, triton=False, uses_fp8=uses_fp8), masked=masked)
     for recompute in ("none", "selective", "full"):
@@ -255,8 +255,8 @@ TRAINED = (
 )
 
 
-def test_a_run_with_own_kernels_has_the_losses_of_one_with_compiled_ones(train, job_file):
-    """A whole run with its audit; the two differ in who computes the blocks, and in nothing else."""
+def test_a_triton_run_has_the_losses_of_a_compiled_run(train, job_file):
+    """A whole run with its audit; only the block backend differs."""
     own, compiled = ([*TRAINED, f"train.block_backend={backend}"] for backend in ("triton", "compile"))
     assert uses_triton_blocks(load_job(str(job_file), own))
     assert not uses_triton_blocks(load_job(str(job_file), compiled))
@@ -267,8 +267,8 @@ def test_a_run_with_own_kernels_has_the_losses_of_one_with_compiled_ones(train, 
     assert found.result["audit_ok"], found.result["differences"]
 
 
-def test_a_run_with_gradients_in_16_bits_has_the_losses_of_one_in_float32(train):
-    """And holds as much as was planned: half of its matrices' gradients, to the byte."""
+def test_a_run_with_bf16_gradients_has_the_losses_of_one_with_float32(train):
+    """And its state is as planned to the byte: weight gradients take half."""
     one = (*TRAINED, "layout.dp_replicate=1", "layout.micro_batch=12")
     wanted = train(*one, "run_dir=float32")
     found = train(*one, "train.grad_dtype=bf16", "run_dir=narrow")

@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept, never what is computed."""
+"""Activation checkpointing changes what is saved, never what is computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GPT = DecoderModel(
 
 
 def step(model: DecoderModel, recompute: str, compiled: bool = False, low: bool = False):
-    """Loss, gradients and what lives between forward and backward, of one step."""
+    """Loss, gradients and saved bytes of one step."""
     net = Decoder(model, 16, 8, recompute)
     weights = RandomWeights(dataclasses.replace(model, init_std=0.2), 0)
     fill(net, [name for name, _ in net.named_parameters()], weights, torch.device("cpu"))
@@ -49,7 +49,7 @@ def step(model: DecoderModel, recompute: str, compiled: bool = False, low: bool 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", [SHAPE, GPT], ids=["llama", "gpt"])
-def test_every_mode_gives_the_same_bits_and_keeps_less_and_less(model, low):
+def test_every_mode_gives_the_same_bits_and_saves_less_than_the_one_before(model, low):
     loss, gradients, kept = step(model, "none", low=low)
     sizes = [kept]
     for mode in ("selective", "full"):
@@ -61,8 +61,8 @@ def test_every_mode_gives_the_same_bits_and_keeps_less_and_less(model, low):
     assert sizes[0] > sizes[1] > sizes[2]
 
 
-def test_selective_does_not_compute_products_again():
-    """Each matrix product of a block's forward pass runs once; under `full` all but the last run twice."""
+def test_selective_recomputes_no_gemm():
+    """Each GEMM of a block's forward pass runs once; with ``full`` all but the last run twice."""
     flops = {}
     for mode in ("none", "selective", "full"):
         with FlopCounterMode(display=False) as counter:
@@ -77,7 +77,7 @@ def test_selective_does_not_compute_products_again():
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_compiled_blocks_compute_the_same(mode):
-    """Traced and differentiated ahead of time (`aot_eager`), with each kind of recomputation."""
+    """Traced and differentiated ahead of time (``aot_eager``), in each mode."""
     torch.compiler.reset()
     loss, gradients, _ = step(SHAPE, "none")
     again, regained, _ = step(SHAPE, mode, compiled=True)

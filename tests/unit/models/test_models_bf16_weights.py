@@ -1,4 +1,4 @@
-"""Products of 16-bit copies: what they give, what they keep, and that the copies follow their masters."""
+"""bf16 weight copies: results, saved bytes, and refreshes after the master weights change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from triton_decoders import note_saved
 LLAMA = DecoderModel(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=50)
 GPT = dataclasses.replace(LLAMA, num_kv_heads=4, max_positions=16, tied_embeddings=True, **GPT_PARTS)
 LENGTH, SAMPLES = 16, 4
-# Torch's compiler asks what is no leaf for its gradient; it hides the warning, but not where it is an error.
+# torch.compile reads .grad of a non-leaf; it hides the warning, but not where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute:UserWarning", "ignore:.*:DeprecationWarning"
 )
@@ -31,7 +31,7 @@ def build(model: DecoderModel, recompute: str = "none", copied: bool = True) -> 
     weights = RandomWeights(dataclasses.replace(model, init_std=0.2), 0)
     fill(net, [name for name, _ in net.named_parameters()], weights, torch.device("cpu"))
     if copied:
-        torch.compiler.reset()  # it counts how often it has compiled a block, and gives up
+        torch.compiler.reset()  # it limits how often a block is compiled
         net.residual_dtype = torch.bfloat16
         net.weight_copies = WeightCopies(net, torch.bfloat16)
         compile_blocks(net, backend="aot_eager")
@@ -46,8 +46,8 @@ def step(net: Decoder) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {name: p.grad for name, p in net.named_parameters()}
 
 
-def test_a_copys_product_sends_float32_gradients_to_each_of_its_masters():
-    """As three float32 products of the same rounded weights would; the parts are those of the rows."""
+def test_gradients_reach_each_master_weight_in_float32():
+    """As from three float32 GEMMs of the same rounded weights, split by rows."""
     torch.manual_seed(0)
     masters = [nn.Parameter(torch.randn(rows, 8)) for rows in (16, 4, 4)]
     low = torch.cat([master.detach() for master in masters]).bfloat16()
@@ -63,8 +63,8 @@ def test_a_copys_product_sends_float32_gradients_to_each_of_its_masters():
         assert torch.allclose(master.grad, gradient, rtol=1e-2, atol=1e-2)
 
 
-def test_joined_products_give_what_each_gives():
-    """Forward to the bit, gradients within what 16 bits round."""
+def test_merged_linears_match_single_ones():
+    """Forward to the bit, gradients within 16-bit rounding."""
     torch.manual_seed(0)
     products = [Linear(8, width, bias=False) for width in (16, 4)]
     low = torch.cat([product.weight.detach() for product in products]).bfloat16()
@@ -86,21 +86,21 @@ def test_joined_products_give_what_each_gives():
 @pytest.mark.parametrize(
     ("model", "recompute"), [(LLAMA, "none"), (LLAMA, "selective"), (LLAMA, "full"), (GPT, "none")]
 )
-def test_a_step_with_copies_follows_the_step_without(model, recompute):
-    """Within what 16 bits round; products that are one, and those with a bias, which are not."""
+def test_a_step_with_copies_matches_one_without(model, recompute):
+    """Within 16-bit rounding; with merged linears, and with biases, which are not merged."""
     plain, expected = step(build(model, copied=False))
     net = build(model, recompute)
     assert (net.blocks["0"].attention.qkv is None) == model.attention_bias
     found, gradients = step(net)
     assert found == pytest.approx(plain, rel=2e-3)
-    whole = nn.utils.get_total_norm(list(expected.values()))  # a bias of keys has a gradient of noise alone
+    whole = nn.utils.get_total_norm(list(expected.values()))  # the gradient of a key bias is noise
     for name, gradient in gradients.items():
         off = (gradient - expected[name]).norm()
         assert off < 0.03 * expected[name].norm() + 1e-3 * whole, name
 
 
-def test_selective_recomputation_of_a_compiled_block_keeps_what_its_products_gave():
-    """To the byte: the input, q, k and v, attention with its sums, what wo gave, gate and up."""
+def test_selective_checkpointing_of_a_compiled_block_saves_its_gemm_outputs():
+    """To the byte: input, q, k, v, attention and its log-sum-exp, output of wo, gate and up."""
     net = build(LLAMA, "selective")
     net.weight_copies.refresh()
     block, tokens, width = net.blocks["0"], SAMPLES * LENGTH, LLAMA.hidden_size
@@ -116,7 +116,7 @@ def test_selective_recomputation_of_a_compiled_block_keeps_what_its_products_gav
     out.sum().backward()
 
 
-def test_copies_are_made_again_when_their_masters_have_changed():
+def test_copies_are_refreshed_when_masters_change():
     net = build(LLAMA)
     step(net)
     copies = net.weight_copies.copies

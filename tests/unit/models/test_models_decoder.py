@@ -1,4 +1,4 @@
-"""The model: its parameters are the planned ones, its start depends on names alone, its mathematics hold."""
+"""The decoder: planned parameters, initial weights that depend on names only, and its mathematics."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ GPT = {**GPT_PARTS, "num_kv_heads": 4, "max_positions": 24, "tied_embeddings": T
     ids=str,
 )
 def test_parameters_are_the_planned_ones_in_order(changes):
-    """plan.shapes lists, without torch, exactly what torch registers."""
+    """layout.parameters lists, without torch, exactly what torch registers."""
     model = small(**changes)
     planned = [(p.name, p.shape) for p in list_parameters(model)]
     assert [(n, tuple(p.shape)) for n, p in Decoder(model, 16).named_parameters()] == planned
 
 
-def test_start_depends_on_seed_and_name_only():
-    """A parameter's first values do not change when other parameters come or go, or the order changes."""
+def test_initial_weights_depend_on_seed_and_name_only():
+    """Other parameters and their order do not change a parameter's initial values."""
     deep, shallow = built(small(num_layers=4)), built(small(num_layers=1))
     torch.testing.assert_close(
         deep.blocks["0"].ffn.up.weight, shallow.blocks["0"].ffn.up.weight, rtol=0, atol=0
@@ -65,7 +65,7 @@ def test_start_depends_on_seed_and_name_only():
     assert not torch.equal(built(small(), seed=1).embed.weight, built(small(), seed=2).embed.weight)
 
 
-def test_start_is_frozen():
+def test_initial_weights_are_frozen():
     """The generator's seed is part of the contract: a change would silently change every run."""
     assert parameter_seed(0, "embed.weight") == 922937692374169618
     expected = [0.009152090176939964, -0.002937102457508445, -0.01635526679456234]
@@ -107,7 +107,7 @@ def test_grouped_queries_equal_repeated_keys():
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 11))
-def test_rotary_products_depend_on_distance_alone(i, j, shift):
+def test_rope_scores_depend_on_distance_only(i, j, shift):
     cos, sin = build_rope(small(), torch.arange(64))
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
 
@@ -121,7 +121,7 @@ def test_rotary_products_depend_on_distance_alone(i, j, shift):
     assert product(i, j) == pytest.approx(product(i + shift, j + shift), abs=1e-4)
 
 
-def test_loss_is_a_sum_and_ignored_targets_weigh_nothing():
+def test_loss_is_a_sum_without_ignored_targets():
     net = built(small())
     tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1))
     targets = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(2))
@@ -150,7 +150,7 @@ def test_tied_head_is_the_embedding():
     "changes", [{}, {"positions": "learned", "max_positions": 16}], ids=["rope", "learned"]
 )
 def test_packed_documents_equal_the_same_documents_alone(changes):
-    """Behind the document mask no document sees another, and positions begin again: the losses add up."""
+    """With the document mask no document attends to another and positions restart: the losses add up."""
     net = built(small(**changes))
     documents = [torch.randint(0, 50, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 4, 5)]
     packed = torch.cat(documents).view(1, -1)
@@ -175,12 +175,12 @@ def test_biases_start_at_zero_and_norms_at_one():
     assert (net.norm.weight == 1).all()
 
 
-def test_slow_rotations_are_stretched_and_fast_ones_left_alone():
+def test_low_rope_frequencies_are_scaled_and_high_ones_are_not():
     """Llama 3.1's rule: below the low factor a frequency is divided, above the high one it is not."""
     plain, longer = small(head_dim=8), small(head_dim=8, rope_factor=8.0, rope_original_positions=64)
     frequencies = torch.tensor([1.0, 0.2, 0.01, 0.0001], dtype=torch.float64)
-    stretched = scale_rope_frequencies(longer, frequencies)
+    scaled = scale_rope_frequencies(longer, frequencies)
     assert torch.equal(scale_rope_frequencies(plain, frequencies), frequencies)
-    assert stretched[0] == 1.0
-    assert stretched[3] == pytest.approx(0.0001 / 8)
-    assert 0.2 / 8 < stretched[1] < 0.2
+    assert scaled[0] == 1.0
+    assert scaled[3] == pytest.approx(0.0001 / 8)
+    assert 0.2 / 8 < scaled[1] < 0.2

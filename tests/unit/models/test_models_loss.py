@@ -30,7 +30,7 @@ def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch
 
 @pytest.mark.parametrize("chunk", [1, 5, 36, 37, 1000])
 def test_loss_and_gradients_are_those_of_the_plain_form(chunk):
-    """Also where the last chunk is short, and scaled by whatever comes after the loss."""
+    """Also with a short last chunk, and when the loss is scaled afterwards."""
     x, weight, targets = operands()
     expected = plain(x, weight, targets)
     wanted = torch.autograd.grad(expected * 3.0, (x, weight))
@@ -67,7 +67,7 @@ def test_ignored_targets_alone_give_zero_and_no_gradient():
 
 
 def test_the_logits_of_the_whole_batch_are_never_held():
-    """What the plain form holds three times, the chunked one does not hold once; forward, backward, eval."""
+    """The plain form holds them three times, the chunked one never; forward, backward, evaluation."""
     x, weight, targets = operands(tokens=4096)
     logits_bytes = 4096 * WORDS * 4
 
@@ -91,7 +91,7 @@ def test_the_logits_of_the_whole_batch_are_never_held():
     assert growth(evaluated) < logits_bytes / 8
 
 
-def test_the_weights_gradient_is_handed_over_not_copied():
+def test_the_weight_gradient_is_not_copied():
     x, weight, targets = operands()
     loss = linear_cross_entropy(x, weight, targets, 8)
     made = loss.grad_fn.gradients[1].data_ptr()
@@ -101,13 +101,13 @@ def test_the_weights_gradient_is_handed_over_not_copied():
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """The function that a GPU gets compiled, as it stands: a compiler takes seconds."""
+    """The fused loss without compilation, which takes seconds."""
     monkeypatch.setattr(losses, "_compile_softmax_loss", lambda: losses.fused_softmax_loss)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 36, 1000])
 def test_the_fused_loss_is_the_plain_one(uncompiled, chunk):
-    """In float32, with ignored targets, also where the last chunk is short, and without gradients."""
+    """In float32, with ignored targets, a short last chunk, and without gradients."""
     x, weight, targets = operands()
     expected = plain(x, weight, targets)
     wanted = torch.autograd.grad(expected * 3.0, (x, weight))
@@ -121,8 +121,8 @@ def test_the_fused_loss_is_the_plain_one(uncompiled, chunk):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["copy kept", "copy made"])
-def test_fused_sixteen_bits_are_those_of_the_eager_loss(uncompiled, kept):
-    """The logits are rounded to 16 bits in both: losses agree as float32 does, gradients to one rounding."""
+def test_the_fused_16_bit_loss_matches_the_eager_one(uncompiled, kept):
+    """Both round the logits to 16 bits: losses agree in float32, gradients to one rounding."""
     x, weight, targets = operands(torch.bfloat16)
     low = weight.detach().to(torch.bfloat16) if kept else None
     eager = linear_cross_entropy(x, weight, targets, 8)
@@ -135,8 +135,8 @@ def test_fused_sixteen_bits_are_those_of_the_eager_loss(uncompiled, kept):
         assert (ours.float() - theirs.float()).norm() < 2**-8 * theirs.float().norm()
 
 
-def test_a_kept_copy_is_what_the_products_read():
-    """Eager, too: with a copy of zeros all words are as likely, whatever the weight is."""
+def test_gemms_read_the_weight_copy():
+    """In eager mode too: with a copy of zeros all tokens are equally likely, whatever the weight."""
     x, weight, targets = operands(torch.bfloat16)
     low = torch.zeros_like(weight, dtype=torch.bfloat16, requires_grad=False)
     loss = linear_cross_entropy(x, weight, targets, 8, weight_copy_VD=low)
@@ -154,7 +154,7 @@ def test_the_fused_loss_of_ignored_targets_alone_is_zero(uncompiled):
 
 
 def test_fused_logits_are_never_held_in_float32(monkeypatch):
-    """What goes into the compiled function, and comes out, is as wide as the product's operands."""
+    """Input and output of the compiled function have the dtype of the GEMM."""
     seen = []
 
     def spy(logits, targets, wanted):

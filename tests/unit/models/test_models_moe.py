@@ -1,4 +1,4 @@
-"""A mixture of experts against the plainest way to compute it: every token through every expert, masked."""
+"""Mixture of experts against a naive reference: every token through every expert, masked."""
 
 import dataclasses
 import math
@@ -48,7 +48,7 @@ def stream(seed=1):
 
 
 def one_expert(layer, model, number, x):
-    """One expert on all tokens, from its rows of the stacked matrices."""
+    """One expert on all tokens, from its rows of the concatenated weights."""
 
     def linear(part, x, outer):
         rows = slice(number * outer, (number + 1) * outer)
@@ -72,7 +72,7 @@ def naive_scores(layer, model, x):
 
 
 def naive(layer, model, x, capacity=None, bias=0.0):
-    """Every token through every expert; the counts of choices, and which were dropped."""
+    """Every token through every expert; also the counts per expert, and the dropped pairs."""
     _, scores = naive_scores(layer, model, x)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(
         -1, (scores + bias).topk(model.experts_per_token, dim=-1).indices, True
@@ -110,8 +110,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_it_is_every_token_through_every_expert_with_a_mask(changes):
-    """Output and every gradient, with and without a capacity."""
+def test_output_and_gradients_match_the_naive_reference(changes):
+    """With and without a capacity."""
     model = shaped(**changes)
     layer, x = mixture(model), stream()
     capacity = None
@@ -126,14 +126,14 @@ def test_it_is_every_token_through_every_expert_with_a_mask(changes):
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-def test_text_is_written_without_a_capacity():
+def test_generation_has_no_capacity():
     model = shaped(capacity_factor=0.25)
     layer, x = mixture(model), stream()
     torch.testing.assert_close(layer(x), naive(layer, model, x)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_capacity_counts_one_sequence_and_drops_its_last_tokens():
-    """The same sequence is treated alike, whatever else is in its micro-batch."""
+    """A sequence is routed the same whatever else is in its micro-batch."""
     layer, x = mixture(shaped(capacity_factor=0.6)), stream()
     together = layer(x, torch.ones(BATCH))
     for row in range(BATCH):
@@ -147,7 +147,7 @@ def test_a_capacity_counts_one_sequence_and_drops_its_last_tokens():
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("balance", "z"), [(0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
 def test_the_auxiliary_losses_have_the_gradients_of_their_formulas(router, balance, z):
-    """Against autograd of the losses written out; the third sequence only fills up."""
+    """Against autograd of the explicit losses; the third sequence is padding."""
     model = shaped(router=router)
     layer, x = mixture(model), stream()
     weights = torch.tensor([0.25, 0.25, 0.0])
@@ -173,7 +173,7 @@ def test_the_auxiliary_losses_have_the_gradients_of_their_formulas(router, balan
             torch.testing.assert_close(found[name], plain[name], msg=name)
 
 
-def test_a_bias_changes_who_is_chosen_and_not_the_weights():
+def test_a_selection_bias_changes_the_experts_and_not_the_weights():
     layer, x = mixture(MODEL), stream()
     layer.router.selection_bias = torch.tensor([0.0, 5.0, 0.0, 0.0])
     expected, chosen, _ = naive(layer, MODEL, x, bias=layer.router.selection_bias)
@@ -181,7 +181,7 @@ def test_a_bias_changes_who_is_chosen_and_not_the_weights():
     torch.testing.assert_close(layer(x, torch.ones(BATCH)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_expert_without_tokens_has_a_gradient_of_zeros():
+def test_an_expert_without_tokens_has_a_zero_gradient():
     layer, x = mixture(shaped(ffn_bias=True)), stream()
     layer.router.choose = lambda scores, chosen: torch.tensor([0, 2]).expand_as(chosen)
     layer(x, torch.ones(BATCH)).sum().backward()
@@ -191,8 +191,8 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros():
     assert (rows > 0).tolist() == [True, False, True, False]
 
 
-def test_no_tokens_at_all_still_make_gradients():
-    """Under expert parallelism a rank may be sent nothing."""
+def test_a_layer_without_tokens_has_gradients():
+    """With expert parallelism a rank may receive no tokens."""
     layer = mixture(MODEL)
     out = layer.experts(torch.empty(0, MODEL.hidden_size, requires_grad=True), [0, 0, 0, 0])
     out.sum().backward()
@@ -201,7 +201,7 @@ def test_no_tokens_at_all_still_make_gradients():
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("changes", [{}, {"shared_experts": 1, "capacity_factor": 0.8}])
-def test_recomputation_changes_nothing_and_counts_once(recompute, changes):
+def test_activation_checkpointing_changes_nothing_and_counts_once(recompute, changes):
     """Loss, gradients and the load of each layer; evaluation and zero-weight samples count nothing."""
     model = shaped(dense_layers=1, num_layers=3, **changes)
 
@@ -238,7 +238,7 @@ def test_parameters_are_those_of_the_plan(changes):
     assert [(n, tuple(p.shape)) for n, p in Decoder(model, LENGTH).named_parameters()] == listed
 
 
-def test_low_precision_rounds_products_and_not_the_choice():
+def test_low_precision_rounds_gemms_and_not_the_routing():
     model = shaped(shared_experts=1)
     layer, x = mixture(model), stream()
     exact, choices = layer(x, torch.ones(BATCH)), []

@@ -1,4 +1,4 @@
-"""Packing is exact: what the dataset puts together, the model reads as if it were apart."""
+"""Packed documents train exactly as separate ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.load import load_job
 
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_packed_documents_equal_the_same_documents_alone(positions, tmp_path):
-    """Loss and gradients of rows as the dataset packs them, against every document in a row of its own."""
+    """Loss and gradients of packed rows, against one document per row."""
     rng = np.random.default_rng(0)
     with ShardWriter(tmp_path, ByteTokenizer(), has_loss_mask=True) as writer:
         for size in (5, 3, 20, 1, 9, 12, 2):

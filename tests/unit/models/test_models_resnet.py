@@ -1,4 +1,4 @@
-"""The ResNet in one process: its table of parameters, its loss, its norms, its memory against the ledger."""
+"""ResNet in one process: parameters, loss, norms, and memory against the ledger."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_plan_lists_the_parameters_that_torch_registers(shape):
 
 
 def test_the_loss_is_a_sum_over_labels_that_count():
-    """Ignored images add nothing, whatever they show; the rest is torch's own cross-entropy."""
+    """Ignored images add nothing; the rest is torch's cross-entropy."""
     network, model = build(SHAPES["pooled"])
     images, labels = batch_of(model, 6)
     logits = network(images)
@@ -94,8 +94,8 @@ def test_the_loss_is_a_sum_over_labels_that_count():
     torch.testing.assert_close(network(images, padded), whole)
 
 
-def test_recomputation_and_autocast_give_the_same_gradients():
-    """``full`` to the bit; bf16 and fp16 near float32."""
+def test_checkpointing_and_autocast_give_the_same_gradients():
+    """``full`` to the bit; bf16 and fp16 close to float32."""
     gradients: dict[tuple[str, str], torch.Tensor] = {}
     for precision, recompute in (("fp32", "none"), ("fp32", "full"), ("bf16", "full"), ("fp16", "none")):
         job = job_of(SHAPES["bottleneck"], precision, recompute)

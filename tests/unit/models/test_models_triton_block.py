@@ -33,7 +33,7 @@ TIED = dataclasses.replace(SHAPE, tied_embeddings=True)
 SAMPLES, LENGTH = 4, 16
 EXACT, LOW = torch.float32, torch.bfloat16
 NEAR = {False: 0.03, True: 0.3}
-"""Distance of all gradients from float32, by whether products are of 8 bits: half of it is usual."""
+"""Largest relative error of all gradients against float32, by whether GEMMs are FP8; half of it is usual."""
 
 
 def build(
@@ -47,7 +47,7 @@ def build(
     grad_dtype: torch.dtype = EXACT,
     gemms: Gemms = TORCH_GEMMS,
 ) -> Decoder:
-    """The same weights in every one; without copies it is the float32 reference."""
+    """A decoder with the same weights every time; without copies it is the float32 reference."""
     net = Decoder(model, LENGTH, 24, recompute)  # chunks of the loss: two of 24 tokens, one of 16
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def build(
 
 
 def batch(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, targets of which some are ignored, and documents that end within sequences."""
+    """Tokens, targets (some ignored), and documents that end within sequences."""
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(0, 128, (2, SAMPLES, LENGTH), generator=generator)
     targets[:, ::5] = IGNORE_INDEX
@@ -80,7 +80,7 @@ StepResult = tuple[float, dict[str, torch.Tensor]]
 
 
 def step(net: Decoder, *, masked: bool = False, low: bool = True, seed: int = 2) -> StepResult:
-    """Loss and gradients of a micro-batch; the latter add to what is there."""
+    """Loss and gradients of a micro-batch; gradients accumulate."""
     tokens, targets, documents = batch(seed)
     with torch.autocast("cpu", LOW, enabled=low):
         loss = net(tokens, targets, documents if masked else None)
@@ -89,13 +89,13 @@ def step(net: Decoder, *, masked: bool = False, low: bool = True, seed: int = 2)
 
 
 def distances(found: StepResult, exact: StepResult) -> dict[str, float]:
-    """Of the loss and of each gradient, of the exact one's norm."""
+    """Relative error of the loss and of each gradient."""
     off = {name: float((g - exact[1][name]).norm() / exact[1][name].norm()) for name, g in found[1].items()}
     return {"loss": abs(found[0] / exact[0] - 1), **off}
 
 
 def overall(off: dict[str, float]) -> float:
-    """Of all gradients."""
+    """Relative error of all gradients."""
     return math.sqrt(sum(d * d for name, d in off.items() if name != "loss") / (len(off) - 1))
 
 
@@ -103,8 +103,8 @@ def overall(off: dict[str, float]) -> float:
 @pytest.mark.parametrize("model", [SHAPE, UNGROUPED, TIED], ids=["grouped", "ungrouped", "tied"])
 @pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
-def test_gradients_are_as_near_to_float32_as_those_of_the_modules(uses_fp8, residual_dtype, model, masked):
-    """Both round, at other places; a rounding too many, or a term too few, would show in the sum over all."""
+def test_gradients_are_as_close_to_float32_as_those_of_torch_modules(uses_fp8, residual_dtype, model, masked):
+    """Both round, in different places. An extra rounding or a missing term shows in the overall error."""
     exact = step(build(model, triton=False, copies=False), masked=masked, low=False)
     modules = distances(
         step(build(model, residual_dtype, triton=False, uses_fp8=uses_fp8), masked=masked), exact
@@ -119,7 +119,7 @@ def test_gradients_are_as_near_to_float32_as_those_of_the_modules(uses_fp8, resi
 
 @pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
-def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(residual_dtype, uses_fp8):
+def test_checkpointing_changes_no_bit_and_evaluation_gives_the_same_loss(residual_dtype, uses_fp8):
     modes = ("none", "selective", "full")
     nets = {mode: build(residual_dtype=residual_dtype, recompute=mode, uses_fp8=uses_fp8) for mode in modes}
     found = {mode: step(net, masked=True) for mode, net in nets.items()}
@@ -132,8 +132,8 @@ def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(residual
             assert nets[mode](tokens, targets, documents).item() == expected, mode
 
 
-def test_a_block_that_is_computed_again_asks_for_the_same_kernel_of_attention(monkeypatch):
-    """What is preferred around the forward pass is not around the backward pass; others keep others."""
+def test_a_recomputed_block_uses_the_same_attention_backend(monkeypatch):
+    """The backend preference around the forward pass does not cover the backward pass."""
     preferred = functools.partial(sdpa_kernel, [SDPBackend.MATH])
     monkeypatch.setattr(triton_block, "prefer_fast_attention", lambda device: preferred())
     net, (tokens, targets, _) = build(recompute="full"), batch()
@@ -143,14 +143,14 @@ def test_a_block_that_is_computed_again_asks_for_the_same_kernel_of_attention(mo
     assert net.blocks["0"].attention.wq.weight.grad.count_nonzero() > 0
 
 
-def test_what_a_gate_makes_again_is_what_it_made():
-    """To the bit, as on GPUs: then a block that keeps it and one that does not have the same gradients."""
+def test_recomputed_swiglu_equals_the_first():
+    """To the bit, as on GPUs: so saving it or recomputing it gives the same gradients."""
     both = draw(200, 200)
     assert torch.equal(kernels.swiglu_backward(both, both[:, :100])[1], kernels.swiglu(both, EXACT).values)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_gradients_of_micro_batches_add_up(recompute):
+def test_gradients_of_micro_batches_accumulate(recompute):
     """To the bit; also the embedding, which is reached through the residual stream. No two share memory."""
     first = step(build(recompute=recompute))[1]
     second = step(build(recompute=recompute), seed=3)[1]
@@ -167,8 +167,8 @@ def test_gradients_of_micro_batches_add_up(recompute):
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
-def test_gradients_in_16_bits_are_those_of_float32_rounded(uses_fp8, recompute):
-    """Those of the blocks' matrices; norms, embedding and head stay. Nothing else of the step changes."""
+def test_bf16_weight_gradients_are_the_float32_ones_rounded(uses_fp8, recompute):
+    """Weight gradients of the blocks; norms, embedding and head stay float32. Nothing else changes."""
     loss, wide = step(build(uses_fp8=uses_fp8, recompute=recompute))
     found, narrow = step(build(uses_fp8=uses_fp8, recompute=recompute, grad_dtype=LOW))
     assert found == loss
@@ -189,7 +189,7 @@ def test_triton_modules_keep_parameter_names_and_run_hooks(recompute):
     assert called == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm"]
 
 
-def test_logits_are_those_that_the_loss_is_made_of():
+def test_logits_match_the_loss():
     net = build()
     tokens, targets, _ = batch()
     with torch.no_grad(), torch.autocast("cpu", LOW):
@@ -201,8 +201,8 @@ def test_logits_are_those_that_the_loss_is_made_of():
 @pytest.mark.parametrize(
     ("recompute", "residual_dtype"), [("selective", LOW), ("selective", EXACT), ("none", LOW)]
 )
-def test_a_block_keeps_what_is_said_to_the_byte(recompute, residual_dtype):
-    """Stream and inverse norms, q, k, v, attention with its sums, gate and up; what products read, too."""
+def test_saved_bytes_of_a_block_are_exact(recompute, residual_dtype):
+    """Residual stream, inverse RMS, q, k, v, attention, log-sum-exp, gate, up; for none also GEMM inputs."""
     net = build(residual_dtype=residual_dtype, recompute=recompute)
     net.weight_copies.refresh()
     tokens, width, inner = SAMPLES * LENGTH, SHAPE.hidden_size, SHAPE.ffn_size
@@ -218,24 +218,24 @@ def test_a_block_keeps_what_is_said_to_the_byte(recompute, residual_dtype):
     sum(part.float().sum() for part in parts).backward()
 
 
-TURN_BACK, NORM_BACKWARD, GATE_BACKWARD = (
+ROPE_BACKWARD, NORM_BACKWARD, SWIGLU_BACKWARD = (
     kernels.rope_backward,
     kernels.rms_norm_backward,
     kernels.swiglu_backward,
 )
 
 
-def turned_on(q, k, v, cos, sin):
-    """Gradients turned in the direction of the forward pass."""
-    return TURN_BACK(q, k, v, cos, -sin)
+def rotated_forward(q, k, v, cos, sin):
+    """Gradients rotated in the forward direction."""
+    return ROPE_BACKWARD(q, k, v, cos, -sin)
 
 
-def without_the_stream(grad, total, inverse, weight, beside, normal=True):
+def without_the_residual_gradient(grad, total, inverse, weight, beside, normal=True):
     return NORM_BACKWARD(grad, total, inverse, weight, None, normal)
 
 
 def without_the_mean(grad, total, inverse, weight, beside, normal=True):
-    """The term that takes from the gradient what a norm does not let through."""
+    """Without the term that projects out the direction of the norm's input."""
     came = NORM_BACKWARD(grad, total, inverse, weight, beside, normal)
     unit = total.float() * inverse.unsqueeze(1)
     mean = (grad.float() * weight * unit).mean(-1, keepdim=True)
@@ -243,38 +243,38 @@ def without_the_mean(grad, total, inverse, weight, beside, normal=True):
     return came._replace(residual_ND=stream.to(total.dtype), delta_ND=stream.to(grad.dtype))
 
 
-def changed_about(both, grad, inner=True):
-    """Gradients of gate and up, each in the other's place."""
-    out, again = GATE_BACKWARD(both, grad, inner)
+def swapped(both, grad, inner=True):
+    """Gradients of gate and up, swapped."""
+    out, again = SWIGLU_BACKWARD(both, grad, inner)
     return torch.cat(out.chunk(2, dim=-1)[::-1], dim=-1), again
 
 
-def of_a_constant_sigmoid(both, grad, inner=True):
+def with_a_constant_sigmoid(both, grad, inner=True):
     gate, up = both.float().chunk(2, dim=-1)
-    out, again = GATE_BACKWARD(both, grad, inner)
+    out, again = SWIGLU_BACKWARD(both, grad, inner)
     to_gate = (grad.float() * up * torch.sigmoid(gate)).to(both.dtype)
     return torch.cat((to_gate, out.chunk(2, dim=-1)[1]), dim=-1), again
 
 
-def with_another_inner(both, grad, inner=True):
-    """What ``down`` read, made again without the gate's sigmoid."""
+def with_a_wrong_inner(both, grad, inner=True):
+    """The input of ``down``, recomputed without the sigmoid."""
     gate, up = both.chunk(2, dim=-1)
-    return GATE_BACKWARD(both, grad, inner)[0], gate * up
+    return SWIGLU_BACKWARD(both, grad, inner)[0], gate * up
 
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("rope_backward", turned_on),
-        ("rms_norm_backward", without_the_stream),
+        ("rope_backward", rotated_forward),
+        ("rms_norm_backward", without_the_residual_gradient),
         ("rms_norm_backward", without_the_mean),
-        ("swiglu_backward", changed_about),
-        ("swiglu_backward", of_a_constant_sigmoid),
-        ("swiglu_backward", with_another_inner),
+        ("swiglu_backward", swapped),
+        ("swiglu_backward", with_a_constant_sigmoid),
+        ("swiglu_backward", with_a_wrong_inner),
     ],
 )
-def test_a_planted_defect_would_be_seen(monkeypatch, name, wrong):
-    """One term that is wrong goes past the bounds above, many times over."""
+def test_a_planted_defect_is_detected(monkeypatch, name, wrong):
+    """One wrong term exceeds the bounds above many times."""
     exact = step(build(triton=False, copies=False), low=False)
     right = distances(step(build()), exact)
     monkeypatch.setattr(kernels, name, wrong)
@@ -291,8 +291,8 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
-    """8-bit operands want multiples of 16 in both dims."""
+def test_token_counts_not_divisible_by_16_use_a_bf16_weight_gradient():
+    """FP8 operands need multiples of 16 in both dims."""
     matrix = triton_block.LinearGemms(draw(32, 48).to(LOW), True, True, (16, 16))
     for tokens, least, most in ((24, 0.0, 0.005), (32, 0.01, 0.06)):
         grad, x = draw(tokens, 32, seed=1).to(LOW), draw(tokens, 48, seed=2).to(LOW)
@@ -303,7 +303,7 @@ def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
 
 @pytest.mark.parametrize("added", [True, False], ids=["added", "alone"])
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "norm alone"])
-def test_a_norm_and_its_gradients_are_autograds(added, beside):
+def test_a_norm_and_its_gradients_match_autograd(added, beside):
     x, delta = draw(10, 12).requires_grad_(), draw(10, 12, seed=1)
     grad, other, eps = draw(10, 12, seed=2), draw(10, 12, seed=3), 0.1
     weight = draw(12, seed=4).requires_grad_()
@@ -325,7 +325,7 @@ def test_a_norm_and_its_gradients_are_autograds(added, beside):
         near(ours, came)
 
 
-def test_a_gate_and_its_gradients_are_autograds():
+def test_swiglu_and_its_gradients_match_autograd():
     both, grad = (3 * draw(10, 24)).requires_grad_(), draw(10, 12, seed=1)
     gate, up = both.chunk(2, dim=-1)
     inner = F.silu(gate) * up
@@ -338,8 +338,8 @@ def test_a_gate_and_its_gradients_are_autograds():
         assert kernels.swiglu_backward(both, grad, inner=False)[1] is None
 
 
-def test_turned_heads_are_the_models_and_turning_back_is_their_gradient():
-    """Queries and keys are turned where they lie, beside values that stay; gradients come in any layout."""
+def test_rope_matches_the_model_and_its_backward_is_the_gradient():
+    """Queries and keys are rotated in place beside the values; gradients may have any layout."""
     samples, length, size, queries, keys = 2, 5, 8, 4, 2
     angles = draw(length, size // 2).repeat(1, 2)
     rope = angles.cos(), angles.sin()
@@ -356,8 +356,8 @@ def test_turned_heads_are_the_models_and_turning_back_is_their_gradient():
         near(kernels.rope_backward(*grads, *rope), came.flatten(0, 1))
 
 
-def test_8_bit_rows_and_columns_come_back_within_their_rounding():
-    """Three bits of mantissa: each value within a sixteenth, down to a little of the largest of its row."""
+def test_fp8_rows_and_columns_are_within_their_rounding():
+    """Three mantissa bits: each value within 1/16, down to a small share of its row's largest."""
     x = draw(32, 48) * torch.logspace(-6, 6, 32).unsqueeze(1)
     by_rows, by_columns = kernels.cast_rows(x), kernels.cast_columns(x)
     assert by_rows.values.dtype == by_columns.values.dtype == fp8.E4M3
@@ -377,7 +377,7 @@ def test_8_bit_rows_and_columns_come_back_within_their_rounding():
     assert torch.equal(turned.float(), by_rows.values.float().T)
 
 
-def test_the_largest_of_columns_that_a_pass_knows_are_those_that_a_cast_would_look_for():
+def test_fused_column_amax_equals_that_of_the_cast():
     both, grad = draw(32, 64).to(LOW), draw(32, 32, seed=1).to(LOW)
     out, inner, out_amax, inner_amax = kernels.swiglu_backward_amax(both, grad)
     plain, again = kernels.swiglu_backward(both, grad)
@@ -395,8 +395,8 @@ def test_the_largest_of_columns_that_a_pass_knows_are_those_that_a_cast_would_lo
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_no_cast_hides_what_is_not_finite(value):
-    """A diverging run is noticed by its loss."""
+def test_casts_keep_nan_and_infinity_visible(value):
+    """A diverging run is detected by its loss."""
     x, other, weight = draw(16, 32), draw(16, 32, seed=1), draw(32, seed=2)
     x[3, 4] = value
     for cast, row in (
@@ -410,7 +410,7 @@ def test_no_cast_hides_what_is_not_finite(value):
         assert again[row - 1].isfinite().all()
 
 
-def test_what_products_read_in_8_bits_is_the_cast_of_what_they_would_read():
+def test_fp8_gemm_inputs_are_the_cast_of_the_exact_ones():
     x, delta, weight, both = draw(16, 32), draw(16, 32, seed=1), draw(32, seed=2), draw(16, 64, seed=3)
     _, plain, _ = kernels.add_rms_norm(x, delta, weight, 1e-5, EXACT)
     _, scaled, _ = kernels.add_rms_norm(x, delta, weight, 1e-5, fp8.E4M3)
@@ -431,8 +431,8 @@ def test_scale_multiplies_in_place():
 
 
 @pytest.mark.parametrize("expected", [1.0, 1 / 256, 0.1, 3.0])
-def test_gradients_made_with_an_expected_factor_are_the_same_whatever_it_is(expected):
-    """A stand-in for the kernel that takes it, which GPUs alone have; the backward pass begins with 1/7."""
+def test_gradients_do_not_depend_on_the_expected_loss_gradient(expected):
+    """A stand-in for the GPU kernel that uses it; the backward pass starts with 1/7."""
 
     def in_place(logits, targets, wanted):
         loss, gradient = losses.softmax_loss(logits, targets, wanted)
@@ -450,8 +450,8 @@ def test_gradients_made_with_an_expected_factor_are_the_same_whatever_it_is(expe
 
 
 @pytest.mark.parametrize("expected", [1 / 64, 100.0])
-def test_an_expected_gradient_changes_none_on_a_cpu(expected):
-    """It has no kernel that takes one. The head is told all the same; a stage without head need not be."""
+def test_the_expected_loss_gradient_changes_nothing_on_a_cpu(expected):
+    """No CPU kernel uses it. The head stores it; a stage without a head ignores it."""
     net = build()
     net.set_expected_loss_grad(expected)
     assert net.head.expected_loss_grad == expected

@@ -1,4 +1,4 @@
-"""Products in 8 bits: near the exact ones, whatever the scales, and no dearer to recompute than others."""
+"""FP8 linears: close to exact ones for any scales; checkpointing recomputes no FP8 GEMM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.models.linear import Linear, MergedLinear, convert_linears_to_fp
 from meshwright.spec.model import DecoderModel
 
 NEAR = 0.04
-"""Of the norm: two operands, each rounded to a mantissa of 4 bits, in sums of many."""
+"""Relative error: two operands, each rounded to 4 bits of precision, in long sums."""
 SCALED_PRODUCT = torch.ops.aten._scaled_mm.default
 SHAPE = DecoderModel(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=4, ffn_size=96, vocab_size=50)
 
@@ -31,10 +31,10 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.float() - exact.float()).norm() / exact.float().norm())
 
 
-def passes(multiply, x, weight, grad):
-    """What a product gives, and its two gradients."""
+def passes(linear, x, weight, grad):
+    """The output of a linear and its two gradients."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    out = multiply(x, weight)
+    out = linear(x, weight)
     out.backward(grad.to(out.dtype))
     return out.detach(), x.grad, weight.grad
 
@@ -44,7 +44,7 @@ def scaled(x, weight, fp8_weight_grad=True):
 
 
 @pytest.mark.parametrize("weight_gradient", [True, False], ids=["all three", "weight gradient in bf16"])
-def test_a_product_and_its_gradients_are_near_the_exact_ones(weight_gradient):
+def test_output_and_gradients_are_close_to_exact_ones(weight_gradient):
     x, weight, grad = draw(4, 16, 96), draw(48, 96, seed=1), draw(4, 16, 48, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
     found = passes(lambda x, w: scaled(x, w, weight_gradient), x, weight, grad)
@@ -55,8 +55,8 @@ def test_a_product_and_its_gradients_are_near_the_exact_ones(weight_gradient):
     assert (distances[2] > 0.01) == weight_gradient
 
 
-def test_scales_of_tokens_and_outputs_may_lie_far_apart():
-    """One scale for a whole matrix would lose all but the largest rows; the gradient folds the others' in."""
+def test_scales_of_tokens_and_outputs_may_differ_widely():
+    """One scale per tensor would lose all but the largest rows; the gradient folds in the other scales."""
     by_token, by_output = torch.logspace(-4, 4, 64)[:, None], torch.logspace(-4, 4, 48)[:, None]
     x, weight, grad = draw(64, 96), draw(48, 96, seed=1), draw(64, 48, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
@@ -77,8 +77,8 @@ def test_zeros_and_the_smallest_gradients_have_a_scale():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_not_finite_stays_so(value):
-    """A diverging run is noticed by its loss: a cast must not hide it."""
+def test_nan_and_infinity_stay_visible(value):
+    """A diverging run is detected by its loss: a cast must not hide it."""
     x = draw(16, 32)
     x[3, 4] = value
     out = scaled(x, draw(16, 32, seed=1))
@@ -86,7 +86,7 @@ def test_what_is_not_finite_stays_so(value):
     assert out[4].isfinite().all()
 
 
-def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
+def test_token_counts_not_divisible_by_16_use_a_bf16_weight_gradient():
     x, weight, grad = draw(10, 32), draw(16, 32, seed=1), draw(10, 16, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
     found = passes(scaled, x, weight, grad)
@@ -94,7 +94,7 @@ def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
     assert distance(found[2], exact[2]) < 0.005
 
 
-def test_shapes_that_are_no_multiples_of_16_stay_in_16_bits():
+def test_shapes_not_divisible_by_16_stay_bf16():
     odd, even = Linear(32, 24, bias=False), Linear(32, 48, bias=False)
     for product in (odd, even):
         convert_linears_to_fp8(product, weight_grads=True)
@@ -104,8 +104,8 @@ def test_shapes_that_are_no_multiples_of_16_stay_in_16_bits():
     assert torch.equal(together, x @ low.T)
 
 
-def test_products_that_are_one_give_what_each_gives():
-    """Scales belong to rows, and the rows of joined weights are those of the weights."""
+def test_merged_linears_match_single_ones():
+    """Scales are per row, and merging concatenates rows."""
     products = [Linear(32, width, bias=False) for width in (48, 16)]
     for product in products:
         convert_linears_to_fp8(product, weight_grads=True)
@@ -116,9 +116,9 @@ def test_products_that_are_one_give_what_each_gives():
         assert torch.equal(together, product(x))
 
 
-@pytest.mark.filterwarnings("ignore")  # what the compiler itself does is not up to date
-def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one():
-    """Selective recomputation keeps the results of three of a block's four products, and no cast."""
+@pytest.mark.filterwarnings("ignore")  # deprecations inside torch.compile
+def test_compiled_blocks_recompute_no_fp8_gemm_and_save_no_cast():
+    """Selective checkpointing saves the outputs of three of a block's four GEMMs, and no cast."""
     net = Decoder(dataclasses.replace(SHAPE, num_layers=1), 16, 8, "selective")
     names = [name for name, _ in net.named_parameters()]
     fill(net, names, RandomWeights(SHAPE, 0), torch.device("cpu"))
@@ -137,14 +137,14 @@ def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one
     tokens = torch.randint(0, 50, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
         net(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
-    products = [graph for graph in graphs if count_products(graph)]
-    assert sorted(map(count_products, products)) == [4, 2 * 4]
-    (forward,) = (graph for graph in products if count_products(graph) == 4)
+    products = [graph for graph in graphs if count_gemms(graph)]
+    assert sorted(map(count_gemms, products)) == [4, 2 * 4]
+    (forward,) = (graph for graph in products if count_gemms(graph) == 4)
     (kept,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
     made = [node for node in kept if node.op != "placeholder"][1:]
     assert sum(node.target is SCALED_PRODUCT for node in made) == 3
     assert fp8.E4M3 not in {node.meta["val"].dtype for node in made}
 
 
-def count_products(graph) -> int:
+def count_gemms(graph) -> int:
     return sum(node.target is SCALED_PRODUCT for node in graph.graph.nodes)

@@ -1,4 +1,4 @@
-"""Our Triton kernels in Triton's interpreter, where it is installed: the same numbers as torch's operations.
+"""Triton kernels in Triton's interpreter, if it is installed, against torch operations.
 
 No part of torch for CPUs; where torch comes with it, this needs no GPU.
 """
@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 CASES = Path(__file__).parents[3] / "kernel_cases.py"
 
 
-def test_kernels_compute_what_torchs_operations_compute():
-    """In float32; in a process of its own, as Triton reads the variable when it is imported."""
+def test_kernels_match_torch_operations():
+    """In float32, in a subprocess: Triton reads the variable on import."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
