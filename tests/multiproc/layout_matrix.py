@@ -56,7 +56,7 @@ front of them, key heads fewer than ``tp``, words that ``tp`` does not divide, t
 documents, masked prompts, and batches that no number of ranks divides. Pipelines have fewer micro-batches
 than stages, and, with a batch of seven, enough for the schedules that ask for many."""
 
-LAYOUT_RULES = [rule for rule in RULES if rule.code.startswith("layout") and rule.holds_for(to_run=True)]
+LAYOUT_RULES = [rule for rule in RULES if rule.code.startswith("layout") and rule.applies(to_run=True)]
 """What may be wrong with a layout, where nothing is with model, data and training."""
 _HINTS = get_type_hints(Layout)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
