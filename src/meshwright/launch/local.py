@@ -335,7 +335,7 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _end_all(ranks: Sequence[_Rank]) -> None:
-    """Leave no child behind."""
+    """Kill and join all ranks."""
     for rank in ranks:
         if rank.alive:
             rank.process.kill()

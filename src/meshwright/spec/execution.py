@@ -34,7 +34,7 @@ def resolve_block_backend(job: Job) -> BlockBackend:
 
 
 def explain_block_backend(job: Job) -> list[str]:
-    """Why ``train.block_backend=triton`` runs as ``compile``, in a sentence; empty where it does not.
+    """Why ``train.block_backend=triton`` runs as ``compile``, as a sentence; empty if it does not.
 
     Args:
         job: With its layout settled.
@@ -95,7 +95,7 @@ def uses_torch_compile(job: Job) -> bool:
 
 
 def uses_fused_kernels(job: Job) -> bool:
-    """Whether loss and optimizer may run as fused GPU kernels: beside blocks that are not eager."""
+    """Whether loss and optimizer may run as fused GPU kernels: with compiled or Triton blocks."""
     fused = not uses_eager_blocks(job) and job.train.compile_backend == "inductor"
     return fused and job.cluster.device == "cuda"
 
@@ -106,7 +106,7 @@ def autotunes_gemms(job: Job) -> bool:
 
 
 def uses_fused_adamw(job: Job) -> bool:
-    """Whether AdamW runs as one Triton kernel: beside compiled or Triton blocks on a GPU.
+    """Whether AdamW runs as one Triton kernel: with compiled or Triton blocks on a GPU.
 
     Not with a loss scale (a step may be skipped), with gradient noise (added after clipping) or with an
     offloaded optimizer.
@@ -117,7 +117,7 @@ def uses_fused_adamw(job: Job) -> bool:
 
 
 def explain_grad_dtype(job: Job) -> list[str]:
-    """Why ``train.grad_dtype=bf16`` has no effect, in a sentence; empty where it has.
+    """Why ``train.grad_dtype=bf16`` has no effect, as a sentence; empty if it has.
 
     Args:
         job: With its layout settled.

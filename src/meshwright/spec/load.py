@@ -366,24 +366,24 @@ def _validate(tree: Tree) -> tuple[Job | None, list[Problem]]:
 
 
 def _without(tree: Tree, paths: Collection[str]) -> Tree:
-    """The tables without the named keys, required ones replaced, so that the rest can still be checked."""
+    """The tables without some keys; required ones get placeholders, so that the rest can be validated."""
     pruned = copy.deepcopy(tree)
     for path in paths:
         *parents, leaf = path.split(".")
         table: Any = pruned
-        stand_in: Any = PLACEHOLDERS
+        placeholder: Any = PLACEHOLDERS
         for parent in parents:
             table = table.get(parent, {}) if isinstance(table, dict) else {}
-            stand_in = stand_in.get(parent, {})
+            placeholder = placeholder.get(parent, {})
         if isinstance(table, dict):
             table.pop(leaf, None)
-            if leaf in stand_in:
-                table[leaf] = stand_in[leaf]
+            if leaf in placeholder:
+                table[leaf] = placeholder[leaf]
     return pruned
 
 
 def job_tree(job: Job) -> Tree:
-    """A job as plain tables, without what is None: ready for TOML."""
+    """A job as plain tables without None values, for TOML."""
     return _drop_none(dataclasses.asdict(job))
 
 

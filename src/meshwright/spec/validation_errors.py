@@ -1,4 +1,4 @@
-"""Pydantic's findings in our words: dotted path, rule, nearest fix, code. Also the JSON Schema."""
+"""Translates pydantic's validation errors to problems with a dotted path, rule, fix and code; JSON Schema."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or fals
 
 
 def translate_errors(error: ValidationError) -> list[Problem]:
-    """One problem for each finding; findings about one union are folded into one."""
+    """One problem per key; errors of the members of a union become one."""
     problems: dict[str, Problem] = {}
     for finding in error.errors(include_url=False):
         path = _dotted(finding["loc"])

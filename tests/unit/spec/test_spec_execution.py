@@ -1,4 +1,4 @@
-"""Which jobs our own kernels compute: Llama-shaped decoders, whole on a GPU, compiled for 16 bits or 8."""
+"""The block backend: Triton for Llama-shaped decoders with unsharded weights on a GPU, otherwise compile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.execution import explain_grad_dtype, uses_triton_blocks
+from meshwright.spec.execution import explain_block_backend, explain_grad_dtype, resolve_block_backend
+from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 
@@ -20,8 +21,8 @@ LLAMA = {
 }
 
 
-def runs(**tables: Any) -> bool:
-    """Whether the kernels compute a job that they are made for, with tables laid over it."""
+def build(**tables: Any) -> Job:
+    """A job that Triton blocks can run, with tables over it."""
     tree: dict[str, Any] = {
         "name": "small",
         "model": LLAMA,
@@ -31,7 +32,7 @@ def runs(**tables: Any) -> bool:
     }
     for name, keys in tables.items():
         tree[name] = {**tree.get(name, {}), **keys}
-    return uses_triton_blocks(build_job(tree, to_run=False))
+    return build_job(tree, to_run=False)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +53,16 @@ def runs(**tables: Any) -> bool:
     ],
     ids=str,
 )
-def test_own_kernels_compute_it(tables):
-    assert runs(**tables)
+def test_triton_blocks_run_where_device_model_and_layout_allow(tables):
+    job = build(**tables)
+    assert resolve_block_backend(job) == "triton"
+    assert explain_block_backend(job) == []
 
 
 @pytest.mark.parametrize(
     "tables",
     [
         {"cluster": {"preset": "local", "device": "cpu", "devices_per_node": 1, "matmul_flops_per_s": 1e11}},
-        {"train": {"block_backend": "compile"}},
-        {"train": {"block_backend": "eager"}},
         {"train": {"compile_backend": "aot_eager"}},
         {"train": {"precision": "fp32"}},
         {"model": {"attention_bias": True}},
@@ -81,12 +82,21 @@ def test_own_kernels_compute_it(tables):
     ],
     ids=str,
 )
-def test_own_kernels_leave_it_alone(tables):
-    """Whatever one of these changes, a kernel does not do it, or nothing asked for a kernel."""
-    assert not runs(**tables)
+def test_triton_falls_back_to_compile_with_a_reason(tables):
+    job = build(**tables)
+    assert resolve_block_backend(job) == "compile"
+    (reason,) = explain_block_backend(job)
+    assert reason.startswith("train.block_backend=triton runs as compile here: it needs ")
 
 
-def test_a_convolutional_model_has_no_blocks_for_them():
+@pytest.mark.parametrize("backend", ["eager", "compile"])
+def test_other_backends_are_taken_as_given(backend):
+    job = build(train={"block_backend": backend})
+    assert resolve_block_backend(job) == backend
+    assert explain_block_backend(job) == []
+
+
+def test_a_resnet_has_eager_blocks():
     sizes = {"architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}
     tree = {
         "name": "small",
@@ -95,11 +105,11 @@ def test_a_convolutional_model_has_no_blocks_for_them():
         "data": {"path": "images"},
         "train": {"steps": 4, "global_batch": 8, "precision": "bf16"},
     }
-    assert not uses_triton_blocks(build_job(tree, to_run=False))
+    assert resolve_block_backend(build_job(tree, to_run=False)) == "eager"
 
 
-def test_gradients_that_stay_float32_say_so():
-    """One GPU, one micro-batch: those of its matrices are of 16 bits. Elsewhere a plan has a sentence."""
+def test_grad_dtype_without_effect_has_a_reason():
+    """bf16 gradients need one GPU and one micro-batch; otherwise a plan has a sentence."""
     train = {
         "steps": 4,
         "global_batch": 8,
