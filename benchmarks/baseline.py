@@ -1,6 +1,6 @@
-"""What benchmarks of pairs share: the optimizer that one writes by hand, its tokens, timing, and the report.
+"""Shared by benchmarks that compare with plain torch: optimizer, tokens, paired timing, report.
 
-It imports torch: set the environment first.
+Imports torch: set the environment first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.train.trainer import Trainer
 
 
 def build_adamw(model: nn.Module, train: Train) -> torch.optim.AdamW:
-    """Fused, with decay for matrices alone."""
+    """Fused AdamW, with weight decay for matrices only."""
     groups = [
         {
             "params": [p for p in model.parameters() if p.ndim >= 2],
@@ -38,7 +38,7 @@ def build_adamw(model: nn.Module, train: Train) -> torch.optim.AdamW:
 
 
 def open_tokens(trainer: Trainer) -> npt.NDArray[np.uint16]:
-    """The first shard, mapped."""
+    """The first shard, memory-mapped."""
     return np.memmap(next(Path(trainer.assignment.data_dir).glob("train-*.bin")), dtype=np.uint16, mode="r")
 
 
@@ -48,13 +48,13 @@ def time_pairs(
     other: Callable[[], Any],
     after: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[float, float]]:
-    """Seconds of two functions in turn, which begins first in turn, too; all ranks begin together.
+    """Seconds of two functions, called alternately with all ranks in step; who goes first alternates, too.
 
     Args:
-        count: Pairs.
+        count: Number of pairs.
         one: Timed.
-        other: Timed beside it.
-        after: What is done after each of them, and not timed.
+        other: Timed.
+        after: Called after each of them, not timed.
     """
     for pair in range(count):
         seconds = {}
@@ -70,7 +70,7 @@ def time_pairs(
 def report(
     title: str, rows: Sequence[dict[str, Any]], line: Callable[[dict[str, Any]], str], as_json: bool
 ) -> None:
-    """Print the rows with date and machine, for people or as one object."""
+    """Print the rows with date and machine, as text or as one JSON object."""
     machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
     result = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "machine": machine, "rows": rows}
     if as_json:
@@ -78,5 +78,5 @@ def report(
         return
     print(f"{title}, {result['date']}, {machine}")
     for row in rows:
-        promise = f" (at most {row['promise']:+.0%} is promised)" if row["promise"] is not None else ""
-        print(f"  {line(row)}, median of {row['pairs']} pairs {row['overhead']:+.2%}{promise}")
+        target = f" (target: at most {row['target']:+.0%})" if row["target"] is not None else ""
+        print(f"  {line(row)}, median of {row['pairs']} pairs {row['overhead']:+.2%}{target}")

@@ -1,13 +1,13 @@
 """Fits the rates of ``plan/time/calibration.toml`` to published runs, and reports fit and held-out errors.
 
-The rates start from the priors below: data-sheet sense, not fitted. Each stage fits a few of them to the rows
-of its stacks that the fixed split (``validation/split.py``) allows; the Korthikanti rows are never among
-them. The loss is the mean relative error, families weighted by the root of their rows, plus a small price for
-leaving a prior.
-A rate belongs to a device, a stack, or a stack on a device; never to a row, a model or a family.
+The rates start from the priors below, which are estimates from data sheets. Each stage fits a few rates to
+the rows of its stacks that the fixed split (``validation/split.py``) allows; the Korthikanti rows are never
+fitted. The loss is the mean relative error, with families weighted by the root of their rows, plus a small
+penalty for leaving a prior. A rate belongs to a device, a stack, or a stack on a device; never to a row, a
+model or a family.
 
-    python benchmarks/calibrate.py --runs MORE.csv --write    # MORE.csv: rows that the package does not hold
-    python benchmarks/calibrate.py --only meshwright --write  # one stack, from rows that it holds
+    python benchmarks/calibrate.py --runs MORE.csv --write    # MORE.csv: rows that are not in the package
+    python benchmarks/calibrate.py --only meshwright --write  # one stack, from rows in the package
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PRIORS: Tables = {
     },
     "device.A100": {"matmul": 0.94, "attention": 0.55, "link": 0.76},
     "device.V100": {"link": 0.89},
-    # Blackwell lowers its clock under load, the more so the less it is cooled.
+    # Blackwell lowers its clock under load, depending on the cooling.
     "device.B200": {"matmul": 0.7, "attention": 0.5},
     "device.B300": {"matmul": 0.75, "attention": 0.55},
     # CPUs: set by hand on five small models on a 2-core Xeon virtual machine (November 2026), not fitted.
@@ -80,15 +80,15 @@ PRIORS: Tables = {
         "contention": 0.0,
         "step_s": 0.0,
     },
-    # DeepSpeed's ZeRO-3 as of 2021 gathered parameter by parameter: about one adapter's worth a node.
+    # DeepSpeed's ZeRO-3 as of 2021 gathered parameter by parameter: about one network adapter per node.
     "stack.deepspeed-zero": {"nic": 0.1},
     # PyTorch's own fused attention on Hopper before cuDNN's was the default.
     "stack.torchtitan": {"elementwise": 2.0},
-    # A float32 residual stream and one kernel an operation; the host's time from examples/quickstart.toml on
-    # an H200, 39 ms for 32 passes, so that this row of our own is not blind.
+    # A float32 residual stream, one kernel per operation; host time from examples/quickstart.toml on an H200,
+    # 39 ms for 32 passes, so that row of ours was used to set it.
     "stack.meshwright": {"elementwise": 3.0, "host_s": 8.5e-4},
     "stack.meshwright.H100": {"attention": 0.45},
-    # Kernels that move everything once, a 16-bit stream, and cuDNN's attention.
+    # Fused kernels, a 16-bit residual stream, and cuDNN's attention.
     "stack.meshwright-compiled": {"elementwise": 1.0, "compiled": 0.9, "step_s": 2e-3},
     "stack.meshwright-compiled.H100": {"attention": 0.6},
     "stack.torchtitan.H100": {"attention": 0.35},
@@ -116,17 +116,17 @@ BOUNDS = {
     "step_s": (1e-3, 0.2),
 }
 PRICE = 0.004
-"""Loss that a change of a rate by a factor e costs."""
+"""Penalty for changing a rate by a factor e."""
 ROUNDS = 5
 FIRST_STEP = 0.4
-"""First change tried, in logarithms; halved each round."""
+"""First change of a rate, in log space; halved each round."""
 INFORMING = 0.3
-"""Weight of rows that inform but do not gate."""
+"""Weight of informative rows, which do not gate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Rates that are fitted together, and the rows that they are fitted to."""
+    """Rates that are fitted together, and their rows."""
 
     stacks: tuple[str, ...]
     rates: tuple[tuple[str, str], ...]
@@ -203,7 +203,7 @@ STAGES = (
 
 
 class Rows:
-    """Cases, those of one workload together."""
+    """Cases, grouped by workload."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         together: dict[object, list[Case]] = collections.defaultdict(list)
@@ -219,7 +219,7 @@ class Rows:
         )
 
     def errors(self, tables: Tables) -> npt.NDArray[np.float64]:
-        """Predicted over measured, less one."""
+        """Predicted / measured - 1."""
         found = []
         for workload, grid, group in self.groups:
             device = calibrated_device(workload.cluster.device_name)
@@ -231,7 +231,7 @@ class Rows:
 
 
 def inherited(tables: Tables, section: str, name: str) -> float:
-    """What a rate is before its section says something of its own."""
+    """The value of a rate before its section overrides it."""
     kind, _, rest = section.partition(".")
     chain = ["default"]
     if kind == "stack":
@@ -247,7 +247,7 @@ def _split(rest: str) -> tuple[str, str]:
 
 
 def fit(stage: Stage, cases: Sequence[Case], tables: Tables) -> Tables:
-    """Search one rate after the other, up and down, in steps that halve."""
+    """Coordinate search: one rate after the other, up and down, in halving steps."""
     rows, tables = Rows(cases), copy.deepcopy(tables)
     if not cases:
         return tables
@@ -279,7 +279,7 @@ def fit(stage: Stage, cases: Sequence[Case], tables: Tables) -> Tables:
 
 
 def report(cases: Sequence[Case], tables: Tables) -> str:
-    """Mean errors by family, of rows that were fitted to and of those held out."""
+    """Mean errors by family, of fitted and of held-out rows."""
     rows = Rows(cases)
     by_family: dict[str, list[tuple[bool, float]]] = collections.defaultdict(list)
     for case, error in zip(rows.cases, rows.errors(tables), strict=True):
@@ -293,7 +293,7 @@ def report(cases: Sequence[Case], tables: Tables) -> str:
 
 
 def write(tables: Tables, path: Path) -> None:
-    """The calibration as data."""
+    """Write the calibration file."""
     lines = [
         "# Rates that devices and software stacks reach. Written by benchmarks/calibrate.py from published",
         "# runs; plan/time/rates.py says what each is. Later sections override earlier ones: default,",
@@ -307,11 +307,11 @@ def write(tables: Tables, path: Path) -> None:
 
 
 def main() -> None:
-    """Fit all stages; print the errors; write on request."""
+    """Fit all stages, print the errors, write on request."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=Path, action="append", default=[], help="more published rows")
     parser.add_argument("--write", action="store_true", help="write calibration.toml")
-    parser.add_argument("--only", metavar="STACK", help="fit this one alone; the others stay as they are")
+    parser.add_argument("--only", metavar="STACK", help="fit this stack only")
     arguments = parser.parse_args()
     paths = [TABLES / "published_runs.csv", TABLES / "measured_runs.csv", *arguments.runs]
     read = {row.id: row.case for path in paths for row in read_rows(path)}

@@ -1,14 +1,16 @@
-"""What bringing tokens to their experts costs: our layer and the usual loop, and how often the host waits.
+"""Cost of expert dispatch: our MoE layer against a loop over experts, and host synchronizations.
 
-Both layers have the same weights and the same router, on the same device, in the same process:
+Both layers have the same weights and router, on the same device, in the same process:
 
-- ours: tokens sorted by expert, one grouped product a matrix (``run.models.moe``); with ``--ranks`` the
-  experts are dealt over so many processes and tokens travel (``run.parallel.experts``);
-- the loop that one writes by hand, as published models have it: for every expert the host asks which tokens
-  chose it, gathers them, and adds the answers back. It has all experts in every process, and sends nothing.
+- ours: tokens sorted by expert, one grouped GEMM per matrix (``models.moe``); with ``--ranks`` the experts
+  are
+  sharded over processes and tokens are exchanged by all-to-all (``parallel.expert``);
+- the loop of most published models: for every expert the host finds its tokens, gathers them, and adds the
+  outputs back. Every process has all experts; nothing is sent.
 
-A layer's forward pass may make the host wait once: for how many tokens each expert got. What makes it wait is
-counted: on a GPU by torch's own debug mode, on CPU by what would wait on a GPU.
+The forward pass of our layer may synchronize once: to read the number of tokens per expert.
+Synchronizations are counted on a GPU by torch's debug mode, on CPU by the operations that would synchronize
+on a GPU.
 
     python benchmarks/expert_dispatch.py
     python benchmarks/expert_dispatch.py --ranks 2
@@ -50,19 +52,19 @@ from meshwright.spec.model import DecoderModel
 WAITS = {
     getattr(Tensor, name) for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 } | {torch.nonzero, torch.where, Tensor.masked_select}
-"""What reads a value, or makes a tensor whose size is a value: on a GPU the host waits for either."""
-CLAIM = 0.0
-"""Of the time over the loop's, in one process: at most the same."""
+"""Operations that read a value, or make a tensor with a data-dependent size: on a GPU the host waits."""
+TARGET = 0.0
+"""Our time over the loop's, in one process: at most equal."""
 
 
 class HostWaits(TorchFunctionMode):
-    """Counts what would make the host wait."""
+    """Counts operations that would make the host wait."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look, and go on."""
+        """Count the call and run it."""
         kwargs = kwargs or {}
         chooses = func is torch.where and len(args) + len(kwargs) > 1  # that one reads nothing
         self.count += func in WAITS and not chooses
@@ -70,14 +72,14 @@ class HostWaits(TorchFunctionMode):
 
 
 class LoopOfExperts(nn.Module):
-    """The usual way: expert by expert, each asked for its tokens."""
+    """The usual loop over experts."""
 
     def __init__(self, layer: MixtureOfExperts) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same as the layer that it was made of."""
+        """With the weights of a layer."""
         tokens, experts = x.flatten(0, 1), self.layer.experts
         choice = self.layer.router(tokens, None, self.layer.tokens)
         out = torch.zeros_like(tokens)
@@ -95,7 +97,7 @@ class LoopOfExperts(nn.Module):
 
 
 def count_waits(run: Callable[[], Any], device: torch.device) -> int:
-    """How often the host waits in a call."""
+    """Host synchronizations in a call."""
     if device.type != "cuda":
         with HostWaits() as waits:
             run()
@@ -109,7 +111,7 @@ def count_waits(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def build_layer(job: Job, device: torch.device, dtype: torch.dtype) -> MixtureOfExperts:
-    """A layer of the job's model, or of what a rank holds of it, with drawn weights."""
+    """A layer of the job's model, or a rank's shard of it, with random weights."""
     assert isinstance(job.model, DecoderModel), "experts are a decoder's"
     torch.manual_seed(0)
     layer = MixtureOfExperts(shard_decoder(job.model, 1, job.layout.ep)).to(device, dtype)
@@ -119,7 +121,7 @@ def build_layer(job: Job, device: torch.device, dtype: torch.dtype) -> MixtureOf
 
 
 def forward_backward(layer: nn.Module, x: Tensor) -> None:
-    """Once there and back."""
+    """Forward and backward."""
     layer(x).square().mean().backward()
     if x.is_cuda:
         torch.cuda.synchronize()
@@ -156,7 +158,7 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
             "loop_s": statistics.median(other for _, other in pairs),
             "overhead": statistics.median(one / other for one, other in pairs) - 1,
             "pairs": len(pairs),
-            "promise": CLAIM if ranks is None else None,
+            "target": TARGET if ranks is None else None,
             "waits": waits[0],
             "waits_backward": back,
             "loop_waits": waits[1],
@@ -192,7 +194,7 @@ def make_job(options: argparse.Namespace) -> Job:
 
 
 def main() -> None:
-    """Measure as asked."""
+    """Measure with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (
         ("ranks", 1), ("tokens", 4096), ("hidden", 256), ("ffn", 512), ("experts", 8), ("per-token", 2),

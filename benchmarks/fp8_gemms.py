@@ -1,13 +1,12 @@
-"""What 8-bit products win: each product of a block's step in bf16 and in fp8, casts included and compiled.
+"""Speed-up of fp8: each GEMM of a block in bf16 and in fp8, with compiled casts.
 
-Of every product its three passes: forward, gradient of the input, gradient of the weight. In bf16 they read
-what is there; in fp8 they cast it first, as ``run.models.fp8`` does, by code that the compiler makes. In a
-real block a cast is joined with the norm or activation before it, so the figures here are an upper bound.
-``alone`` is the fp8 product without its casts, with the tensor cores' own sums (fast) and with a float32
-register behind them (exact). The shape is a 3.2B model's (3072 wide, 24 heads, 8 key heads, ffn 8192) at
-4 x 4096 tokens.
+Each linear layer has three GEMMs: forward, input gradient, weight gradient. In bf16 they read their
+operands as they are; in fp8 they cast them first, as ``models.fp8`` does, with compiled code. In a real
+block a cast is fused with the norm or activation before it, so the fp8 times here are an upper bound.
+``alone`` is the fp8 GEMM without casts, with fast accumulation and with float32 accumulation (exact). The
+shape is that of a 3.2B model (3072 wide, 24 heads, 8 key heads, ffn 8192) with 4 x 4096 tokens.
 
-The largest products come first; none is begun after ``--budget`` seconds.
+The largest GEMMs come first; none is started after ``--budget`` seconds.
 
     python benchmarks/fp8_gemms.py
     python benchmarks/fp8_gemms.py --small
@@ -31,26 +30,26 @@ from meshwright.models.kernels import fp8
 from meshwright.models.linear import weight_gradient
 
 GEMMS = {"gate, up": (16384, 3072), "down": (3072, 8192), "q, k, v": (5120, 3072), "out": (3072, 3072)}
-"""Outputs and inputs of a block's products."""
+"""Outputs and inputs of a block's linear layers."""
 TOKENS, LAYERS = 4 * 4096, 28
 WARM_UPS, REPEATS = 3, 10
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One pass of one product."""
+    """One of the three GEMMs of a linear layer."""
 
     gemm: str
     which: str
-    """``forward``, ``input`` or ``weight``: gradient of the input, of the weight."""
+    """``forward``, ``input`` (input gradient) or ``weight`` (weight gradient)."""
     flops: float
     bf16_s: float
     fp8_s: float
-    """With its casts."""
+    """With casts."""
     fast_s: float
     """Without casts."""
     exact_s: float
-    """Likewise, with exact sums."""
+    """Without casts, with float32 accumulation."""
 
 
 def measure(run: Callable[[], object], on_gpu: bool) -> float:
@@ -75,17 +74,17 @@ def measure(run: Callable[[], object], on_gpu: bool) -> float:
 
 
 def forward(x: Tensor, weight: Tensor) -> Tensor:
-    """In 8 bits, from 16."""
+    """An fp8 GEMM of bf16 tensors."""
     return fp8.forward_product(*fp8.cast_rows(x), weight)
 
 
 def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """Likewise, out in float32 as the optimizer reads it."""
+    """The weight gradient in fp8, with a float32 output for the optimizer."""
     return fp8.scaled_weight_gradient(grad, *fp8.cast_rows(x)).float()
 
 
 def measure_alone(rows: int, columns: int, depth: int, device: torch.device) -> list[float]:
-    """Seconds of an 8-bit product without casts: fast sums, then exact ones."""
+    """Seconds of an fp8 GEMM without casts: fast, then exact accumulation."""
     a = torch.randn(rows, depth, device=device).to(fp8.E4M3)
     b = torch.randn(columns, depth, device=device).to(fp8.E4M3).t()
     scales = torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device)
@@ -97,7 +96,7 @@ def measure_alone(rows: int, columns: int, depth: int, device: torch.device) -> 
 
 
 def measure_gemm(name: str, outputs: int, inputs: int, tokens: int, device: torch.device) -> list[Figure]:
-    """The three passes of a product."""
+    """The three GEMMs of a linear layer."""
     x = torch.randn(tokens, inputs, device=device).bfloat16()
     grad = (torch.randn(tokens, outputs, device=device) * 1e-6).bfloat16()
     weight = (torch.randn(outputs, inputs, device=device) * 0.02).bfloat16()
@@ -125,7 +124,7 @@ def measure_gemm(name: str, outputs: int, inputs: int, tokens: int, device: torc
 
 
 def show(figure: Figure) -> None:
-    """One line."""
+    """One row as text."""
     rates = [figure.flops / s / 1e12 for s in (figure.bf16_s, figure.fp8_s, figure.fast_s, figure.exact_s)]
     print(
         f"{figure.gemm:<9} {figure.which:<8} {figure.bf16_s * 1e3:8.3f} {figure.fp8_s * 1e3:8.3f} "
@@ -136,7 +135,7 @@ def show(figure: Figure) -> None:
 
 
 def sum_up(figures: list[Figure]) -> None:
-    """What a step wins, in all layers, with two of the three passes in fp8 and with all."""
+    """Speed-up of a step, in all layers, with two of the three GEMMs in fp8 and with all."""
     bf16_s = sum(figure.bf16_s for figure in figures)
     two_s = sum(figure.bf16_s if figure.which == "weight" else figure.fp8_s for figure in figures)
     all_s = sum(figure.fp8_s for figure in figures)
@@ -146,10 +145,10 @@ def sum_up(figures: list[Figure]) -> None:
 
 
 def main() -> None:
-    """Measure as asked."""
+    """Measure with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds after which no product is begun")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds after which no GEMM is started")
     parser.add_argument("--json", action="store_true", help="also print the figures as one line of JSON")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not options.small else "cpu")

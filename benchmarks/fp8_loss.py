@@ -1,23 +1,23 @@
-"""Loss curves of fp8 and bf16 beside each other: the same job, weights and text, step by step.
+"""Loss curves of fp8 and bf16 compared: the same job, weights and text, step by step.
 
     python benchmarks/fp8_loss.py --batch 2 --out losses.jsonl --svg losses.svg      # on a GPU
     python benchmarks/fp8_loss.py --only bf16 --out losses.jsonl            # one kind now, another one later
-    python benchmarks/fp8_loss.py --judge losses.jsonl --svg losses.svg     # compare what was written, alone
-    python benchmarks/fp8_loss.py --kind two:train.precision=fp8            # gradients of weights in 16 bits
+    python benchmarks/fp8_loss.py --judge losses.jsonl --svg losses.svg     # only compare what was written
+    python benchmarks/fp8_loss.py --kind two:train.precision=fp8            # weight gradients in 16 bits
     python benchmarks/fp8_loss.py --small --steps 60 --window 10 --last 20 --skip 2     # on a CPU, to try it
 
-The text is real: Python source that lies on this machine (``python_text.py``). The order of samples and the
-first weights depend on the job's seed alone. Each kind trains in a process of its own, as
-those of ``one_device.py`` do: all compile beside each other, then they take the device one after the other,
-and where ``--limit`` is near, each gets an equal share of what is left.
+The text is real: Python source found on this machine (``python_text.py``). The order of samples and the
+initial weights depend on the job's seed only. Each kind trains in its own process, like those of
+``one_device.py``: all compile at the same time, then they use the device one after the other. Close to
+``--limit`` each gets an equal share of the remaining time.
 
-Beside fp8 stands bf16 again, by kernels that round otherwise. Training amplifies such differences: with a
-rate that is high for the batch, two runs of bf16 part by more than a percent, and then nothing is said of 8
-bits. So the control is judged, too, over as many steps as it has; without one, the output says so.
+The control is bf16 again, with kernels that round differently. Training amplifies such differences: with a
+high learning rate for the batch, two bf16 runs diverge by more than 1%, and then nothing can be said about
+fp8. So the control is judged, too, over as many steps as it has; without a control the output says so.
 
-Compared are means over windows of steps, without the first ones, in which the loss falls too quickly to be a
-figure, and the mean over the last steps. It ends with status 1 unless every kind, but for the control, has
-all steps, and all are within ``--within`` percent of the first one.
+Compared are means over windows of steps, without the first windows, in which the loss falls too quickly,
+and the mean over the last steps. The exit status is 1 unless every kind except the control has all steps,
+and all are within ``--within`` percent of the first kind.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ KINDS = {
     "fp8": ("train.precision=fp8", "train.fp8_weight_grads=true"),
     "again": ("train.precision=bf16", "train.block_backend=compile"),
 }
-"""The first is what the others are compared with."""
+"""The first is the reference."""
 CONTROL = "again"
 RECIPE = ("train.lr=1e-5", "train.clip=1.0", "train.warmup=20", "train.gemm_autotune=false")
-"""A linear warm-up, then a cosine down to a tenth; ``--set`` goes over it. With ten times the rate two runs
-of bf16 part (docs/log.md)."""
+"""Linear warm-up, then cosine decay to 10%; ``--set`` overrides it. With ten times the learning rate two
+bf16 runs diverge (docs/log.md)."""
 SPARE_SAMPLES = 8
-"""For what ends of shards leave over."""
+"""Spare samples for the ends of shards."""
 WIDTH, HEIGHT = 720, 300
-"""Of each of the picture's two charts, in pixels."""
+"""Size of each of the two charts, in pixels."""
 LIMIT_STYLE = 2
 """A grey line."""
 
 
 def compare(losses: dict[str, list[float]], asked: argparse.Namespace) -> Row:
-    """Every kind against the first, over the steps that both have taken.
+    """Every kind against the first, over the steps that both have.
 
     Args:
-        losses: Of each step, by kind.
+        losses: Loss of each step, by kind.
         asked: ``steps``, ``window``, ``skip``, ``last`` and ``within``.
     """
     (base_name, base), *others = losses.items()
@@ -94,7 +94,7 @@ def compare(losses: dict[str, list[float]], asked: argparse.Namespace) -> Row:
 
 
 def _differ(base: list[float], curve: list[float], start: int, end: int) -> Row:
-    """Means over steps ``start + 1`` to ``end``, and how far the second is above the first."""
+    """Means over steps ``start + 1`` to ``end``, and the relative difference."""
     ours, theirs = statistics.fmean(curve[start:end]), statistics.fmean(base[start:end])
     return {
         "steps": [start + 1, end],
@@ -133,7 +133,7 @@ def describe(found: Row, asked: argparse.Namespace) -> list[str]:
 
 
 def draw(losses: dict[str, list[float]], found: Row, within: float, path: Path) -> None:
-    """The curves, and below them the differences of windows between the limits."""
+    """The curves, and the differences of windows with their limits."""
     ends = (1.0, float(max(map(len, losses.values()))))
     curves = tuple(
         Series(name, (tuple(enumerate(curve, start=1)),), style=style)
@@ -154,7 +154,7 @@ def draw(losses: dict[str, list[float]], found: Row, within: float, path: Path) 
 
 
 def read_losses(files: Sequence[Path]) -> dict[str, list[float]]:
-    """What earlier runs wrote; of a kind that was trained twice, the later."""
+    """Losses that earlier runs wrote; the later of two runs of a kind."""
     losses: dict[str, list[float]] = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -166,7 +166,7 @@ def read_losses(files: Sequence[Path]) -> dict[str, list[float]]:
 
 
 def train(asked: argparse.Namespace, screen: Any) -> tuple[dict[str, list[float]], Row]:
-    """Train every kind; returns the losses, and what there is to say about text, device and speed."""
+    """Train every kind; returns the losses, and notes on text, device and speed."""
     device, name = find_device()
     batch = asked.batch
     sizes = (f"train.global_batch={batch}", f"layout.micro_batch={batch}") if batch else ()
@@ -205,22 +205,35 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--shape", default="b", choices=tuple(SHAPES), help="of one_device.py")
-    add("--small", action="store_true", help="a shape that a CPU can do")
+    add("--small", action="store_true", help="a shape for a CPU")
     add("--steps", type=int, default=500)
-    add("--batch", type=int, default=0, help="sequences of a step; default: the shape's")
-    add("--length", type=int, default=0, help="tokens of a sequence; default: the shape's, 4096")
+    add("--batch", type=int, default=0, help="sequences per step; default: the shape's")
+    add("--length", type=int, default=0, help="tokens per sequence; default: the shape's, 4096")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every kind's job")
-    add("--kind", action="append", type=parse_kind, default=[], metavar="NAME:KEY=VALUE,...", help="one more")
-    add("--only", action="append", metavar="NAME", help="train these kinds alone")
-    add("--judge", action="append", type=Path, metavar="FILE", help="train nothing, compare what files hold")
-    add("--window", type=int, default=50, help="steps of a mean")
+    add(
+        "--kind",
+        action="append",
+        type=parse_kind,
+        default=[],
+        metavar="NAME:KEY=VALUE,...",
+        help="one more kind",
+    )
+    add("--only", action="append", metavar="NAME", help="train only these kinds")
+    add(
+        "--judge",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="train nothing, compare the losses in these files",
+    )
+    add("--window", type=int, default=50, help="steps per window")
     add("--skip", type=int, default=1, help="windows at the beginning that are not judged")
     add("--last", type=int, default=100, help="steps of the mean at the end")
     add("--within", type=float, default=0.5, help="percent")
     add("--limit", type=float, default=1200.0, help="seconds for everything")
-    add("--ready-limit", type=float, default=120.0, help="seconds until the first takes the device")
-    add("--out", type=Path, help="file to which everything is appended as JSON lines, each step as it comes")
-    add("--svg", type=Path, help="picture of the curves and of their difference")
+    add("--ready-limit", type=float, default=120.0, help="seconds until the first kind uses the device")
+    add("--out", type=Path, help="append everything to this file as JSON lines, each step as it comes")
+    add("--svg", type=Path, help="plot of the curves and of their difference")
     add("--json", action="store_true", help="print one object; progress goes to standard error")
     asked = parser.parse_args()
     if asked.steps <= WARM_UP:

@@ -1,8 +1,8 @@
-"""What the device did in a step, by kind of kernel: folds a trace of torch's profiler.
+"""Device time of a step by kind of kernel, from a trace of torch's profiler.
 
-A kernel's kind is read off its name, the first rule that fits. Compiled kernels are named after the
-operations in them and beside them, attention's included: one that takes a square root, and not its
-reciprocal, is the optimizer's, one that takes an exponential or a logarithm the loss's.
+The kind follows from the kernel's name; the first matching rule counts. Inductor names kernels after the
+operations in and around them, including attention: a kernel with a square root, but not its reciprocal, is
+the optimizer's; one with an exponential or a logarithm is the loss.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ KINDS = (
     ("copies", r"memcpy|memset|copy_kernel|catarray|fillfunctor|fused__to_copy(_(t|view|transpose))*_\d+$"),
     ("elementwise", r""),
 )
-"""Kinds and the names that belong to them."""
+"""Kinds and patterns of kernel names."""
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-"""Categories of a trace's rows that the device works on."""
+"""Trace categories of device work."""
 MOST_KERNELS = 40
 MOST_GAPS = 10
 SHOWN_GAPS = 4
@@ -34,7 +34,7 @@ def class_of(name: str) -> str:
 
 
 def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Milliseconds of a step by kind, idle time included, its longest gaps, and the longest kernels.
+    """Milliseconds per step by kind, with idle time, the longest gaps, and the longest kernels.
 
     Args:
         rows: ``traceEvents`` of a Chrome trace, times in microseconds.
@@ -73,10 +73,10 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def describe(folded: dict[str, Any], shown: int = 20) -> list[str]:
-    """The same for people."""
+    """The same as text."""
     if "failed" in folded:
         return [f"  no profile: {line}" for line in folded["failed"].splitlines()]
-    lines = [f"  {'span':14}{folded['span_ms']:9.2f} ms a step"]
+    lines = [f"  {'span':14}{folded['span_ms']:9.2f} ms/step"]
     lines += [f"  {kind:14}{taken:9.2f} ms" for kind, taken in folded["kinds_ms"].items()]
     lines.append(f"  {'idle':14}{folded['idle_ms']:9.2f} ms")
     for gap in folded["gaps"][:SHOWN_GAPS]:

@@ -1,9 +1,8 @@
-"""What the loop costs over a bare torch loop with the same model: one process, one thread, CPU.
+"""Overhead of the training loop over a plain torch loop with the same model: one process, one thread, CPU.
 
-Both train the same model on the same batches, step by step in turn, in one process, so that whatever else
-the machine does hits both alike. The figure is the median over pairs of (ours - bare) / bare. Our side is
-everything that a run does in a step: order of samples, memory-mapped reading, accumulation, clipping,
-learning rate, counting, the event's line.
+Both train the same model on the same batches, in alternate steps in one process, so that other load on the
+machine affects both. The figure is the median over pairs of (ours - plain) / plain. Our side is a full step:
+sample order, memory-mapped reading, accumulation, clipping, learning rate, token counts, events.
 
     python benchmarks/loop_overhead.py [--pairs 100]
 """
@@ -37,7 +36,7 @@ from meshwright.train.trainer import Trainer  # noqa: E402
 
 
 def build_ours(folder: Path, micro_batch: int) -> Trainer:
-    """A session as a rank builds it."""
+    """A trainer as a rank builds it."""
     prepared = folder / "data"
     prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(prepared)), folder)
     tree = {
@@ -52,7 +51,7 @@ def build_ours(folder: Path, micro_batch: int) -> Trainer:
 
 
 def build_bare(trainer: Trainer) -> Callable[[], float]:
-    """The loop that one writes by hand: memmap, slices, forward, backward, clip, step."""
+    """The plain loop: memmap, slices, forward, backward, clip, step."""
     job = trainer.job
     model = build_model(job, torch.device("cpu"))
     optimizer, tokens = build_adamw(model, job.train), open_tokens(trainer)
@@ -78,7 +77,7 @@ def build_bare(trainer: Trainer) -> Callable[[], float]:
 
 
 def measure(pairs: int, micro_batch: int) -> dict[str, Any]:
-    """Interleave and compare."""
+    """Alternate and compare."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_ours(Path(folder), micro_batch)
         bare, meter = build_bare(trainer), start_meter(trainer)
@@ -99,12 +98,12 @@ def measure(pairs: int, micro_batch: int) -> dict[str, Any]:
         "ours_s": statistics.median(ours_s),
         "bare_s": statistics.median(bare_s),
         "overhead": statistics.median(ratios),
-        "promise": 0.02,
+        "target": 0.02,
     }
 
 
 def main() -> None:
-    """Print the overhead with and without accumulation."""
+    """Print the overhead with and without gradient accumulation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--json", action="store_true")

@@ -1,25 +1,24 @@
-"""Training steps on one device: ours, the bare torch equivalent and the floor, with their ratios and parts.
+"""Training steps on one device: ours, plain torch and the floor, with ratios and parts.
 
-Ours is the training loop of ``meshwright train``; the bare equivalent is the Llama that one writes by hand
-after torchtitan's (``torch_llama.py``); the floor is each part of the step timed alone, and added
-(``step_floor.py``). FLOPs are counted alike: 6 for each parameter but the input embedding a token, plus
-causal attention (half). Two shapes, both bf16, untied, 128256 words: (a) 16 layers, 2048 wide, 8 x 4096
-tokens; (b) 28 layers, 3072 wide, 4 x 4096 tokens.
+Ours is the training loop of ``meshwright train``. Plain torch is a Llama after torchtitan's
+(``torch_llama.py``). The floor is the sum of each part of the step timed alone (``step_floor.py``). FLOPs
+are counted alike: 6 per token and parameter without the input embedding, plus causal attention (half). Two
+shapes, both bf16, untied, vocabulary 128256: (a) 16 layers, 2048 wide, 8 x 4096 tokens; (b) 28 layers, 3072
+wide, 4 x 4096 tokens.
 
     python benchmarks/one_device.py --overlap --profile --out rows.jsonl    # on a GPU
     python benchmarks/one_device.py --shape b --only ours --set train.residual_dtype=fp32
     python benchmarks/one_device.py --shape b --also train.precision=fp8    # a second kind of ours
-    python benchmarks/one_device.py --only ours --set cluster.file=probed.toml    # as the probe predicts
+    python benchmarks/one_device.py --only ours --set cluster.file=probed.toml    # predicted from the probe
     python benchmarks/one_device.py --shape a --only ours --overlap --steps 2 --limit 400 --length 8192 \
         --length 32768 --length 131072:layout.recompute=full                # long context
-    python benchmarks/one_device.py --small                                 # what a CPU can do, to try it
+    python benchmarks/one_device.py --small                                 # small shapes for a CPU
 
-``--length`` cuts the tokens of a step into longer sequences, at least one: 8 x 4096 becomes 1 x 32768, then
-1 x 131072. What the plan refuses or the device has no memory for is a row that says so.
+``--length`` splits the tokens of a step into longer sequences, at least one: 8 x 4096 becomes 1 x 32768, then
+1 x 131072. A row says so if the plan rejects it or the device runs out of memory.
 
-Each kind runs in a process of its own, and one that fails does not stop the others. With ``--overlap`` all of
-them start at once and compile beside each other, each on a model of one layer; then they take the device one
-after the other.
+Each kind runs in its own process; a failure does not stop the others. With ``--overlap`` all start at once
+and compile at the same time, each on a model of one layer; then they use the device one after the other.
 """
 
 from __future__ import annotations
@@ -51,26 +50,26 @@ STDERR_LINES = 15
 MOST_TIMES = 40
 """Steps whose times are printed one by one."""
 LOSS_EVERY = 50
-"""Steps between losses on the screen."""
+"""Steps between printed losses."""
 EXIT_S = 15.0
-"""How long a process may take to end."""
+"""Seconds that a process may take to exit."""
 GIB = 2**30
 Row = dict[str, Any]
 
 
 class Worker:
-    """A process that measures one kind; what it says comes through a queue."""
+    """A process that measures one kind; its messages come through a queue."""
 
     def __init__(self, task: Task, logs: Path, messages: queue.Queue[tuple[Worker, Row | None]]) -> None:
         self.task = task
         self.ready = self.ended = False
         self.row: Row | None = None
         self.disturbed_by: list[str] = []
-        """Who was still compiling when it took the device."""
+        """Workers that were still compiling when this one got the device."""
         self.planned: Row = {}
-        """What its plan says of time and memory."""
+        """Planned time and memory."""
         self.losses: list[float] = []
-        """Of every step so far, where it tells them."""
+        """Loss of every step so far, if reported."""
         self._log = logs / f"{len(list(logs.iterdir()))}.txt"
         script = Path(__file__).with_name("one_device_worker.py")
         with self._log.open("wb") as log:
@@ -91,7 +90,7 @@ class Worker:
 
     @property
     def about(self) -> Row:
-        """What every row of it begins with."""
+        """Fields common to all its rows."""
         length = {"length": self.task.length} if self.task.length else {}
         return {"kind": self.task.name, "shape": self.task.shape, **length}
 
@@ -106,7 +105,7 @@ class Worker:
         messages.put((self, None))
 
     def go(self) -> None:
-        """Let it take the device."""
+        """Let it use the device."""
         assert self.process.stdin is not None, "a pipe was asked for"
         try:
             self.process.stdin.write("go\n")
@@ -115,7 +114,7 @@ class Worker:
             pass  # it has ended, and says so in the queue
 
     def finish(self) -> None:
-        """Wait until it has given the device back; it has nothing more to do."""
+        """Wait until it has released the device."""
         try:
             self.process.wait(timeout=EXIT_S)
         except subprocess.TimeoutExpired:
@@ -123,23 +122,23 @@ class Worker:
         self.ended = True
 
     def kill(self) -> None:
-        """End it and what it started."""
+        """Kill it and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def stderr_tail(self) -> str:
-        """The end of what it printed."""
+        """The end of its standard error."""
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return "\n".join(lines[-STDERR_LINES:])
 
 
 class WorkerPool:
-    """All processes of a run of the benchmark, and what they found."""
+    """All workers of a benchmark run, and their results."""
 
     def __init__(self, limit_s: float, logs: Path, out: Path | None, screen: TextIO) -> None:
         self.rows: list[Row] = []
         self.torch = "unknown"
-        """Its version, as the processes say."""
+        """Torch version, as the workers report it."""
         self._heard: queue.Queue[tuple[Worker, Row | None]] = queue.Queue()
         self._children: list[Worker] = []
         self._began = time.monotonic()
@@ -147,22 +146,22 @@ class WorkerPool:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     @property
     def losses(self) -> dict[str, list[float]]:
-        """By kind, of those that tell them."""
+        """Losses by kind, if reported."""
         return {worker.task.name: worker.losses for worker in self._children if worker.losses}
 
     def run(self, tasks: list[Task], overlap: bool, ready_limit_s: float, evenly: bool = False) -> None:
-        """Measure everything: one after the other, or all compiling at once.
+        """Measure all tasks: one after the other, or with overlapping compilation.
 
         Args:
             tasks: What to measure, in this order.
             overlap: Whether all start at once.
             ready_limit_s: How long the device waits for the slowest to be ready.
-            evenly: Whether none may use up the time that those after it need.
+            evenly: Whether the remaining time is shared equally.
         """
         try:
             children = [self._start(task) for task in tasks] if overlap else []
@@ -183,7 +182,7 @@ class WorkerPool:
         return worker
 
     def _measure(self, worker: Worker, until_s: float) -> None:
-        """Give the device to a process until it has ended, or its time is over."""
+        """Give the device to a worker until it ends or its time is up."""
         worker.disturbed_by = [c.name for c in self._children if not (c is worker or c.ready or c.ended)]
         worker.go()
         while not worker.ended and self.seconds < until_s:
@@ -195,7 +194,7 @@ class WorkerPool:
             self._keep(worker, {"failed": f"{reason}\n{worker.stderr_tail()}", "reason": reason})
 
     def _listen(self, until_s: float) -> None:
-        """Take in one message, or find that the time is over."""
+        """Process one message, or detect the time limit."""
         try:
             worker, message = self._heard.get(timeout=max(0.01, until_s - self.seconds))
         except queue.Empty:
@@ -240,7 +239,7 @@ class WorkerPool:
 
 
 def describe_phase(message: Row) -> str:
-    """What a process has just done, how long it took, and the memory that it holds."""
+    """What a worker has just done, its time, and its memory."""
     if "failed" in message:
         return f"{message['phase']} failed: {message['failed']}"
     text = f"{message['phase']}, {message['seconds']:.1f} s"
@@ -248,9 +247,9 @@ def describe_phase(message: Row) -> str:
         peak = message.get("peak_bytes") or 0
         text += f", {message['held_bytes'] / GIB:.1f} GiB held, {peak / GIB:.1f} at most"
     if message.get("step_s"):
-        text += f", {message['step_s'] * 1e3:.1f} ms a step"
+        text += f", {message['step_s'] * 1e3:.1f} ms/step"
     if message.get("planned_step_s"):
-        text += f", {message['planned_step_s'] * 1e3:.1f} ms a step"
+        text += f", {message['planned_step_s'] * 1e3:.1f} ms/step"
         text += f", {message['planned_peak_bytes'] / GIB:.1f} GiB"
     for name, seconds in {**message.get("parts", {}), **message.get("beside", {})}.items():
         text += f"\n             {name}: {seconds * 1e3:.2f} ms"
@@ -258,7 +257,7 @@ def describe_phase(message: Row) -> str:
 
 
 def describe_row(row: Row) -> list[str]:
-    """A result for people, its profile included."""
+    """A result as text, with its profile."""
     name = f"{row['kind']} ({label(row)})"
     if "failed" in row:
         lines = [f"    {line}" for line in row["failed"].splitlines()]
@@ -282,12 +281,12 @@ def describe_row(row: Row) -> list[str]:
 
 
 def label(row: Row) -> str:
-    """Shape and, where it is not the shape's own, length."""
+    """Shape and, if not the default, length."""
     return f"{row['shape']}, {row['length']} tokens" if row.get("length") else str(row["shape"])
 
 
 def describe_planned(row: Row) -> str:
-    """What the plan said, and how far off it was; nothing where there was none."""
+    """The plan's prediction and its error; empty without a plan."""
     if not row.get("planned_step_s"):
         return ""
     step_s, peak = row["planned_step_s"], row["planned_peak_bytes"]
@@ -296,7 +295,7 @@ def describe_planned(row: Row) -> str:
 
 
 def describe_failure(row: Row) -> str:
-    """Why there is no result, with the memory that was reached and planned."""
+    """Why there is no result, with reached and planned memory."""
     text = str(row.get("reason") or "failed")
     if row.get("peak_bytes"):
         text += f", {row['peak_bytes'] / GIB:.1f} GiB reached"
@@ -306,7 +305,7 @@ def describe_failure(row: Row) -> str:
 
 
 def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """For each shape, every kind of ours against the bare equivalent, transformers and the floor: speed."""
+    """For each shape, the speed of every kind of ours against plain torch, transformers and the floor."""
     ratios: dict[str, dict[str, Any]] = {}
     for shape in dict.fromkeys(label(row) for row in in_order(rows)):
         alike = [row for row in rows if label(row) == shape]
@@ -328,7 +327,7 @@ def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
 
 
 def in_order(rows: list[Row]) -> list[Row]:
-    """By shape and length; what is alike stays as it was."""
+    """Sorted by shape and length (stable)."""
     return sorted(rows, key=lambda row: (row["shape"], row.get("length", 0)))
 
 
@@ -376,7 +375,7 @@ def _describe_parts(row: Row) -> list[str]:
 
 
 def list_tasks(arguments: argparse.Namespace, device: str) -> list[Task]:
-    """What is to be measured, the most wanted first."""
+    """The tasks, most important first."""
     kinds = arguments.only or DEFAULT_KINDS
     shared = {"steps": arguments.steps, "small": arguments.small, "device": device}
     names: list[tuple[str, str, tuple[str, ...]]] = []
@@ -407,7 +406,7 @@ def list_tasks(arguments: argparse.Namespace, device: str) -> list[Task]:
 
 
 def find_device() -> tuple[str, str]:
-    """Kind and name of the device, without loading torch here: the processes do."""
+    """Kind and name of the device, without importing torch here."""
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         answer = subprocess.run(query, capture_output=True, text=True, check=False)
@@ -417,7 +416,7 @@ def find_device() -> tuple[str, str]:
 
 
 def parse_length(text: str) -> tuple[int, tuple[str, ...]]:
-    """A length, and what our job is told for it."""
+    """A length, and the keys of our job for it."""
     tokens, _, settings = text.partition(":")
     return int(tokens), tuple(settings.split(",")) if settings else ()
 
@@ -433,23 +432,25 @@ def parse_arguments() -> argparse.Namespace:
         type=parse_length,
         default=[],
         metavar="TOKENS[:KEY=VALUE,...]",
-        help="sequences of so many tokens, with these keys of our job; repeatable; default: the shape's",
+        help="tokens per sequence, with these keys of our job; repeatable; default: the shape's",
     )
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--small", action="store_true", help="shapes that a CPU can do")
+    parser.add_argument("--small", action="store_true", help="shapes for a CPU")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of our job")
     parser.add_argument(
         "--also",
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="one more kind of ours with these",
+        help="one more kind of ours with these keys",
     )
-    parser.add_argument("--overlap", action="store_true", help="compile beside each other")
-    parser.add_argument("--profile", action="store_true", help="our steps by kind of kernel")
+    parser.add_argument("--overlap", action="store_true", help="compile at the same time")
+    parser.add_argument("--profile", action="store_true", help="profile our steps by kind of kernel")
     parser.add_argument("--limit", type=float, default=210.0, help="seconds for everything")
-    parser.add_argument("--ready-limit", type=float, default=100.0, help="seconds until the first is timed")
-    parser.add_argument("--out", type=Path, help="file to which everything is appended as JSON lines")
+    parser.add_argument(
+        "--ready-limit", type=float, default=100.0, help="seconds until the first measurement"
+    )
+    parser.add_argument("--out", type=Path, help="append everything to this file as JSON lines")
     parser.add_argument(
         "--json", action="store_true", help="print one object; progress goes to standard error"
     )

@@ -1,9 +1,9 @@
-"""One kind of training step on one device, measured in this process for ``one_device.py``.
+"""Measures one kind of training step on one device, in its own process, for ``one_device.py``.
 
-The process talks to the one that started it: a JSON object a line on standard output (phases, then a
-result or a failure), and one line on standard input that lets it take the device. Before that it imports,
-and, where told to, lets its compiler see a model of one layer with the same widths: several processes do
-that at a time, and only the device is not shared while times are taken.
+The process writes one JSON object per line to standard output (phases, then a result or a failure), and waits
+for one line on standard input before it uses the device. Before that it imports, and on request compiles a
+model of one layer with the same widths. Several processes do that at the same time; only the device is not
+shared during measurements.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SHAPES: dict[str, dict[str, Any]] = {
           "vocab_size": 128256, "rope_theta": 500000.0},
 }  # fmt: skip
 BATCHES = {"a": (8, 4096), "b": (4, 4096)}
-"""Sequences of a step, and the tokens of each."""
+"""Sequences per step, and tokens of each."""
 SMALL = {
     "a": {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 2, "ffn_size": 256,
           "vocab_size": 512},
     "b": {"num_layers": 3, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 256,
           "vocab_size": 512},
 }  # fmt: skip
-"""Shapes that a CPU can try the benchmark with."""
+"""Small shapes for a CPU."""
 SMALL_BATCHES = {"a": (4, 64), "b": (2, 64)}
 OURS = (
     "train.precision=bf16",
@@ -49,27 +49,27 @@ OURS = (
     "train.residual_dtype=bf16",
     "layout.recompute=selective",
 )
-"""What our side asks for; ``--set`` goes over it."""
+"""Settings of our job; ``--set`` overrides them."""
 TRITON_KERNELS = ("train.gemm_autotune=true", "train.grad_dtype=bf16")
-"""And this, where our own kernels may compute the blocks."""
+"""Further settings if Triton blocks are possible."""
 OTHER_KERNELS = {"train.block_backend=compile", "train.block_backend=eager"}
-"""Settings with which they do not."""
+"""Settings that exclude Triton blocks."""
 WARM_UP = 3
 """Steps that are not timed; ours audits its second one."""
 PROFILED = 2
-"""Steps of a profile: with two of them the gap between steps is in it."""
+"""Steps of a profile; two of them include the gap between steps."""
 TRACEBACK_LINES = 25
 REASON_LETTERS = 200
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a process is asked to measure."""
+    """What a process measures."""
 
     kind: str
     """``ours``, ``bare``, ``transformers`` or ``floor``."""
     name: str
-    """What the result is called."""
+    """Name of the result."""
     shape: str
     steps: int
     small: bool
@@ -77,22 +77,22 @@ class Task:
     settings: tuple[str, ...] = ()
     """``key=value`` for our job."""
     precompile: bool = False
-    """Whether the compiler sees a model of one layer before the device is taken."""
+    """Whether to compile a model of one layer before using the device."""
     profile: bool = False
     threads: int = 1
     length: int = 0
-    """Tokens of a sequence, with as many sequences as keep the tokens of a step; 0 for the shape's own."""
+    """Tokens per sequence, with as many sequences as keep the tokens per step; 0 for the shape's own."""
     text: str = ""
-    """A prepared folder that ours trains on, telling the loss of every step; random words if left out."""
+    """A prepared dataset; ours then reports the loss of every step. Random tokens by default."""
 
     def sequences(self) -> tuple[int, int]:
-        """How many a step has, at least one, and the tokens of each."""
+        """Sequences per step, at least one, and tokens of each."""
         batch, length = (SMALL_BATCHES if self.small else BATCHES)[self.shape]
         return (max(1, batch * length // self.length), self.length) if self.length else (batch, length)
 
 
 def build_shape(task: Task, folder: Path, layers: int | None = None) -> Any:
-    """The job of our side; the others take their numbers from it."""
+    """The job of our side; the other kinds take their sizes from it."""
     from meshwright.spec.load import apply_override, build_job  # noqa: PLC0415
 
     batch, length = task.sequences()
@@ -104,23 +104,25 @@ def build_shape(task: Task, folder: Path, layers: int | None = None) -> Any:
         "cluster": {
             "device": task.device,
             "matmul_flops_per_s": 1e15,
-        },  # else a run measures it, a second long
+        },  # else a run measures it for a second
         "checkpoint": {"every_minutes": 0.0},
     }
-    backend = ("train.compile_backend=aot_eager",) if task.device == "cpu" else ()  # no time to write C++
+    backend = (
+        ("train.compile_backend=aot_eager",) if task.device == "cpu" else ()
+    )  # C++ takes too long to compile
     own = () if OTHER_KERNELS & set(task.settings) else TRITON_KERNELS
     if any(text.startswith(("train.optimizer=", "train.grad_noise=")) for text in task.settings):
-        own = tuple(text for text in own if not text.startswith("train.grad_dtype="))  # AdamW's alone
+        own = tuple(text for text in own if not text.startswith("train.grad_dtype="))  # only with AdamW
     settings = (*OURS, *own, *backend, *task.settings)
     problems = [problem for text in settings if (problem := apply_override(tree, text))]
     if layers is not None:
         tree["model"]["num_layers"] = layers
-        tree["train"]["gemm_autotune"] = False  # several rehearse at a time, and no race would be fair
+        tree["train"]["gemm_autotune"] = False  # several processes compile at a time: timings would be wrong
     return build_job(tree, problems)
 
 
 def _seconds_since_start() -> float:
-    """How long this process is there, imports included; 0 where the system does not say."""
+    """Age of this process, imports included; 0 if unknown."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
@@ -130,16 +132,16 @@ def _seconds_since_start() -> float:
 
 
 class Reporter:
-    """Tells the parent what happens, with times and the device's memory."""
+    """Sends messages with times and device memory to the parent."""
 
     def __init__(self) -> None:
-        # What libraries print goes to standard error: lines of standard output are the parent's.
+        # Prints of libraries go to standard error: standard output carries messages to the parent.
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         self._last = time.perf_counter() - _seconds_since_start()
 
     def send(self, **content: Any) -> None:
-        """One object; it gets the seconds since the last one, and the memory that is held, if it has none."""
+        """Send one object; adds seconds since the last one, and current memory."""
         now = time.perf_counter()
         content.setdefault("seconds", now - self._last)
         self._last = now
@@ -151,7 +153,7 @@ class Reporter:
 
 
 def write_tokens(folder: Path, job: Any) -> None:
-    """Random words of the whole vocabulary as prepared data: what they say does not matter to the time."""
+    """Random tokens as prepared data: their values do not affect the time."""
     from meshwright.data.shard_writer import ShardWriter  # noqa: PLC0415
     from meshwright.data.tokenizer import ByteTokenizer  # noqa: PLC0415
 
@@ -170,7 +172,7 @@ class EnoughSteps(Exception):  # noqa: N818  (no error)
 
 
 class StepClock:
-    """Listens to a run's events, and takes the time from step to step as they come."""
+    """Event listener that times the steps."""
 
     def __init__(self, warm_up: int, steps: int, task: Task, reporter: Reporter) -> None:
         self._first, self._last = warm_up, warm_up + steps
@@ -178,16 +180,16 @@ class StepClock:
         self._voice, self._on_gpu, self._tells = reporter, task.device == "cuda", bool(task.text)
         self._ends: list[float] = []
         self.own_step_s: list[float] = []
-        """What the run's own events say, of the timed steps."""
+        """Events of the timed steps."""
         self.loss: float | None = None
         self.audited: dict[str, Any] = {}
         """The event of the audited step."""
         self.measured: dict[str, Any] = {}
         self.folded: dict[str, Any] | None = None
-        """The profile, where one was wanted."""
+        """The profile, if requested."""
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Called by the run's writer of events; ends the run when there is enough."""
+        """Handle an event; ends the run after enough steps."""
         if event["event"] == "state":
             self.audited = event
         if event["event"] != "step":
@@ -217,7 +219,7 @@ class StepClock:
 
 
 class _Profile:
-    """Torch's profiler around some steps, folded by kind of kernel; that it fails costs no result."""
+    """Torch's profiler around some steps, summarized by kind of kernel; failures are not fatal."""
 
     def __init__(self, device: str) -> None:
         from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
@@ -228,7 +230,7 @@ class _Profile:
         self._failed = ""
 
     def start(self) -> None:
-        """Begin to look on."""
+        """Start profiling."""
         try:
             self._settle()
             self._profiler.start()
@@ -252,7 +254,7 @@ class _Profile:
             return {"failed": last_lines()}
 
     def _settle(self) -> None:
-        """Wait for the device: a step may be told before its update is over, which belongs to it."""
+        """Synchronize: a step may be reported before its optimizer step has finished."""
         import torch  # noqa: PLC0415
 
         if self._on_gpu:
@@ -320,7 +322,7 @@ def run_ours(task: Task, job: Any, reporter: Reporter, warm_up: int, steps: int)
 
 
 def run_steps(step: Callable[[], Any], warm_up: int, steps: int, device: str) -> dict[str, Any]:
-    """Steps that somebody wrote by hand: never waited for in between on a GPU, timed by its events there."""
+    """Steps of a plain loop: not synchronized in between on a GPU, timed by CUDA events."""
     import torch  # noqa: PLC0415
 
     on_gpu = device == "cuda"
@@ -372,7 +374,7 @@ def run_bare(task: Task, job: Any, reporter: Reporter, warm_up: int, steps: int)
 
 
 def run_transformers(task: Task, job: Any, reporter: Reporter, warm_up: int, steps: int) -> dict[str, Any]:
-    """The loop that one writes around transformers' model, the whole of it compiled."""
+    """A plain loop around the transformers model, compiled as a whole."""
     import torch  # noqa: PLC0415
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
@@ -417,12 +419,12 @@ RUNS = {"ours": run_ours, "bare": run_bare, "transformers": run_transformers}
 
 
 def precompile(task: Task, job: Any, reporter: Reporter) -> None:
-    """Let the compiler see everything once; where that fails, the measurement may still succeed.
+    """Compile everything once; if that fails, the measurement may still succeed.
 
     Args:
         task: What will be measured.
         job: The same with one layer.
-        reporter: Told how it went.
+        reporter: Gets the outcome.
     """
     try:
         RUNS[task.kind](replace(task, text=""), job, reporter, 1, 1)
@@ -433,12 +435,12 @@ def precompile(task: Task, job: Any, reporter: Reporter) -> None:
 
 
 def last_lines() -> str:
-    """The end of the traceback that is being handled."""
+    """The end of the current traceback."""
     return "\n".join(traceback.format_exc().strip().splitlines()[-TRACEBACK_LINES:])
 
 
 def name_failure(error: Exception) -> str:
-    """What went wrong, in one line for a table."""
+    """The error in one line."""
     if "out of memory" in str(error):  # torch's own error, or a library's
         return "out of memory"
     lines = str(error).strip().splitlines() or [""]
@@ -450,8 +452,8 @@ def measure(task: Task, reporter: Reporter, wait: Callable[[], None]) -> dict[st
 
     Args:
         task: What to measure.
-        reporter: Told each phase.
-        wait: Returns when the device may be taken.
+        reporter: Gets each phase.
+        wait: Returns when the device may be used.
     """
     prepare_environment(threads=task.threads)
     import torch  # noqa: PLC0415
@@ -496,13 +498,13 @@ def measure(task: Task, reporter: Reporter, wait: Callable[[], None]) -> dict[st
 
 
 def main() -> None:
-    """Do what the order on the command line says."""
+    """Run the task of the command line."""
     reporter = Reporter()
     values = json.loads(sys.argv[1])
     task = Task(**{**values, "settings": tuple(values["settings"])})
 
     def wait() -> None:
-        if not sys.stdin.readline():  # whoever started this is gone
+        if not sys.stdin.readline():  # the parent has exited
             raise SystemExit(1)
 
     try:
@@ -510,8 +512,8 @@ def main() -> None:
     except Exception as error:
         reporter.send(failed=last_lines(), reason=name_failure(error))
         sys.stdout.flush()
-        os._exit(1)  # a broken device may hang in what is left to do
-    os._exit(0)  # nothing is left to do, and freeing it all takes seconds
+        os._exit(1)  # a broken device may hang at exit
+    os._exit(0)  # freeing everything would take seconds
 
 
 if __name__ == "__main__":

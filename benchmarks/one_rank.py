@@ -1,6 +1,6 @@
-"""The session of a single rank without a launcher, for benchmarks that time its steps.
+"""A trainer of a single rank without a launcher, for benchmarks that time its steps.
 
-It imports torch: set the environment first.
+Imports torch: set the environment first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from meshwright.train.trainer import RankContext, Trainer
 
 
 class DeviceWeights:
-    """First values drawn where they will lie: billions of them take a moment there and a minute on a core.
+    """Initial weights drawn on the device: billions of values take a moment there and a minute on a CPU core.
 
-    They are spread as a run's own are, so that nothing runs faster for them; zeros would. Like those they
-    depend on the job's seed and the parameter's name alone: two kinds of a job begin alike.
+    The distribution is that of a run, so that nothing runs faster; zeros would. The values depend on the
+    job's seed and the parameter's name only: two kinds of a job start alike.
     """
 
     def __init__(self, job: Job) -> None:
@@ -35,7 +35,7 @@ class DeviceWeights:
         self._seed = job.train.seed
 
     def whole(self, name: str) -> Tensor:
-        """Norms are one, everything else is drawn."""
+        """Norms are one; everything else is random."""
         shape = self._shapes[name]
         values = torch.ones(shape, device=self._device)
         if len(shape) == 1:
@@ -51,14 +51,14 @@ def build_rank(
     listener: Listener | None = None,
     weights: WeightSource | None = None,
 ) -> Trainer:
-    """A session as a rank builds it.
+    """A trainer as a rank builds it.
 
     Args:
         job: With a layout of one process.
         folder: Where its events go.
         data_dir: A prepared folder.
-        listener: Told every event.
-        weights: First values in place of the job's.
+        listener: Gets every event.
+        weights: Initial weights instead of the job's.
     """
     plan, _ = build_plan(job)
     counter = CollectiveCounter()

@@ -1,9 +1,9 @@
-"""What a layout's step costs over the same layout written by hand in torch: two CPU ranks, one core each.
+"""Overhead of our parallelisms over the same layout in plain torch: two CPU ranks, one core each.
 
-Both train the same model on the same batches in the same two processes, step by step in turn, so that
-whatever else the machine does hits both alike. By hand means torch's own DDP, FSDP2 (``fully_shard``) or
-tensor parallelism (``parallelize_module``) and the loop that one writes around it. The figure is the median
-over pairs of (ours - by hand) / by hand, of rank 0.
+Both train the same model on the same batches in the same two processes, in alternate steps, so that other
+load on the machine affects both. Plain torch is DDP, FSDP2 (``fully_shard``) or tensor parallelism
+(``parallelize_module``) with a plain loop. The figure is the median over pairs of (ours - torch) / torch,
+of rank 0.
 
     python benchmarks/parallel_overhead.py [--pairs 100] [--layout ddp]
 """
@@ -67,7 +67,7 @@ WARM_UP = 5
 
 
 def build_torch(trainer: Trainer, kind: str) -> Callable[[], Any]:
-    """The same model spread by torch's own parts, and the loop around it."""
+    """The same model parallelized by torch, with a plain loop."""
     job = trainer.job
     alone = with_layout(job, Layout(mode="given", micro_batch=job.layout.micro_batch))
     whole = build_model(alone, torch.device("cpu"))
@@ -112,7 +112,7 @@ def build_torch(trainer: Trainer, kind: str) -> Callable[[], Any]:
 
 
 def _clip(model: nn.Module, most: float) -> None:
-    """Torch takes no norm of cut and whole tensors together."""
+    """Torch does not compute the norm of sharded and full tensors together."""
     kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is cut] for cut in (True, False)]
     norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds if kind]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -122,7 +122,7 @@ def _clip(model: nn.Module, most: float) -> None:
 
 
 def _apply_torch_tp(model: Decoder, mesh: Any, sequence: bool) -> None:
-    """The plan of torch's own tutorial."""
+    """The tensor-parallel plan of torch's tutorial."""
     stream = Shard(1) if sequence else Replicate()
     parallelize_module(
         model,
@@ -155,7 +155,7 @@ def _apply_torch_tp(model: Decoder, mesh: Any, sequence: bool) -> None:
 
 
 def compare(trainer: Trainer) -> None:
-    """Interleave and time; rank 0 writes down the pairs."""
+    """Alternate and time; rank 0 writes the pairs."""
     task = json.loads(Path(trainer.assignment.run_dir, "task.json").read_text())
     by_hand, meter = build_torch(trainer, task["kind"]), start_meter(trainer)
 
@@ -197,7 +197,7 @@ def measure(kind: str, pairs: int, data: Path, folder: Path) -> dict[str, Any]:
         "ours_s": statistics.median(ours),
         "by_hand_s": statistics.median(by_hand),
         "overhead": statistics.median((a - b) / b for a, b in times),
-        "promise": 0.03,
+        "target": 0.03,
     }
 
 
@@ -214,12 +214,12 @@ def main() -> None:
         prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(data)), Path(place))
         kinds = arguments.layout or list(LAYOUTS)
         rows = [measure(kind, arguments.pairs, data, Path(place) / kind) for kind in kinds]
-    report("layouts by hand and ours", rows, _line, arguments.json)
+    report("plain torch and our layouts", rows, _line, arguments.json)
 
 
 def _line(row: dict[str, Any]) -> str:
     ours_ms, by_hand_ms = row["ours_s"] * 1e3, row["by_hand_s"] * 1e3
-    return f"{row['layout']:6} ours {ours_ms:7.2f} ms, by hand {by_hand_ms:7.2f} ms"
+    return f"{row['layout']:6} ours {ours_ms:7.2f} ms, torch {by_hand_ms:7.2f} ms"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How far the bubble that we simulate is from the one that our interpreter makes, for every schedule.
+"""Error of the simulated pipeline bubble against the measured one, for every schedule.
 
-The stages are timed waits: with more ranks than cores a bubble of real work is not idle time, as another rank
-computes in it, but a rank that sleeps needs no core. What runs is what trains: the interpreter and its
-transfers between processes; only what an action computes is a sleep. All ranks note when their actions begin
-and end, by one clock. The measured bubble is the idle share of all ranks' time between the first start and
-the last end, the median over some steps. The simulated one is that of ``walk_schedule`` with the waits as the
-times of the stages, and as that of transfers what a message took between the same processes just before.
+The stages only sleep: with more ranks than cores a bubble of real work is not idle, as another rank
+computes in it, but a sleeping rank needs no core. Everything else is what trains: the interpreter and its
+transfers between processes. All ranks record the start and end of their actions on one clock. The measured
+bubble is the idle share of all ranks' time from the first start to the last end, the median over some
+steps. The simulated bubble is that of ``walk_schedule`` with the sleep times as stage times, and the
+transfer time measured just before.
 
     python benchmarks/pipeline_bubble.py [--ranks 4] [--schedule zbv] [--picture FOLDER]
 """
@@ -50,47 +50,47 @@ from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule  #
 from meshwright.spec.load import build_job  # noqa: E402
 
 SHAPE = (8, 64)
-"""Of what the stages hand on: 2 KiB, so that a transfer takes no time to speak of."""
+"""Shape of the activations: 2 KiB, so that a transfer takes almost no time."""
 MESSAGES, PAUSE_S = 15, 0.01
-"""Of each of two ranks, to see how long a transfer takes."""
-CLAIM = 0.10
+"""Messages of each of two ranks to measure a transfer."""
+TARGET = 0.10
 FORWARD, BACKWARD, WEIGHT = 1.0, 1.5, 1.0
-"""What a stage's actions take, in forward passes."""
+"""Times of a stage's actions, in forward passes."""
 UNEVEN = 0.5
-"""How much slower the last of uneven stages is than the first; those between lie on a line."""
+"""How much slower the last of uneven stages is than the first; linear in between."""
 
 Span = tuple[Action, float, float]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table."""
+    """One row of the table."""
 
     schedule: str
     pp: int
     micro_batches: int
     even: bool
     forward_s: float
-    """Of the first stage."""
+    """Forward time of the first stage."""
 
     def build(self) -> PipelineSchedule:
-        """Its schedule."""
+        """The schedule."""
         return build_schedule(self.schedule, self.pp, self.micro_batches)
 
     def times(self) -> StageTimes:
-        """How long each stage waits; a rank with two stages has half of the work in each."""
+        """Sleep time of each stage; a rank with two stages has half of the work in each."""
         schedule = self.build()
         last, share = schedule.stages - 1, self.forward_s / schedule.virtual_stages
         slower = [1.0 if self.even else 1.0 + UNEVEN * stage / last for stage in range(schedule.stages)]
         return StageTimes(*([share * s * part for s in slower] for part in (FORWARD, BACKWARD, WEIGHT)))
 
     def walk(self, transfer_s: float) -> Walk:
-        """What is simulated."""
+        """The simulated schedule."""
         return walk_schedule(self.build(), self.times(), transfer_s)
 
 
 class Waits:
-    """Stages that compute nothing, for as long as they are told."""
+    """Stages that sleep instead of computing."""
 
     def __init__(self, schedule: PipelineSchedule, times: StageTimes) -> None:
         self._forward_s, self._input_s, self._weight_s = (
@@ -105,17 +105,17 @@ class Waits:
         return None if stage == self._last else torch.full(SHAPE, float(micro_batch))
 
     def backward(self, stage: int, micro_batch: int, grad: Tensor | None) -> Tensor | None:
-        """A backward pass, with both its parts if they are not two actions."""
+        """A backward pass, of both parts if it is not split."""
         time.sleep(self._input_s[stage] + (0.0 if self._split else self._weight_s[stage]))
         return torch.full(SHAPE, float(micro_batch)) if stage else None
 
     def weight(self, stage: int, micro_batch: int) -> None:
-        """The second part."""
+        """The weight-gradient pass."""
         time.sleep(self._weight_s[stage])
 
 
 class Moments(ActionTimes):
-    """The moments of one step, on the machine's clock, which all ranks share."""
+    """Action times of one step, on the machine's clock, which all ranks share."""
 
     began = 0.0
 
@@ -131,19 +131,19 @@ class Moments(ActionTimes):
 
 @dataclass(frozen=True)
 class Seen:
-    """What was measured of a case."""
+    """Measurements of a case."""
 
     transfer_s: float
     steps: list[list[list[Span]]]
-    """For each step and rank, when each action began and ended."""
+    """For each step and rank, start and end of each action."""
 
     def middle(self) -> list[list[Span]]:
-        """Of the steps the one with the median bubble."""
+        """The step with the median bubble."""
         return sorted(self.steps, key=measure_bubble)[(len(self.steps) - 1) // 2]
 
 
 def run_waits(case: Case, mesh: Mesh, steps: int) -> dict[str, Any]:
-    """On one rank: when each action began and ended, in each step, and how long a transfer takes."""
+    """On one rank: start and end of each action in each step, and the time of a transfer."""
     schedule = case.build()
     row, waits = schedule.ranks[mesh.pp_rank], Waits(schedule, case.times())
     exchange = P2PExchange(schedule, mesh, SHAPE, torch.float32)
@@ -166,9 +166,9 @@ def measure_bubble(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def time_transfer(mesh: Mesh) -> float:
-    """Seconds of a message from a rank that has slept to one that waits; the median of some, there and back.
+    """Seconds of a message from a rank that has slept to one that waits; mean over both directions.
 
-    The first two ranks send, and all get the result.
+    The first two ranks send; all get the result.
     """
     group, seconds = mesh.pp_group(0, 1), torch.zeros((), dtype=torch.float64)
     if mesh.pp_rank < 2:
@@ -188,7 +188,7 @@ def time_transfer(mesh: Mesh) -> float:
 
 
 def run_rank(run_dir: str, listener: Any = None) -> int:
-    """One rank, through all cases; it writes down what it saw."""
+    """One rank, through all cases; writes its measurements."""
     folder = Path(run_dir)
     job = read_plan(folder / PLAN_FILE).job
     task = json.loads((folder / "task.json").read_text())
@@ -203,7 +203,7 @@ def run_rank(run_dir: str, listener: Any = None) -> int:
 
 
 def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[Seen]:
-    """Run cases that have the same number of ranks."""
+    """Run cases with the same number of ranks."""
     pp = cases[0].pp
     tree = {
         "model": {"preset": "tiny", "num_layers": 2 * pp},
@@ -222,7 +222,7 @@ def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[Seen]:
 
 
 def _join(by_rank: Sequence[dict[str, Any]]) -> Seen:
-    """What the ranks saw of one case."""
+    """The measurements of all ranks of one case."""
     by_step = zip(*(found["steps"] for found in by_rank), strict=True)
     return Seen(by_rank[0]["transfer_s"], [[_read_spans(row) for row in rows] for rows in by_step])
 
@@ -244,7 +244,7 @@ def judge(case: Case, seen: Seen) -> dict[str, Any]:
 
 
 def draw(case: Case, seen: Seen, folder: Path) -> None:
-    """What was simulated above what was measured."""
+    """Plot of the simulated above the measured schedule."""
     schedule, walk, spans = case.build(), case.walk(seen.transfer_s), seen.middle()
     stages = "even" if case.even else "uneven"
     title = f"{case.schedule}, {case.pp} ranks, {stages} stages"
@@ -255,13 +255,15 @@ def draw(case: Case, seen: Seen, folder: Path) -> None:
 
 
 def main() -> None:
-    """Print the table and the worst line of it."""
+    """Print the table and its worst row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, choices=(2, 4), action="append")
     parser.add_argument("--schedule", choices=BUILT, action="append")
-    parser.add_argument("--forward-ms", type=float, default=100.0, help="of a rank's stages together")
+    parser.add_argument(
+        "--forward-ms", type=float, default=100.0, help="forward time of all stages of a rank"
+    )
     parser.add_argument("--steps", type=int, default=5, help="the median of which counts")
-    parser.add_argument("--picture", type=Path, help="a folder for a picture of each line")
+    parser.add_argument("--picture", type=Path, help="folder for a plot of each row")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -283,7 +285,7 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Print it for people, or as one object."""
+    """Print as text or as one JSON object."""
     date = datetime.datetime.now(tz=datetime.UTC).date()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
     if as_json:
@@ -301,7 +303,7 @@ def show(rows: list[dict[str, Any]], as_json: bool) -> None:
     print(
         f"  worst difference {worst['difference']:+.1%} ({worst['schedule']}, {worst['pp']} ranks)", end=" "
     )
-    print(f"(at most {CLAIM:.0%} is promised)")
+    print(f"(target: at most {TARGET:.0%})")
 
 
 if __name__ == "__main__":

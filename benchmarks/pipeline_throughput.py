@@ -1,11 +1,11 @@
-"""What a step of our pipeline costs over torch's own: two CPU ranks, one core each, 1F1B.
+"""Overhead of our pipeline over torch's: two CPU ranks, one core each, 1F1B.
 
-Both train the same two stages from the same weights on the same micro-batches, in the same two processes, in
-turn, so that whatever else the machine does hits both alike. Torch's side is ``PipelineStage`` and
-``Schedule1F1B`` of ``torch.distributed.pipelining``, and the loop that one writes around them by hand:
-reading, clipping over both ranks, the optimizer's step, the loss for both ranks. Before anything is timed,
-both must have had the same losses, step by step. The figure is the median over pairs of (ours - torch's) /
-torch's, of rank 0: of whole steps, and of forward and backward passes alone.
+Both train the same two stages from the same weights on the same micro-batches, in the same two processes,
+in alternate steps, so that other load on the machine affects both. Torch's side is ``PipelineStage`` and
+``Schedule1F1B`` of ``torch.distributed.pipelining`` with a plain loop: reading, clipping over both ranks,
+the optimizer step, the loss for both ranks. Before the timing, both must have equal losses, step by step.
+The figure is the median over pairs of (ours - torch) / torch, of rank 0: of full steps, and of forward and
+backward only.
 
     python benchmarks/pipeline_throughput.py [--pairs 100]
 """
@@ -50,13 +50,13 @@ from meshwright.train.trainer import Trainer  # noqa: E402
 from meshwright.train.worker import run_with_trainer  # noqa: E402
 
 WARM_UP = 5
-"""Steps of both before the first that is timed; their losses must be equal."""
+"""Untimed steps of both; their losses must be equal."""
 EQUAL = 1e-4
 """Relative difference of losses that rounding explains."""
 
 
 class TorchPipeline:
-    """The same stage on torch's schedule, and the loop around it."""
+    """The same stage in torch's schedule, with a plain loop."""
 
     def __init__(self, trainer: Trainer) -> None:
         job = trainer.job
@@ -88,7 +88,7 @@ class TorchPipeline:
         )
 
     def step(self) -> float:
-        """One step; gives the loss."""
+        """One step; returns the loss."""
         loss = self.passes(self.read())
         parameters = list(self.module.parameters())
         own_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -101,7 +101,7 @@ class TorchPipeline:
         return loss.item()
 
     def read(self) -> Tensor:
-        """The samples of a step, in the order in which ours come."""
+        """The samples of a step, in our order."""
         count, length = self._job.train.global_batch, self._job.data.seq_len
         samples = self._order.samples_at(np.arange(self._positions, self._positions + count))
         self._positions += count
@@ -109,7 +109,7 @@ class TorchPipeline:
         return torch.from_numpy(np.stack(cut))
 
     def passes(self, rows: Tensor) -> Tensor:
-        """All forward and backward passes; gives the loss, zero on the first rank."""
+        """All forward and backward passes; returns the loss, zero on the first rank."""
         if not self._place:
             self._schedule.step(rows[:, :-1].contiguous())
             return torch.zeros(())
@@ -119,7 +119,7 @@ class TorchPipeline:
 
 
 class Ours:
-    """A session's step."""
+    """A step of our trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._meter = trainer, start_meter(trainer)
@@ -127,7 +127,7 @@ class Ours:
         self._pipeline, self._divisor = trainer.pipeline, 1
 
     def step(self) -> None:
-        """One step, with everything that a run does in it."""
+        """One full step of a run."""
         self._trainer.train_step(self._meter)
 
     def read(self) -> list[Batch]:
@@ -142,12 +142,12 @@ class Ours:
         self._pipeline.train(batches, self._divisor, None)
 
     def clear(self) -> None:
-        """Gradients begin again."""
+        """Zero the gradients."""
         self._trainer.sharded_state.zero_grads()
 
 
 def require_equal_losses(trainer: Trainer, ours: Ours, by_hand: TorchPipeline) -> None:
-    """Warm both up; their losses are the same, or there is nothing to compare."""
+    """Warm both up and check that their losses are equal."""
     theirs = []
     for _ in range(WARM_UP):
         ours.step()
@@ -160,7 +160,7 @@ def require_equal_losses(trainer: Trainer, ours: Ours, by_hand: TorchPipeline) -
 
 
 def compare(trainer: Trainer) -> None:
-    """Whole steps, then passes alone; rank 0 writes down the pairs."""
+    """Full steps, then passes only; rank 0 writes the pairs."""
     task = json.loads(Path(trainer.assignment.run_dir, "task.json").read_text())
     ours, by_hand = Ours(trainer), TorchPipeline(trainer)
     require_equal_losses(trainer, ours, by_hand)
@@ -220,12 +220,12 @@ def _summarise(what: str, times: list[tuple[float, float]]) -> dict[str, Any]:
         "fastest_s": (min(ours), min(torchs)),
         "quartiles": (quartiles[0], quartiles[-1]),
         "overhead": statistics.median(overheads),
-        "promise": 0.05,
+        "target": 0.05,
     }
 
 
 def main() -> None:
-    """Print both times and what ours costs more."""
+    """Print both times and our overhead."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--json", action="store_true")

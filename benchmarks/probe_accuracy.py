@@ -1,10 +1,10 @@
-"""How far predictions are off on this machine, with assumed rates and with what ``meshwright probe`` wrote.
+"""Prediction errors on this machine, with assumed rates and with the file of ``meshwright probe``.
 
     meshwright probe -o probed.toml
     python benchmarks/probe_accuracy.py probed.toml
 
-Takes real steps of three models whose shapes the probe does not use. On a CPU, which others may share, steps
-are measured as the probe measures: in processor time.
+Measures real steps of three models whose shapes the probe does not use. On a CPU, which others may share,
+steps are measured as by the probe: in CPU time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def build(case: dict[str, Any], cluster: dict[str, Any], on_gpu: bool, recompute
 
 
 def measure(prediction: Prediction) -> tuple[float, int | None]:
-    """A step, and on a GPU the peak of memory in it."""
+    """Step time, and on a GPU its peak memory."""
     from meshwright.verify.bench.machine import time_steps  # noqa: PLC0415  (after the environment is set)
 
     plan = plan_from(prediction)
@@ -78,11 +78,11 @@ def measure(prediction: Prediction) -> tuple[float, int | None]:
 
 
 def main() -> None:
-    """Print a row a case, or all as JSON."""
+    """Print one row per case, or all as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="what meshwright probe wrote")
+    parser.add_argument("file", type=Path, help="file of meshwright probe")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     device = tomllib.loads(asked.file.read_text())["device"]

@@ -1,7 +1,7 @@
-"""Real text to train on where nothing can be fetched: the source of Python's standard library, and of torch.
+"""Real training text without a download: the source of Python's standard library, and of torch.
 
-It is cut into words, numbers, spaces, newlines and single signs, which are numbered by how frequent they are:
-10 M tokens and 118,000 words take a few seconds on one core.
+The text is split into words, numbers, spaces, newlines and punctuation, numbered by frequency: 10 M tokens
+and 118,000 words take a few seconds on one core.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.tokenizer import ByteTokenizer
 
 PIECES = re.compile(r"[^\W\d]\w*|\d+|[^\S\n]+|\n|.")
-"""Words, numbers, runs of spaces, newlines, single signs: every letter of a text is in exactly one."""
+"""Words, numbers, runs of spaces, newlines, punctuation: every character is in exactly one token."""
 END, UNKNOWN = 0, 1
-"""The end of a document, and what is too rare to have a number; words follow."""
+"""End of document, and unknown token; words follow."""
 SHUFFLE_SEED = 8
 
 
 def list_sources() -> Iterator[Path]:
-    """Files of Python's standard library, its tests too where there are some, then those of torch."""
+    """Files of Python's standard library, with its tests if installed, then those of torch."""
     roots = [Path(sysconfig.get_path("stdlib"))]
     torch = find_spec("torch")
     roots += [Path(folder) for folder in (torch.submodule_search_locations or ())] if torch else []
@@ -38,12 +38,12 @@ def list_sources() -> Iterator[Path]:
 
 
 def _is_part(path: Path, root: Path) -> bool:
-    """Whether the file belongs to what lies there, not to a package that was installed into it."""
+    """Whether the file belongs to the library, not to a package installed into it."""
     return not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
 
 
 def read_documents(wanted: int) -> list[list[str]]:
-    """Files cut into pieces, shuffled, as many as have the wanted number of tokens; all, if they have not."""
+    """Tokenized files, shuffled, until the wanted number of tokens."""
     documents: list[list[str]] = []
     tokens = 0
     for path in list_sources():
@@ -58,7 +58,7 @@ def read_documents(wanted: int) -> list[list[str]]:
 
 
 def number_pieces(documents: Sequence[Sequence[str]], vocab_size: int) -> list[npt.NDArray[Any]]:
-    """Each document as numbers below the vocabulary's size: the more frequent a piece, the lower its own."""
+    """Each document as token ids below the vocabulary size; frequent tokens have low ids."""
     counts: Counter[str] = Counter()
     for document in documents:
         counts.update(document)
@@ -71,7 +71,7 @@ def number_pieces(documents: Sequence[Sequence[str]], vocab_size: int) -> list[n
 
 
 def write_text(folder: Path, vocab_size: int, wanted: int) -> dict[str, Any]:
-    """Prepare the text, for training alone; returns what there is to say about it.
+    """Prepare the text for training; returns its description.
 
     Args:
         folder: An empty folder.
@@ -96,7 +96,7 @@ def write_text(folder: Path, vocab_size: int, wanted: int) -> dict[str, Any]:
 
 
 def describe_text(about: dict[str, Any]) -> str:
-    """What is trained on."""
+    """Description of the text."""
     text = f"{about['tokens'] / 1e6:.2f} M tokens of {about['files']} files, {about['words']} words"
     text += f", {about['unknown_share']:.2%} unknown"
     return text + (f"; read {about['passes']:.1f} times" if about["passes"] > 1 else "; read once")

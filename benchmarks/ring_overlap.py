@@ -1,25 +1,27 @@
-"""How well ring attention hides its transfers: two ranks in network namespaces, and a slow link between.
+"""How well ring attention overlaps its transfers: two ranks in network namespaces with a slow link.
 
-The benchmark makes two network namespaces and a link that lets through so many bits a second each way
-(``tc``, a token bucket), and takes them away at the end. In both a rank trains the same small model with long
-sequences and ``layout.cp=2``, one core each. It times, in turn, in the same processes:
+The benchmark creates two network namespaces and a link with a limited rate in each direction (``tc``, token
+bucket), and removes them at the end. In each namespace a rank trains the same small model with long sequences
+and ``layout.cp=2``, on one core. It times alternately, in the same processes:
 
-- compute: the same rounds, where what would be received is what would be sent;
-- transfer: the same messages, all begun at once, where nothing is computed;
-- both: as it trains.
+- compute: the same rounds, where received data are the sent data;
+- transfer: the same messages, all started at once, without compute;
+- both: as in training.
 
-The figure is the time of both over the larger of the other two; of each the shortest of some, as whatever
-else the machine does makes it longer. Rates are chosen by what compute takes: such that transfers take half
-of it, as long, and so on. This for
+The figure is the time of both over the larger of the other two; the minimum of several runs each, as other
+load only adds time. Rates are chosen relative to the compute time: so that transfers take half of it, as
+long, and so on. It is measured for
 
 - attention with timed waits: forward and backward of one call in which a kernel is a sleep, which needs no
-  core, so that nothing but the order of sends, waits and rounds is measured;
+  core, so that only the order of sends, waits and rounds is measured;
 - attention, with its kernels;
-- a training step. Its feed-forward, norms and loss hide nothing, as the next block's keys are not made yet.
+- a training step. Its feed-forward, norms and loss overlap nothing, as the keys of the next block do not
+  exist
+  yet.
 
     python benchmarks/ring_overlap.py [--repeats 5] [--only waits] [--json]
 
-It needs root, ``ip`` and ``tc``; without them it says so and ends with status 2.
+It needs root, ``ip`` and ``tc``; without them the exit status is 2.
 """
 
 from __future__ import annotations
@@ -69,15 +71,15 @@ SHARES = {
     "attention": (0.5, 1.0, 2.0),
     "step": (0.5, 1.0, 2.0),
 }
-"""What transfers shall take, in times of compute."""
+"""Transfer time, over compute time."""
 TITLES = {"waits": "attention, timed waits", "attention": "attention", "step": "training step"}
 WAIT_S = 0.012
-"""Of one query head in one round of the forward pass, where waits are timed."""
+"""Sleep of one query head in one forward round."""
 BACKWARD = 2.5
-"""What it takes in the backward pass, in forward passes."""
-CLAIM = 1.2
+"""Backward time, over forward time."""
+TARGET = 1.2
 LIMIT_S = 900
-"""After which the ranks are stopped."""
+"""Seconds after which the ranks are stopped."""
 MODEL = {"num_layers": 1, "hidden_size": 128, "num_heads": 16, "num_kv_heads": 8, "head_dim": 32}
 MODEL |= {"ffn_size": 256, "vocab_size": 320, "tied_embeddings": True}
 TOKENS = 8192
@@ -87,32 +89,32 @@ Message = tuple[tuple[int, ...], torch.dtype]
 
 
 class CompletedWork:
-    """In the place of a transfer: what was to be sent has arrived, at once."""
+    """Stands for a transfer that has completed at once."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         self._sent = sent
 
     def wait(self) -> Tensor:
-        """What would have been sent."""
+        """Completed."""
         return self._sent
 
 
 class Waits(ring.AttentionBlock):
-    """A round that computes nothing, for as long as it is told."""
+    """A round that sleeps instead of computing."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Nothing, as large as what the queries would get."""
+        """Zeros in the shape of the output."""
         time.sleep(WAIT_S * self._q.shape[1])
         return torch.zeros_like(self._q), torch.zeros(self._q.shape[:3])
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Nothing, as large as the gradients."""
+        """Zeros in the shape of the gradients."""
         time.sleep(BACKWARD * WAIT_S * self._q.shape[1])
         return torch.zeros_like(self._q), torch.zeros_like(self._k), torch.zeros_like(self._v)
 
 
 def record_messages(work: Work) -> list[Message]:
-    """What a piece of work sends round the ring."""
+    """The messages that a piece of work sends around the ring."""
     messages: list[Message] = []
 
     class Recorded(ring.RingSendRecv):
@@ -126,13 +128,13 @@ def record_messages(work: Work) -> list[Message]:
 
 
 def send_all(messages: list[Message], group: dist.ProcessGroup) -> None:
-    """The same messages, with nothing between."""
+    """The same messages without compute."""
     for passing in [ring.RingSendRecv(torch.empty(shape, dtype=dtype), group) for shape, dtype in messages]:
         passing.wait()
 
 
 def limit_rate(bits_per_s: float) -> None:
-    """How much may leave this rank's namespace a second; it sets its own side of the link."""
+    """Limit the rate out of this rank's namespace."""
     burst = max(2**16, int(bits_per_s / 8 * 0.002))
     # So long a queue drops nothing: what is measured is the rate, not how TCP finds it out.
     rule = ["tbf", "rate", f"{int(bits_per_s)}bit", "burst", f"{burst}b", "latency", "4s"]
@@ -140,7 +142,7 @@ def limit_rate(bits_per_s: float) -> None:
 
 
 def lift_limit() -> None:
-    """Everything may leave at once."""
+    """Remove the limit."""
     subprocess.run(["tc", "qdisc", "del", "dev", DEVICE, "root"], check=False, stderr=subprocess.DEVNULL)
 
 
@@ -154,7 +156,7 @@ def time_together(work: Work) -> float:
 
 
 def all_reduce_mean_s(seconds: float) -> float:
-    """The first rank's figure, so that both set the same rate."""
+    """The first rank's value, so that both set the same rate."""
     said = torch.tensor(seconds, dtype=torch.float64)
     dist.broadcast(said, 0)
     return said.item()
@@ -188,7 +190,7 @@ def measure(work: Work, group: dist.ProcessGroup, repeats: int, shares: tuple[fl
 
 
 def attend_once(trainer: Trainer) -> Work:
-    """Forward and backward of attention alone, of the model's shape."""
+    """Forward and backward of one attention call, in the model's shape."""
     model, length = trainer.job.model, trainer.job.data.seq_len // 2
     torch.manual_seed(trainer.mesh.rank)
     heads = (MODEL["num_heads"], MODEL["num_kv_heads"], MODEL["num_kv_heads"])
@@ -203,7 +205,7 @@ def attend_once(trainer: Trainer) -> Work:
 
 
 def compare(trainer: Trainer) -> None:
-    """On a rank: attention alone, then whole steps."""
+    """On a rank: attention only, then full steps."""
     folder = Path(trainer.assignment.run_dir)
     task, group = json.loads((folder / "task.json").read_text()), trainer.mesh.group("cp")
     attend, meter, found = attend_once(trainer), start_meter(trainer), {}
@@ -224,13 +226,13 @@ def run_rank(rank: int, run_dir: str) -> int:
 
 
 def command(*words: str) -> None:
-    """Run a command that must work."""
+    """Run a command that must succeed."""
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[None]:
-    """Two network namespaces with a link between them; nothing of it stays."""
+    """Two network namespaces with a link; removed at the end."""
     try:
         for space in NAMESPACES:
             command("ip", "netns", "add", space)
@@ -249,7 +251,7 @@ def two_namespaces() -> Iterator[None]:
 
 
 def run_ranks(folder: Path) -> None:
-    """Both ranks, until they are done; the other is stopped when one fails, or when time is up."""
+    """Run both ranks; stop the other one when one fails, or at the time limit."""
     me = [sys.executable, __file__, "--run-dir", str(folder), "--rank"]
     ranks = [
         subprocess.Popen(["ip", "netns", "exec", space, *me, str(rank)])
@@ -291,11 +293,11 @@ def run_all(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any], as_json: bool) -> None:
-    """Print it for people, or as one object."""
+    """Print as text or as one JSON object."""
     date = datetime.datetime.now(tz=datetime.UTC).date()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
     if as_json:
-        print(json.dumps({"date": str(date), "machine": machine, "promise": CLAIM, **found}))
+        print(json.dumps({"date": str(date), "machine": machine, "target": TARGET, **found}))
         return
     print(f"ring attention over a slow link, {date}, {machine}")
     for name, part in found.items():
@@ -307,7 +309,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
                 f"{row['ratio']:.3f} of the larger"
             )
         worst = max(row["ratio"] for row in part["rows"])
-        print(f"  worst {worst:.3f} (at most {CLAIM} is promised)")
+        print(f"  worst {worst:.3f} (target: at most {TARGET})")
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
-"""How fast layouts are priced, and how long the whole space of a large job takes.
+"""Layouts per second of the planner, and the time to search a large job.
 
     python benchmarks/search_rate.py [MODEL] [--on 128x8xa100-80g-sxm] [--batch 1536] [--seq-len 2048]
 
-Prints, on one core: layouts a second with the memory bound and the time both computed for every layout of
-the space, nothing pruned; the share of it that is the search's own; and the time and counts of the search as
-``plan`` runs it.
+Prints, on one core: layouts per second with memory bound and time computed for every layout of the space,
+without pruning; the share of the search itself; and the time and counts of the search as ``plan`` runs it.
 """
 
 from __future__ import annotations

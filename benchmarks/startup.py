@@ -1,14 +1,13 @@
-"""From the command to the first step, and the memory of a rank: ``meshwright train``, one process, on cores.
+"""Time from the command to the first step, and memory of a rank: ``meshwright train``, one process, on CPU.
 
-Beside it the least that one writes by hand: a script that imports torch, builds a model of the same widths,
-and takes one step of AdamW. Both run in turn, in processes of their own, so that whatever else the machine
-does hits both alike. Wall time on a busy machine says little: processor time up to the first step is printed
-beside it. Parts are moments since the command was given; the fork server imports torch while the command
-still plans.
+The baseline is a minimal script that imports torch, builds a model of the same widths, and takes one AdamW
+step. Both run alternately in their own processes, so that other load on the machine affects both. Wall time
+on a busy machine says little, so CPU time up to the first step is printed, too. Parts are times since the
+command started; the fork server imports torch while the command still plans.
 
     python benchmarks/startup.py [--rounds 5] [--src OTHER/src] [--json]
 
-``--src`` takes the package from another tree, for a comparison with an earlier version.
+``--src`` takes the package from another tree, to compare with an earlier version.
 """
 
 from __future__ import annotations
@@ -93,11 +92,11 @@ while True:
 """
 PATIENCE_S = 120.0
 MEMORY_STEPS = 4
-"""Steps after which memory is read: the audited one, the second, is over."""
+"""Steps after which memory is read: after the audited one, which is the second."""
 
 
 def run_ours(folder: Path, source: Path) -> dict[str, float]:
-    """One start of the command: moments, processor time up to the first step, memory of the rank."""
+    """One start of the command: event times, CPU time up to the first step, memory of the rank."""
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
     job = run_dir.parent / "job.toml"
     job.write_text(JOB.format(run_dir=run_dir))
@@ -122,7 +121,7 @@ def run_ours(folder: Path, source: Path) -> dict[str, float]:
 
 
 def run_by_hand(folder: Path) -> dict[str, float]:
-    """The same of the script."""
+    """The same for the script."""
     with _started([sys.executable, "-c", BY_HAND], folder, dict(os.environ)) as script:
         begun = time.time()
         assert script.stdout is not None, "its output is a pipe"
@@ -133,7 +132,7 @@ def run_by_hand(folder: Path) -> dict[str, float]:
 
 
 def time_imports(source: Path) -> dict[str, float]:
-    """Processor seconds of a process that does nothing but import."""
+    """CPU seconds of a process that only imports."""
     wanted = {
         "python": "pass",
         "command line": "import meshwright.cli",
@@ -156,7 +155,7 @@ def time_imports(source: Path) -> dict[str, float]:
 def _started(
     arguments: list[str], folder: Path, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, ended with all that it has started."""
+    """A process, killed with its children."""
     process = subprocess.Popen(
         arguments,
         cwd=folder,
@@ -191,7 +190,7 @@ def _read_events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(one for child in children for one in _family(int(child)))]
 
@@ -202,7 +201,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _memory(pid: int) -> dict[str, float]:
-    """Of a process: its share of what several map, what is resident, and what it has to itself alone."""
+    """Memory of a process: proportional set size, resident set size, unique set size."""
     rows = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
     found = {row[0]: int(row[1]) * 1024 / 1e6 for row in rows}
     private = found["Private_Dirty:"] + found["Private_Clean:"]
@@ -214,7 +213,7 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure in turn, print medians and ratios."""
+    """Measure alternately, print medians and ratios."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--src", type=Path, default=Path(__file__).resolve().parents[1] / "src")
@@ -251,7 +250,7 @@ def _describe(result: dict[str, Any]) -> str:
         + ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["import_cpu_s"].items()),
         "since the command was given: "
         + ", ".join(f"{key.removesuffix('_s')} {ours[key]:.2f} s" for key in list(ours)[:4]),
-        f"{'':22}{'ours':>9}{'by hand':>9}{'ratio':>8}",
+        f"{'':22}{'ours':>9}{'torch':>9}{'ratio':>8}",
     ]
     names = {
         "first_step_s": "first step, s",

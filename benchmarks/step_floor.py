@@ -1,15 +1,14 @@
-"""The floor of a training step on one device: each of its parts timed alone, and added.
+"""The floor of a training step on one device: the sum of its parts, each timed alone.
 
-A part is what any implementation must do: every matrix product (forward, gradient of the input, gradient of
-the weight; queries, keys and values in one, gate and up in one, the head in one piece), attention forward and
-backward, the optimizer's update, and the bytes that elementwise work must read and write once, at the
-bandwidth of a large copy. Nothing of it is recomputed, launched late or waited for.
+A part is what any implementation must do: every GEMM (forward, input gradient, weight gradient; q, k, v in
+one, gate and up in one, the head in one), attention forward and backward, the optimizer step, and the bytes
+that elementwise work must read and write once, at the bandwidth of a large copy. Nothing is recomputed,
+launched late or waited for.
 
-That is the floor of a cool device. One that has multiplied for a second is at the limit of its power and
-lowers its clock: on an H200 with 700 W to 1.5 of 1.98 GHz. So on GPUs products and attention are timed once
-more, each for a while without a pause, for the floor of a run that lasts.
+That is the floor of a cool device. Under sustained load a GPU reaches its power limit and lowers its clock:
+an H200 with 700 W to 1.5 of 1.98 GHz. So on GPUs, GEMMs and attention are timed again under sustained load.
 
-What is counted (``list_products``, ``elementwise_bytes``) needs no torch; ``time_floor`` does.
+The counts (``list_gemms``, ``elementwise_bytes``) need no torch; ``time_floor`` does.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from meshwright.spec.model import DecoderModel
 LOW_BYTES, FLOAT32_BYTES = 2, 4
 WARM_UP, REPEATS = 2, 10
 SUSTAINED_S = 0.4
-"""How long an operation runs whose lasting time is wanted; the second half of it counts."""
+"""Seconds that an operation runs for its sustained time; the second half counts."""
 COPY = "copy of half a terabyte, read and written"
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """A product of ``tokens`` rows with a weight, as often as the model has it."""
+    """A GEMM of ``tokens`` rows with a weight, with its count in the model."""
 
     name: str
     inner: int
@@ -42,12 +41,12 @@ class Gemm:
     times: int
 
     def flops(self, tokens: int) -> float:
-        """Of its three products, in all places."""
+        """FLOPs of its three GEMMs, over all occurrences."""
         return 3 * 2.0 * tokens * self.inner * self.outer * self.times
 
 
 def list_gemms(model: DecoderModel) -> list[Gemm]:
-    """The products of a step, those that read the same input as one."""
+    """The GEMMs of a step; projections that share an input are one."""
     width, layers = model.hidden_size, model.num_layers
     return [
         Gemm("q, k, v", width, model.query_size + 2 * model.kv_size, layers),
@@ -59,12 +58,12 @@ def list_gemms(model: DecoderModel) -> list[Gemm]:
 
 
 def elementwise_bytes(model: DecoderModel, tokens: int) -> dict[str, float]:
-    """Bytes that work between products, attention and optimizer must move, tensors of 16 bits.
+    """Bytes that elementwise work must move, with 16-bit tensors.
 
-    Adding a branch to the residual stream and norming reads two tensors and writes two; backwards it reads
-    three and writes one. Rotations read and write queries and keys both ways. The gate reads two and writes
-    one; backwards it reads three and writes two. The loss reads the logits twice and writes their gradient
-    once. The embedding reads rows of float32 and writes 16 bits; backwards the other way round.
+    Residual addition and norm read two tensors and write two; backward they read three and write one. RoPE
+    reads and writes queries and keys in both directions. The gate reads two and writes one; backward it
+    reads three and writes two. The loss reads the logits twice and writes their gradient once. The
+    embedding reads float32 rows and writes 16 bits; backward the reverse.
     """
     stream = float(tokens * model.hidden_size * LOW_BYTES)
     turned = float(tokens * (model.query_size + model.kv_size) * LOW_BYTES)
@@ -79,12 +78,12 @@ def elementwise_bytes(model: DecoderModel, tokens: int) -> dict[str, float]:
 
 
 def attention_flops(model: DecoderModel, tokens: int, length: int) -> float:
-    """Forward and backward of all layers, half of the positions each: 2 for scores, 2 for values, times 3."""
+    """Forward and backward of all layers, causal (half): 2 for scores, 2 for values, times 3."""
     return 3 * 4.0 * tokens * length / 2 * model.query_size * model.num_layers
 
 
 class Timer:
-    """Medians of repeated work: device events on a GPU, the clock on a CPU."""
+    """Medians of repeated calls: CUDA events on a GPU, the clock on a CPU."""
 
     def __init__(self, device: str) -> None:
         import torch  # noqa: PLC0415
@@ -113,7 +112,7 @@ class Timer:
 
 
 class SustainedTimer(Timer):
-    """Of a GPU that gets no pause: the mean of calls once it has lowered its clock."""
+    """Sustained load on a GPU: the mean of calls once the clock has dropped."""
 
     def median_s(self, work: Callable[[], Any]) -> float:
         """Seconds of one call."""
@@ -134,7 +133,7 @@ def time_floor(job: Job, report: Callable[..., None]) -> dict[str, Any]:
 
     Args:
         job: Its model, batch and device.
-        report: Told each part as soon as it is known.
+        report: Gets each part as soon as it is known.
     """
     tokens = job.train.global_batch * job.data.seq_len
     timer = Timer(job.cluster.device)
@@ -185,7 +184,7 @@ def time_floor(job: Job, report: Callable[..., None]) -> dict[str, Any]:
 
 
 def _time_sustained(job: Job, tokens: int) -> dict[str, float]:
-    """Products and attention of a GPU that gets no pause."""
+    """GEMMs and attention of a GPU under sustained load."""
     timer = SustainedTimer(job.cluster.device)
     _time_gemms(job, tokens, Timer(job.cluster.device))  # or the first one would still run cool
     return _time_gemms(job, tokens, timer)[0] | _time_attention(job, timer)
@@ -196,7 +195,7 @@ FloorTimes = tuple[dict[str, float], dict[str, float]]
 
 
 def _time_gemms(job: Job, tokens: int, timer: Timer) -> FloorTimes:
-    """Forward, gradient of the input, gradient of the weight."""
+    """Forward, input gradient, weight gradient."""
     import torch  # noqa: PLC0415
 
     device = job.cluster.device
@@ -217,7 +216,7 @@ def _time_gemms(job: Job, tokens: int, timer: Timer) -> FloorTimes:
 
 
 def _time_exact_gemms(job: Job, tokens: int, timer: Timer) -> FloorTimes:
-    """Gradients of weights once more, written in float32 by the product itself; shown beside."""
+    """Weight gradients with a float32 output of the GEMM; shown only."""
     import torch  # noqa: PLC0415
 
     shown = {}
@@ -231,12 +230,12 @@ def _time_exact_gemms(job: Job, tokens: int, timer: Timer) -> FloorTimes:
 
 
 def _time_attention(job: Job, timer: Timer, flash: bool = False) -> dict[str, float]:
-    """Forward and backward of all layers, heads as products leave them.
+    """Attention forward and backward of all layers, with heads as the GEMMs leave them.
 
     Args:
         job: Its model and batch.
-        timer: Takes the time.
-        flash: Flash attention's kernel in place of cuDNN's: as fast means that cuDNN has refused.
+        timer: Measures the time.
+        flash: Use flash attention instead of cuDNN; equal times mean that cuDNN fell back.
     """
     import torch  # noqa: PLC0415
     import torch.nn.functional as F  # noqa: N812, PLC0415
@@ -267,7 +266,7 @@ def _time_attention(job: Job, timer: Timer, flash: bool = False) -> dict[str, fl
 
 
 def _time_optimizer(job: Job, timer: Timer) -> FloorTimes:
-    """Torch's fused AdamW on float32 weights of the model's shapes; the gradients' norm is shown beside."""
+    """Torch's fused AdamW on float32 weights of the model's shapes; the gradient norm is shown only."""
     import torch  # noqa: PLC0415
 
     device = job.cluster.device
@@ -281,7 +280,7 @@ def _time_optimizer(job: Job, timer: Timer) -> FloorTimes:
 
 
 def _time_elementwise(job: Job, tokens: int, timer: Timer) -> FloorTimes:
-    """Counted bytes over the bandwidth of a copy that no cache holds."""
+    """Counted bytes over the bandwidth of a copy that does not fit the cache."""
     import torch  # noqa: PLC0415
 
     device = job.cluster.device

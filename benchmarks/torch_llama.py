@@ -1,8 +1,8 @@
-"""The bare torch equivalent: a Llama and its training step as one writes them by hand, after torchtitan's.
+"""The plain torch baseline: a Llama and its training step, after torchtitan's.
 
-Each block is compiled on its own, attention is torch's, products read bf16 (autocast) with float32 weights,
-the residual stream is bf16, the loss is a compiled cross-entropy over all logits, AdamW is torch's fused one.
-Nothing here is Meshwright's.
+Each block is compiled separately. Attention is torch's. Linear layers run in bf16 (autocast) with float32
+weights, the residual stream is bf16, the loss is a compiled cross-entropy over all logits, AdamW is torch's
+fused one. Nothing here is Meshwright's.
 
 Shape suffixes: B batch, T tokens of a sequence, D hidden, H heads, E head size.
 """
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a Llama is made of."""
+    """Sizes of a Llama."""
 
     layers: int
     hidden: int
@@ -36,7 +36,7 @@ class Sizes:
 
 @contextmanager
 def fast_attention(device: str, first: SDPBackend = SDPBackend.CUDNN_ATTENTION) -> Iterator[None]:
-    """The kernel of cuDNN, or the one that is asked for; flash attention where it refuses; any on a CPU."""
+    """Use cuDNN attention, or the requested kernel; flash attention as fallback; any on a CPU."""
     if device != "cuda":
         yield
         return
@@ -45,14 +45,14 @@ def fast_attention(device: str, first: SDPBackend = SDPBackend.CUDNN_ATTENTION) 
 
 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Rotary positions, in float32 as torchtitan has them."""
+    """RoPE in float32, as in torchtitan."""
     first, second = x_BHTE.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_BHTE.float() * cos_TE + turned * sin_TE).to(x_BHTE.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads."""
+    """Causal attention with grouped query heads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(sizes.heads * self.size, sizes.hidden, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        """Mix along the sequence."""
+        """Attention."""
         batch, length, _ = x_BTD.shape
         q, k, v = (
             w(x_BTD).view(batch, length, -1, self.size).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Widen, gate, narrow."""
+        """Feed-forward."""
         return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
 
 
 class Block(nn.Module):
-    """Both, each behind a norm and beside the residual stream."""
+    """Attention and feed-forward with pre-norm and residual."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -133,18 +133,18 @@ class Llama(nn.Module):
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The mean loss, in float32."""
+    """Mean loss, in float32."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
 def build_step(sizes: Sizes, batch: int, device: str, backend: str) -> Callable[[], Tensor]:
-    """A training step on fresh random tokens; gives the loss, which nobody has waited for.
+    """A training step on fresh random tokens; returns the loss without synchronizing.
 
     Args:
         sizes: Of the model.
-        batch: Sequences of a step.
+        batch: Sequences per step.
         device: Where it runs.
-        backend: What compiles it.
+        backend: Backend of torch.compile.
     """
     with torch.device(device):
         model = Llama(sizes)

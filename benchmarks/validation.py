@@ -1,11 +1,11 @@
-"""Write again what rests on the published rows, after a change of the formulas or of the calibration.
+"""Regenerates what depends on the published rows, after a change of the formulas or of the calibration.
 
     .venv/bin/python benchmarks/validation.py          # writes
-    .venv/bin/python benchmarks/validation.py --check  # only compares; exits 1 where something is out of date
+    .venv/bin/python benchmarks/validation.py --check  # only compares; exit status 1 if something is stale
 
-Three files: ``src/meshwright/plan/time/residuals.toml`` (what intervals rest on),
-``tests/golden/validate.json`` (figures of each family) and the table in ``docs/validate.md``. All from the
-rows that come with the package.
+Three files: ``src/meshwright/plan/time/residuals.toml`` (basis of the intervals),
+``tests/golden/validate.json`` (figures of each family) and the table in ``docs/validate.md``. All come from
+the rows in the package.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ GOLDEN = ROOT / "tests" / "golden" / "validate.json"
 PAGE = ROOT / "docs" / "validate.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 DIGITS = 5
-"""Digits of a figure that the golden table keeps."""
+"""Digits of a figure in the golden table."""
 LOW, HIGH = 10, 90
 """Percentiles of measured over predicted step time that an interval spans."""
 
 
 def tabulate_residuals(outcomes: Sequence[Outcome]) -> list[dict[str, str | int | float]]:
-    """One entry for each group of similar rows that is large enough, and one for all of them."""
+    """One entry for each group of similar rows that is large enough, and one for all rows."""
     groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for outcome in outcomes:
         case, error = outcome.case, outcome.step_error
@@ -73,7 +73,7 @@ def residuals_text(outcomes: Sequence[Outcome]) -> str:
 
 
 def golden_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Figures of each family and of all, rounded."""
+    """Figures of each family and of all rows, rounded."""
     gating = [outcome for outcome in outcomes if outcome.case and outcome.case.gates]
     totals = {
         "fit": errors_of([outcome for outcome in gating if not outcome.held_out]),
@@ -125,12 +125,12 @@ def _share(value: float | None, sign: str = "") -> str:
 
 
 def with_table(page: str, table: str) -> str:
-    """The page with another table between its marks."""
+    """The page with a new table between its marks."""
     return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table}{END}", page, flags=re.DOTALL)
 
 
 def wanted_files() -> dict[Path, str]:
-    """The files and what they should hold."""
+    """The files and their expected content."""
     outcomes = evaluate_tables([bundled_table()])
     figures = golden_figures(outcomes)
     return {
