@@ -12,7 +12,6 @@ import random
 
 import pytest
 import torch
-from test_models_triton_block import build, step
 
 from meshwright.core.errors import UserError
 from meshwright.models.kernels import cublas, gemm, gemm_autotune
@@ -30,6 +29,7 @@ from meshwright.models.kernels.gemm_autotune import (
     write_cache,
 )
 from meshwright.spec.load import build_job
+from triton_decoders import build, step
 
 LOW = torch.bfloat16
 CPU = torch.device("cpu")
@@ -37,44 +37,46 @@ FORWARD = GemmShape("forward", LOW, 64, 32, 96)
 ALGORITHM = bytes(range(64))
 
 
-def measure(own: float, others: dict[str, tuple[float, float]]):
-    """Racers by name: seconds at a glance, and when they last."""
-    asked = []
+def measure(default: float, others: dict[str, tuple[float, float]]):
+    """Pick among candidates, by name with their seconds in a short burst and sustained."""
+    timed = []
 
-    def sustained_s(name, settle_s, heat_s):
-        asked.append(name)
-        glance, lasting = others.get(name, (own, own))
-        return lasting if settle_s else glance
+    def sustained_s(name, settle_s, measure_s):
+        timed.append(name)
+        burst, sustained = others.get(name, (default, default))
+        return sustained if settle_s else burst
 
-    return *pick_fastest("own", list(others), sustained_s), asked
+    return *pick_fastest("default", list(others), sustained_s), timed
 
 
-def test_what_lasts_wins_not_what_is_quick_for_a_moment():
-    best, gain, _ = measure(1.0, {"sprinter": (0.8, 1.01), "runner": (1.05, 0.9), "walker": (1.04, 0.97)})
-    assert best == "runner"
+def test_sustained_speed_counts_not_burst_speed():
+    best, gain, _ = measure(1.0, {"burst": (0.8, 1.01), "steady": (1.05, 0.9), "slower": (1.04, 0.97)})
+    assert best == "steady"
     assert gain == pytest.approx(0.1)
 
 
-def test_a_gain_within_the_noise_is_none():
-    assert measure(1.0, {"equal": (1.0, 0.9985)})[:2] == ("own", 0.0)
-    assert measure(1.0, {})[:2] == ("own", 0.0), "a library may propose nothing"
+def test_a_gain_within_the_noise_does_not_count():
+    assert measure(1.0, {"equal": (1.0, 0.9985)})[:2] == ("default", 0.0)
+    assert measure(1.0, {})[:2] == ("default", 0.0), "a library may propose nothing"
 
 
-def test_the_slow_are_sent_home_after_a_glance():
-    _, _, asked = measure(1.0, {"slow": (1.2, 1.2), "fair": (1.0, 0.9)})
-    assert asked.count("slow") == 1
-    assert asked.count("fair") == 1 + 1 + 2 + 2, "a glance, a heat, two finals, two against our own"
+def test_slow_candidates_are_timed_once():
+    _, _, timed = measure(1.0, {"slow": (1.2, 1.2), "fair": (1.0, 0.9)})
+    assert timed.count("slow") == 1
+    assert timed.count("fair") == 1 + 1 + 2 + 2, (
+        "screening, first round, two final rounds, two against the default"
+    )
 
 
-def test_who_wins_by_chance_does_not_stay():
-    """Nine that are equal, each time within half a percent: the best of them saves nothing, seen again."""
+def test_a_candidate_that_is_best_by_chance_is_rejected():
+    """Nine equal candidates with noise of 0.5%: the best one rarely passes the second measurement."""
     noise = random.Random(0)
     gains = []
     for _ in range(50):
         others = list(range(8))
-        best, gain = pick_fastest("own", others, lambda *_: 1 + noise.uniform(-0.005, 0.005))
+        best, gain = pick_fastest("default", others, lambda *_: 1 + noise.uniform(-0.005, 0.005))
         gains.append(gain)
-        assert (best == "own") == (gain == 0.0)
+        assert (best == "default") == (gain == 0.0)
     assert sum(gain > 0 for gain in gains) < 15
     assert max(gains) < 0.01
 
@@ -99,7 +101,7 @@ def refuse(out, wanted):
     ],
     ids=["equal", "rounded", "a row left out", "half of it wrong", "refused"],
 )
-def test_an_algorithm_must_give_the_whole_product(call, right):
+def test_an_algorithm_must_compute_the_whole_output(call, right):
     wanted = torch.randn(32, 16)
     out = wanted.clone()
     assert is_correct(lambda: call(out, wanted), out, wanted) is right
@@ -152,7 +154,7 @@ def test_fp8_gemms_are_not_autotuned(job):
     assert {shape.outputs for shape in count_gemm_shapes(whole)} == {128256}, "the head stays in 16 bits"
 
 
-def test_a_gain_is_weighed_by_how_often_and_how_large():
+def test_a_gain_is_weighted_by_flops():
     small, large = FORWARD, GemmShape("weight", LOW, 64, 32, 192)
     results = {small: TunedAlgorithm(ALGORITHM, 0.1), large: TunedAlgorithm(None, 0.0)}
     assert estimate_gain(results, {small: 2, large: 1}) == pytest.approx(0.05)
@@ -176,14 +178,14 @@ def test_results_are_cached_and_read_again(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", '{"v": 3}', '{"v": 3, "gemms": 3}', '{"v": 2, "gemms": []}']
 )
-def test_a_file_that_nobody_wrote_so_is_no_file(tmp_path, text):
+def test_a_damaged_cache_file_is_ignored(tmp_path, text):
     file = tmp_path / "gemms.json"
     assert read_cache(file) == {}
     file.write_text(text)
     assert read_cache(file) == {}
 
 
-def test_a_bad_row_costs_no_other(tmp_path):
+def test_a_damaged_row_is_skipped(tmp_path):
     file = tmp_path / "gemms.json"
     other = GemmShape("input", LOW, 64, 32, 96)
     write_cache(file, {FORWARD: TunedAlgorithm(ALGORITHM, 0.1), other: TunedAlgorithm(None, 0.0)})
@@ -201,15 +203,15 @@ def test_results_of_another_run_stay_in_the_cache(tmp_path):
     assert read_cache(file) == {FORWARD: TunedAlgorithm(ALGORITHM, 0.1), other: TunedAlgorithm(None, 0.0)}
 
 
-def test_where_nothing_can_be_kept_a_run_goes_on(tmp_path):
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "taken").write_text("")
     write_cache(tmp_path / "taken" / "gemms.json", {FORWARD: TunedAlgorithm(None, 0.0)})
     write_cache(None, {FORWARD: TunedAlgorithm(None, 0.0)})
     assert read_cache(None) == {}
 
 
-class Told(list):
-    """Events."""
+class Events(list):
+    """Collects events."""
 
     def write(self, event, **fields):
         self.append({"event": event, **fields})
@@ -242,14 +244,14 @@ def autotuned(monkeypatch, tmp_path):
 
 def test_autotuning_runs_once_resumes_and_checks_the_cache(job, autotuned, tmp_path):
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
-    told = Told()
+    events = Events()
     autotuned.append("breaks")
     with pytest.raises(KeyboardInterrupt):
-        autotune_gemms(job, CPU, told)
-    assert [event["event"] for event in told] == ["gemm_autotune_started"]
+        autotune_gemms(job, CPU, events)
+    assert [event["event"] for event in events] == ["gemm_autotune_started"]
     autotuned.clear()
-    autotune_gemms(job, CPU, told)
-    assert told[-1] | {"seconds": 0} == {
+    autotune_gemms(job, CPU, events)
+    assert events[-1] | {"seconds": 0} == {
         "event": "gemm_autotune",
         "tuned": 13,
         "cached": 2,
@@ -260,7 +262,7 @@ def test_autotuning_runs_once_resumes_and_checks_the_cache(job, autotuned, tmp_p
     }
     assert len(autotuned) == 13
     autotuned.clear()
-    gemms = autotune_gemms(job, CPU, told)
+    gemms = autotune_gemms(job, CPU, events)
     assert {shape.outputs for shape in autotuned} == {2 * 8192}, "a wrong cached result is autotuned again"
     assert gemms._algorithms.keys() == count_gemm_shapes(job).keys()
 
@@ -268,8 +270,8 @@ def test_autotuning_runs_once_resumes_and_checks_the_cache(job, autotuned, tmp_p
 def test_out_of_memory_keeps_torchs_default_for_this_run(job, autotuned, tmp_path):
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
     autotuned.append("full")
-    gemms = autotune_gemms(job, CPU, told := Told())
-    assert (told[-1]["changed"], told[-1]["gain"], gemms._algorithms) == (0, 0.0, {})
+    gemms = autotune_gemms(job, CPU, events := Events())
+    assert (events[-1]["changed"], events[-1]["gain"], gemms._algorithms) == (0, 0.0, {})
     assert read_cache(tmp_path / "gemms.json") == {}, "there may be room the next time"
 
 
@@ -288,11 +290,11 @@ def test_a_cached_algorithm_is_compared_with_torch_again(monkeypatch, kind):
 
 
 def test_a_job_without_autotuning_uses_torch_and_says_why(job):
-    told = Told()
-    assert (autotune_gemms(job, CPU, told), told) == (gemm.TORCH_GEMMS, [])
+    events = Events()
+    assert (autotune_gemms(job, CPU, events), events) == (gemm.TORCH_GEMMS, [])
     eager = dataclasses.replace(job.train, gemm_autotune=True, block_backend="eager")
-    autotune_gemms(dataclasses.replace(job, train=eager), CPU, told)
-    assert told == [{"event": "gemm_autotune_skipped", "reason": SKIPPED_REASON}]
+    autotune_gemms(dataclasses.replace(job, train=eager), CPU, events)
+    assert events == [{"event": "gemm_autotune_skipped", "reason": SKIPPED_REASON}]
 
 
 def test_a_torch_without_the_library_says_so(monkeypatch):
@@ -304,7 +306,7 @@ def test_a_torch_without_the_library_says_so(monkeypatch):
 
 
 class StandIn:
-    """Multiplies as torch does, and notes for whom."""
+    """Computes a GEMM as torch does, and counts its calls."""
 
     def __init__(self, shape):
         self.shape, self.calls = shape, 0
@@ -321,7 +323,7 @@ class StandIn:
 
 
 def tune_all(monkeypatch, *, narrow: bool = False) -> tuple[Gemms, dict[GemmShape, StandIn]]:
-    """Stand-ins for every product of the small model, whose loss has chunks of 24, 24 and 16 tokens."""
+    """Stand-ins for every GEMM of the small model, whose loss has chunks of 24, 24 and 16 tokens."""
     monkeypatch.setattr(gemm, "ALIGNED_BYTES", 1)
     linears = [(64, 32, 64), (64, 32, 32), (64, 32, 192), (64, 96, 32), (24, 32, 128), (16, 32, 128)]
     shapes = [
@@ -336,7 +338,7 @@ def tune_all(monkeypatch, *, narrow: bool = False) -> tuple[Gemms, dict[GemmShap
 @pytest.mark.parametrize("kept", [torch.float32, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_every_gemm_of_a_block_uses_its_algorithm(monkeypatch, recompute, kept):
-    """And with the same arithmetic gives the same step, bit for bit, whatever gradients are kept in."""
+    """With the same arithmetic the step is the same to the bit, for either gradient dtype."""
     expected = step(build(recompute=recompute, grad_dtype=kept))
     gemms, stands = tune_all(monkeypatch, narrow=kept == LOW)
     loss, gradients = step(build(recompute=recompute, grad_dtype=kept, gemms=gemms))
@@ -349,8 +351,8 @@ def test_every_gemm_of_a_block_uses_its_algorithm(monkeypatch, recompute, kept):
     assert {stand.shape.tokens: stand.calls for stand in of_head} == {24: 2, 16: 1}
 
 
-def test_sums_of_the_head_begin_and_go_on(monkeypatch):
-    """On a CPU the loss adds up by itself: what a GPU calls is called here."""
+def test_the_heads_weight_gradient_accumulates(monkeypatch):
+    """The CPU loss accumulates itself; this calls what a GPU calls."""
     gemms, stands = tune_all(monkeypatch)
     grad, x, total = torch.ones(24, 128, dtype=LOW), torch.ones(24, 32, dtype=LOW), torch.full((128, 32), 7.0)
     for expected, first in ((24.0, True), (48.0, False)):
@@ -370,8 +372,8 @@ def test_operands_that_are_not_contiguous_use_torch(monkeypatch):
     assert stands[GemmShape("forward", LOW, 24, 32, 128)].calls == 1, "of another precision"
 
 
-def test_what_torch_refuses_is_refused(monkeypatch):
-    """An algorithm would read past the end of what it is given."""
+def test_mismatched_operands_are_an_error(monkeypatch):
+    """An algorithm would read out of bounds."""
     gemms, stands = tune_all(monkeypatch)
     x, weight = torch.ones(24, 32, dtype=LOW), torch.ones(128, 32, dtype=LOW)
     with pytest.raises(RuntimeError):
