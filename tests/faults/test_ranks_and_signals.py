@@ -141,7 +141,7 @@ def test_a_second_ctrl_c_ends_it_at_once(command, job_file, tmp_path):
     pids = [e["pid"] for e in running.events(run_dir) if e["event"] == "started"]
     os.kill(pids[1], signal.SIGSTOP)
     running.process.send_signal(signal.SIGINT)
-    assert any("Ctrl-C again ends it at once" in line for line in running.process.stderr)
+    assert any("Ctrl-C again to stop at once" in line for line in running.process.stderr)
     running.process.send_signal(signal.SIGINT)
     status, _, err = running.finish()
     assert status == 130

@@ -87,7 +87,7 @@ def test_compiled_blocks_on_two_ranks_give_the_same_losses_and_say_compiled(trai
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
     assert compiled.result["peak_memory_bytes"] == [None, None]
     assert compiled.result["audit_ok"]
-    assert "compiled, not judged" in compiled.messages
+    assert "compiled, not audited" in compiled.messages
     assert "leaked" not in compiled.messages
 
 
@@ -105,7 +105,7 @@ def test_fp8_on_two_ranks_stays_near_bf16_and_its_state_is_audited(train, layout
     assert found.losses == pytest.approx(near, rel=0.01)
     assert found.losses != near, "fp8 was not used"
     assert found.result["audit_ok"]
-    assert "compiled, not judged" in found.messages
+    assert "compiled, not audited" in found.messages
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ def test_one_to_three_ranks_give_the_same_losses_and_hold_the_plan(train):
         assert spread.result["audit_ok"]
         assert spread.losses == pytest.approx(alone.losses, rel=1e-5), layout
         assert spread.result["eval_loss"] == pytest.approx(alone.result["eval_loss"], rel=1e-5)
-    assert "images/s" in spread.messages
-    assert "tokens/s" not in spread.messages
+    assert "img/s" in spread.messages
+    assert "tok/s" not in spread.messages
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])

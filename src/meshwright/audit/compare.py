@@ -1,10 +1,9 @@
-"""The audit: what the plan promised beside what the run did.
+"""The audit: predicted against measured memory and collectives, on every rank.
 
-State and collectives must be **equal**, on every rank; activations and peak may differ by 5%. Where blocks
-are compiled these two are shown and not judged, unless our own kernels compute them: then 3% of the peak are
-allowed. Of a model with experts these two are predicted for the rows that a rank's experts read
-(``routed_load``): the plan has the even share. Step time is shown and not judged. What was not measured is a
-failure too: a contract that nobody checked did not hold.
+State and collectives must be **equal**. Activations and peak may differ by 5%. With compiled blocks these two
+are not audited; with Triton blocks the peak may differ by 3%. With experts, they are predicted for the rows
+that the rank's experts really read; the plan assumes an even load. Step time is not audited. A value that was
+not measured fails the audit.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from meshwright.plan.contract import CollectiveTraffic, Plan
 from meshwright.plan.memory.compiled import has_exact_peak
 
 PEAK_TOLERANCE = 0.05
-"""For what depends on torch's kernels: activations and the peak."""
+"""For activations and peak, which depend on torch's kernels."""
 COUNTED_PEAK_TOLERANCE = 0.03
-"""For the peak of our own kernels' blocks: what the allocator rounds up, and attention's own workspace."""
+"""For the peak with Triton blocks: allocator rounding and attention workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRow(CollectiveTraffic):
-    """One kind of collective over the whole run, on the rank that differs most from the promise.
+    """One kind of collective over the whole run, on the rank that differs most from the prediction.
 
-    Where the ranks at the places of a pipeline are promised different ones, a row for each place.
+    If the predictions of pp ranks differ, there is one row per pp rank.
     """
 
     predicted_calls: int
@@ -39,7 +38,7 @@ class CollectiveRow(CollectiveTraffic):
 
     @property
     def equal(self) -> bool:
-        """Whether the promise held."""
+        """Whether calls and bytes match the prediction."""
         return (self.calls, self.bytes) == (self.predicted_calls, self.predicted_bytes)
 
 
@@ -53,13 +52,13 @@ class StateRow:
     measured: int | None
     tolerance: float = 0.0
     compiled: bool = False
-    """What compiled code keeps is the compiler's choice: shown, not judged."""
+    """Not audited: the compiler decides what compiled code keeps."""
     expert_load_bytes: int = 0
-    """What of the prediction is not the plan's: experts read more rows than an even share, or fewer."""
+    """The part of the prediction due to uneven expert load; the plan does not have it."""
 
     @property
     def ok(self) -> bool:
-        """Whether the promise held."""
+        """Whether the measured bytes match within the tolerance."""
         if self.compiled:
             return True
         if self.measured is None:
@@ -69,23 +68,23 @@ class StateRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """The verdict, with everything it rests on."""
+    """All rows that were compared, and the differences."""
 
     state: tuple[StateRow, ...]
     collectives: tuple[CollectiveRow, ...]
     differences: tuple[str, ...]
-    """A sentence for each promise that did not hold."""
+    """One sentence per value that does not match."""
     load: tuple[str, ...] = ()
-    """Sentences about ranks whose experts did not read an even share of the rows."""
+    """Sentences about ranks with uneven expert load."""
 
     @property
     def ok(self) -> bool:
-        """Whether every promise held."""
+        """Whether everything matches the plan."""
         return not self.differences
 
     @property
     def measured(self) -> bool:
-        """Whether the audited step was reached on any rank."""
+        """Whether any rank reached the audited step."""
         return any(row.measured is not None for row in self.state)
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,25 +99,25 @@ class Audit:
 
 
 def audit_run(plan: Plan, record: RunRecord) -> Audit:
-    """Hold a run against its plan."""
+    """Compare a run with its plan."""
     state = _state_rows(plan, record)
     collectives = _collective_rows(plan, record)
-    cut_short = _describe_incomplete(plan, record)
-    known = [row for row in state if row.measured is not None] if cut_short else state
+    incomplete = _describe_incomplete(plan, record)
+    known = [row for row in state if row.measured is not None] if incomplete else state
     differences = [_state_difference(row) for row in known if not row.ok]
     differences += [_collective_difference(row) for row in collectives if not row.equal]
     unreported = [rank for rank in range(plan.world_size) if rank not in record.collectives]
-    if cut_short:
-        differences.append(cut_short)
+    if incomplete:
+        differences.append(incomplete)
     elif unreported:
         ranks = ", ".join(str(r) for r in unreported)
-        differences.append(f"the collectives of rank {ranks} were not reported: the run did not end there")
+        differences.append(f"rank {ranks} did not report its collectives: it did not finish")
     load = describe_load(plan, record)
     return Audit(tuple(state), tuple(collectives), tuple(differences), tuple(load))
 
 
 def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
-    """Hold one rank, of which alone there is a record, against the plan; what it never did is left out."""
+    """Compare the one rank of a dry run with the plan; phases that did not run are left out."""
     state = _state_rows(dataclasses.replace(plan, ranks=(plan.ranks[rank],)), record)
     collectives = [row for row in _collective_rows(plan, record) if row.calls or row.predicted_calls]
     differences = [_state_difference(row) for row in state if not row.ok]
@@ -127,16 +126,16 @@ def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
 
 
 def describe_match(plan: Plan) -> str:
-    """What was equal, for a plan that held."""
+    """What matches, for a run that matches its plan."""
     totals = [sum(rank.state_bytes.values()) for rank in plan.classes().values()]
     total = f"{format_bytes(min(totals))} to " * (min(totals) < max(totals)) + format_bytes(max(totals))
     if not plan.collectives:
-        return f"{total} of state a rank is equal; there are no collectives."
-    return f"{total} of state a rank and every collective are equal."
+        return f"State ({total} per rank) matches the plan exactly; there are no collectives."
+    return f"State ({total} per rank) and all collectives match the plan exactly."
 
 
 def _describe_incomplete(plan: Plan, record: RunRecord) -> str:
-    """One sentence about all that a run did not come to measure; nothing for a run that came so far."""
+    """One sentence about what an unfinished run did not measure; empty for a finished run."""
     everywhere = set(range(plan.world_size))
     missing = [
         name
@@ -145,7 +144,7 @@ def _describe_incomplete(plan: Plan, record: RunRecord) -> str:
     ]
     if record.status == "unfinished":
         without = f": not measured on every rank: {' and '.join(missing)}" if missing else ""
-        return f"the run did not come to its end{without}"
+        return f"the run did not finish{without}"
     if record.status == "interrupted" and not record.state:
         what = "memory was not measured" if record.collectives else "nothing was measured"
         return f"stopped before the audited step: {what}"
@@ -154,23 +153,23 @@ def _describe_incomplete(plan: Plan, record: RunRecord) -> str:
 
 def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
     rows: list[StateRow] = []
-    for promised in plan.ranks:
-        found = record.state.get(promised.rank)
-        for kind, predicted in promised.state_bytes.items():
+    for expected in plan.ranks:
+        found = record.state.get(expected.rank)
+        for kind, predicted in expected.state_bytes.items():
             measured = found.state_bytes.get(kind) if found else None
-            rows.append(StateRow(promised.rank, kind, predicted, measured))
-        for kind in promised.state_bytes:
-            expected = promised.offloaded_bytes.get(kind, 0)
+            rows.append(StateRow(expected.rank, kind, predicted, measured))
+        for kind in expected.state_bytes:
+            offloaded = expected.offloaded_bytes.get(kind, 0)
             measured = found.offloaded_bytes.get(kind, 0) if found else None
-            if expected or measured:
-                rows.append(StateRow(promised.rank, f"{kind} on the host", expected, measured))
-        peak = promised.first_peak_bytes if found and found.first_step else promised.peak_bytes
-        counted, effect = has_exact_peak(plan.job), find_effect(plan, promised, found)
+            if offloaded or measured:
+                rows.append(StateRow(expected.rank, f"{kind} on the host", offloaded, measured))
+        peak = expected.first_peak_bytes if found and found.first_step else expected.peak_bytes
+        counted, effect = has_exact_peak(plan.job), find_effect(plan, expected, found)
         compiled = found is not None and found.compiled and not counted
         for kind, predicted, measured, more, allowed in (
             (
                 "activations",
-                promised.activation_bytes,
+                expected.activation_bytes,
                 found.activation_bytes if found else None,
                 effect.activations,
                 PEAK_TOLERANCE,
@@ -183,7 +182,7 @@ def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
                 COUNTED_PEAK_TOLERANCE if counted else PEAK_TOLERANCE,
             ),
         ):
-            rows.append(StateRow(promised.rank, kind, predicted + more, measured, allowed, compiled, more))
+            rows.append(StateRow(expected.rank, kind, predicted + more, measured, allowed, compiled, more))
     return rows
 
 
@@ -192,15 +191,15 @@ Kind = tuple[str, str, str, int]
 
 
 def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
-    """For each kind of collective, and each promise of it, the rank that is furthest from the promise."""
+    """For each kind of collective the rank that differs most from the prediction."""
     rows: dict[tuple[Kind, int | None], CollectiveRow] = {}
     alone = {(row.axis, row.op, row.phase, row.ranks) for row in plan.collectives if row.pp_rank is not None}
     for rank, reported in record.collectives.items():
         times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations, "save": reported.saves}
-        promised, found = _add_up(plan.collectives_of(rank)), _add_up(reported.rows)
-        for kind in promised.keys() | found.keys():
+        expected, found = _sum_by_kind(plan.collectives_of(rank)), _sum_by_kind(reported.rows)
+        for kind in expected.keys() | found.keys():
             calls, sent = found.get(kind, (0, 0))
-            promised_calls, promised_bytes = promised.get(kind, (0, 0))
+            expected_calls, expected_bytes = expected.get(kind, (0, 0))
             occurrences, pp_rank = (
                 times.get(kind[2], 0),
                 pp_rank_of(plan.job, rank) if kind in alone else None,
@@ -210,8 +209,8 @@ def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
                 calls,
                 sent,
                 pp_rank,
-                predicted_calls=promised_calls * occurrences,
-                predicted_bytes=promised_bytes * occurrences,
+                predicted_calls=expected_calls * occurrences,
+                predicted_bytes=expected_bytes * occurrences,
             )
             known = rows.get((kind, pp_rank))
             if known is None or (known.equal and not row.equal):
@@ -220,8 +219,8 @@ def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
     return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 4), *k[0], k[1] or 0))]
 
 
-def _add_up(rows: Iterable[CollectiveTraffic]) -> dict[Kind, tuple[int, int]]:
-    """Calls and bytes by kind; rows of the same kind are added."""
+def _sum_by_kind(rows: Iterable[CollectiveTraffic]) -> dict[Kind, tuple[int, int]]:
+    """Sum of calls and bytes by kind."""
     sums: dict[Kind, tuple[int, int]] = {}
     for row in rows:
         kind = (row.axis, row.op, row.phase, row.ranks)
@@ -235,7 +234,7 @@ def _state_difference(row: StateRow) -> str:
         return f"rank {row.rank}: {row.kind} was not measured; predicted {format_bytes(row.predicted)}"
     share = (row.measured - row.predicted) / row.predicted if row.predicted else float("inf")
     return f"rank {row.rank}: {row.kind} is {row.measured} bytes, predicted {row.predicted} ({share:+.1%}" + (
-        f", {row.tolerance:.0%} allowed)" if row.tolerance else ", equal is required)"
+        f", {row.tolerance:.0%} allowed)" if row.tolerance else ", must be equal)"
     )
 
 

@@ -1,8 +1,8 @@
-"""Reads ``events.jsonl`` once, front to back, and parses only the lines that somebody needs.
+"""Reads ``events.jsonl`` once and parses only the lines that are needed.
 
-Most lines are steps, one for each rank, and their figures are wanted from rank 0 alone. Our writer puts the
-same keys in the same order at the head of every line, so those of other ranks are passed over unparsed. A
-line in any other form is parsed as JSON: what is shown does not depend on how a line was written.
+Most lines are steps, one per rank, and only rank 0's are needed. The event writer starts every line with the
+same keys in the same order, so lines of other ranks are skipped without parsing. A line in any other form is
+parsed as JSON.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _STEP_S = re.compile(rb'"step_s":([0-9.eE+-]+)[,}]')
 
 @dataclass
 class Scan:
-    """What went by that is no event."""
+    """Counts lines that are not events."""
 
     unreadable: int = 0
-    """Lines that are torn, not JSON, or of another version."""
+    """Lines that are truncated, not JSON, or of another version."""
 
 
 def scan_events(
@@ -36,8 +36,9 @@ def scan_events(
 
     Args:
         path: The file.
-        scan: Counts what could not be read.
-        shortcut: Asked about each step of rank 0, with its line and attempt; what it takes is not parsed.
+        scan: Counts unreadable lines.
+        shortcut: Called with each step line of rank 0 and its generation; if it returns True, the line is not
+            parsed.
     """
     with path.open("rb") as file:
         for line in file:
@@ -67,14 +68,14 @@ class Attempt:
     resumed_at: int | None = None
     last_step: int = 0
     steps: int | None = None
-    """The last step that was asked for."""
+    """The last step of the job."""
     errors: list[str] = field(default_factory=list)
-    """What ranks said when they failed; those that failed first, first."""
+    """Error messages of ranks; the likely cause comes first."""
     record: RunRecord = field(default_factory=RunRecord)
 
     @property
     def status(self) -> str:
-        """How it ended, by what its ranks wrote."""
+        """How the attempt ended, according to its events."""
         return self.record.outcome
 
     def feed(self, event: Event) -> None:
@@ -101,14 +102,14 @@ class Attempt:
     def _on_error(self, event: Event) -> None:
         message = str(event.get("message") or event.get("kind") or "unknown").splitlines()[0]
         sentence = f"rank {event.get('rank')}: {message}"
-        if event.get("peer_lost"):  # of a rank that went first
+        if event.get("peer_lost"):  # another rank failed before
             self.errors.append(sentence)
         else:
             self.errors.insert(0, sentence)
 
 
 class LastAttempt:
-    """Follows a log and keeps only its newest attempt, with as little parsing as that takes."""
+    """Reads a log and keeps only its newest attempt, with as little parsing as possible."""
 
     def __init__(self) -> None:
         self.attempt = Attempt(0)
@@ -118,7 +119,7 @@ class LastAttempt:
         self._newest_step = b""
 
     def read(self, path: Path) -> int:
-        """Follow a whole file; returns the number of lines that could not be read."""
+        """Read a whole file; returns the number of unreadable lines."""
         scan = Scan()
         for event in scan_events(path, scan, self._note_step):
             self._select_attempt(event.get("generation", 0))
@@ -135,7 +136,7 @@ class LastAttempt:
             self._newest_step = b""
 
     def _note_step(self, line: bytes, generation: int) -> bool:
-        """Note a step's duration and remember the line; only the newest of them is parsed."""
+        """Record a step's duration and keep the line; only the newest line is parsed."""
         found = _STEP_S.search(line)
         if found is None:
             return False
@@ -146,7 +147,7 @@ class LastAttempt:
         return True
 
     def _parse_last_step(self) -> None:
-        """Loss, tokens and step number of the newest step; its duration is noted already."""
+        """Parse the newest step line; its duration is already recorded."""
         event = parse_event(self._newest_step) if self._newest_step else None
         if event is not None:
             self.attempt.record.step_times_s.pop()

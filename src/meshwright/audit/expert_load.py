@@ -1,7 +1,7 @@
-"""What a rank is expected to hold for the rows that its experts read, which is the router's choice.
+"""Predicted memory of a rank under its measured expert load.
 
-A plan is for experts that are all equally busy. A rank whose experts got more rows keeps more, layer by
-layer; the same ledger, asked for the rows that came, says how much.
+A plan assumes an even load. A rank whose experts read more rows keeps more activations per layer. The same
+memory ledger predicts it from the measured rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from meshwright.plan.memory.ledger import predict_ledger
 
 @dataclass(frozen=True)
 class LoadEffect:
-    """What a rank's uneven share of the rows adds to its prediction, in bytes."""
+    """What uneven expert load adds to a rank's prediction, in bytes."""
 
     share: float
-    """Rows over an even share, less one."""
+    """Rows relative to an even load, minus one."""
     activations: int
     peak: int
 
@@ -28,24 +28,24 @@ class LoadEffect:
 EVEN = LoadEffect(0.0, 0, 0)
 
 
-def find_effect(plan: Plan, promised: RankPrediction, found: MeasuredMemory | None) -> LoadEffect:
-    """Of one rank; nothing where the model has no experts or nobody counted rows.
+def find_effect(plan: Plan, predicted: RankPrediction, found: MeasuredMemory | None) -> LoadEffect:
+    """The effect on one rank; zero for a dense model or if rows were not counted.
 
-    A pipeline holds several micro-batches at once: its peak is that of the mean.
+    A pipeline keeps several micro-batches in flight: its peak is that of the mean.
     """
-    if found is None or found.routed_rows is None or not promised.routed_rows:
+    if found is None or found.routed_rows is None or not predicted.routed_rows:
         return EVEN
     job, fullest = plan.job, found.routed_rows.fullest
-    sizes = (job, job.layout.micro_batch or 1, plan.micro_batches, pp_rank_of(job, promised.rank))
+    sizes = (job, job.layout.micro_batch or 1, plan.micro_batches, pp_rank_of(job, predicted.rank))
     even, full = predict_ledger(*sizes), predict_ledger(*sizes, rows=fullest)
     at_peak = full if job.layout.pp == 1 else predict_ledger(*sizes, rows=found.routed_rows.mean)
     peaks = [ledger.first_peak_bytes if found.first_step else ledger.peak_bytes for ledger in (even, at_peak)]
-    share = sum(fullest) / (promised.routed_rows * len(fullest)) - 1
+    share = sum(fullest) / (predicted.routed_rows * len(fullest)) - 1
     return LoadEffect(share, full.activation_bytes - even.activation_bytes, peaks[1] - peaks[0])
 
 
 def describe_load(plan: Plan, record: RunRecord) -> list[str]:
-    """A sentence about the ranks whose experts read the most and the fewest rows; none for an even load."""
+    """Sentences about the ranks with the most and the fewest rows; none for an even load."""
     effects = {p.rank: find_effect(plan, p, record.state.get(p.rank)) for p in plan.ranks}
     ranks = sorted(effects, key=lambda rank: effects[rank].share)
     chosen = dict.fromkeys((ranks[0], ranks[-1]))
@@ -55,7 +55,7 @@ def describe_load(plan: Plan, record: RunRecord) -> list[str]:
 def _describe(rank: int, effect: LoadEffect) -> str:
     more = "more" if effect.share > 0 else "fewer"
     return (
-        f"rank {rank}: its experts read {abs(effect.share):.1%} {more} rows than an even share: "
+        f"rank {rank}: its experts read {abs(effect.share):.1%} {more} rows than with an even load: "
         f"{_signed(effect.activations)} of activations and {_signed(effect.peak)} at the peak expected"
     )
 

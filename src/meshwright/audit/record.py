@@ -1,4 +1,4 @@
-"""What a run did, folded from its events; fed live by a run or from ``events.jsonl`` afterwards."""
+"""The record of a run, built from its events: live, or from ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from meshwright.plan.contract import CollectiveTraffic, Plan
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """Rows that one rank's experts read, by layer with experts."""
+    """Rows that one rank's experts read, by MoE layer."""
 
     fullest: tuple[int, ...]
-    """In the micro-batch in which they read most."""
+    """In the micro-batch with the most rows."""
     mean: tuple[int, ...]
-    """Over the micro-batches."""
+    """Mean over micro-batches."""
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Memory of one rank in its audited step."""
+    """Measured memory of one rank in its audited step."""
 
     state_bytes: dict[str, int]
     activation_bytes: int | None
-    """None where compiled code hides it."""
+    """None for compiled code, where it cannot be measured."""
     peak_bytes: int | None
     first_step: bool
     compiled: bool = False
     offloaded_bytes: dict[str, int] = field(default_factory=dict)
-    """The part of the state that lies on the host."""
+    """The part of the state that is offloaded to CPU memory."""
     routed_rows: RoutedRows | None = None
-    """None for a model without experts, and in records from before it was written down."""
+    """None for a model without experts, and in older records."""
 
 
 @dataclass(frozen=True)
 class MeasuredCollectives:
-    """Everything that one rank sent, and in how many steps and evaluations."""
+    """All collectives of one rank, and the number of steps and evaluations."""
 
     rows: tuple[CollectiveTraffic, ...]
     steps: int
@@ -56,47 +56,47 @@ class MeasuredCollectives:
 
 @dataclass(frozen=True)
 class RecordedTimeline:
-    """When one rank of a pipeline did what."""
+    """Action times of one rank of a pipeline."""
 
     pp_rank: int
     steps: int
-    """Steps that the times are means of."""
+    """Number of steps that the times are averaged over."""
     actions: tuple[tuple[str, int, int, float, float], ...]
-    """Kind, stage, micro-batch, start and end in seconds since the step began."""
+    """Kind, stage, micro-batch, start and end in seconds from the start of the step."""
 
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What the experts of one layer had to do in a step."""
+    """Expert load of one layer in a step."""
 
     layer: int
     load: tuple[int, ...]
-    """Tokens that chose each expert."""
+    """Tokens routed to each expert."""
     dropped: int
-    """Choices that found no place."""
+    """Tokens dropped because an expert was full."""
     imbalance: float
-    """The busiest expert's tokens over the mean."""
+    """Tokens of the busiest expert divided by the mean."""
 
     @property
     def dropped_share(self) -> float:
-        """Of all choices."""
+        """Dropped share of all routed tokens."""
         return self.dropped / max(1, sum(self.load))
 
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """What the experts of all layers had to do in a step."""
+    """Expert load of all layers in a step."""
 
     step: int
     layers: tuple[LayerLoad, ...]
 
     def sentence(self) -> str:
-        """The most uneven layer, and what was dropped, for people."""
+        """The most imbalanced layer and the dropped share."""
         worst = max(self.layers, key=lambda layer: layer.imbalance)
         dropped = sum(layer.dropped for layer in self.layers)
         share = dropped / max(1, sum(sum(layer.load) for layer in self.layers))
-        busiest = f"the busiest has {worst.imbalance:.2f} times the mean (layer {worst.layer})"
-        return f"{busiest}, {share:.1%} of the choices dropped; step {self.step}"
+        busiest = f"busiest expert {worst.imbalance:.2f} times the mean (layer {worst.layer})"
+        return f"{busiest}, {share:.1%} of routed tokens dropped; step {self.step}"
 
 
 _EXPERTS: TypeAdapter[ExpertLoads] = TypeAdapter(ExpertLoads)
@@ -107,30 +107,30 @@ _RECORDED: TypeAdapter[RecordedTimeline] = TypeAdapter(RecordedTimeline)
 
 @dataclass
 class RunRecord:
-    """One attempt at a run. Keeps what reports need, not every event."""
+    """One attempt at a run. Keeps what reports need, not all events."""
 
     status: str = "unfinished"
     failed: bool = False
-    """A rank said that it ends by an error."""
+    """Whether a rank reported an error."""
     oom_reports: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Reports of ranks that ran out of memory, by their error's message."""
+    """Out-of-memory reports by error message."""
     losses: list[float | None] = field(default_factory=list)
-    """Of each step, from rank 0; NaN where it was not finite, None for a step without targets."""
+    """Loss of each step from rank 0; NaN if not finite, None for a step without target tokens."""
     eval_loss: float | None = None
     step_times_s: list[float] = field(default_factory=list)
     mfus: list[float] = field(default_factory=list)
     tokens_per_step: int = 0
     skipped_steps: int = 0
-    """Steps that were not taken because fp16 gradients overflowed."""
+    """Steps skipped because fp16 gradients overflowed."""
     peak_basis: str = ""
     state: dict[int, MeasuredMemory] = field(default_factory=dict)
-    """The audited step of each rank."""
+    """Measured memory by rank."""
     collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
-    """The counts of each rank."""
+    """Counted collectives by rank."""
     timelines: dict[int, RecordedTimeline] = field(default_factory=dict)
-    """Of the ranks of pipelines."""
+    """Pipeline timelines by rank."""
     experts: ExpertLoads | None = None
-    """The newest load of experts, where there are some."""
+    """The newest expert load; None for a dense model."""
     checkpoint: str | None = None
     checkpoint_failures: list[str] = field(default_factory=list)
     last_checkpoint_failed: bool = False
@@ -145,36 +145,36 @@ class RunRecord:
 
     @property
     def outcome(self) -> str:
-        """How it ended, by what its ranks wrote."""
+        """How the attempt ended, according to its events."""
         return "failed" if self.failed and self.status == "unfinished" else self.status
 
     @property
     def target_losses(self) -> list[float]:
-        """Those of the steps that had targets."""
+        """Losses of the steps that had target tokens."""
         return [loss for loss in self.losses if loss is not None]
 
     def targetless_text(self) -> str:
-        """A sentence about the steps that had no targets; nothing if all had some."""
+        """A sentence about steps without target tokens; empty if there are none."""
         without = len(self.losses) - len(self.target_losses)
         if not without:
             return ""
         which = f"{without} of {format_plural(len(self.losses), 'step')}"
-        return f"{which} had no target tokens, masked prompts alone, and so no loss"
+        return f"{which} had no target tokens (masked prompts only) and so no loss"
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the whole run, by the median step; the first two steps, one of them audited, are left out."""
+        """Throughput by the median step; the first two steps, one of them audited, do not count."""
         times = self.step_times_s[2:] or self.step_times_s
         return self.tokens_per_step / statistics.median(times) if times else None
 
     def flops_per_s(self, plan: Plan) -> float | None:
-        """Achieved by all ranks together: tokens a second times the FLOPs of a token that MFU counts."""
+        """Achieved FLOP/s of all ranks: tokens/s times the FLOPs per token that MFU counts."""
         rate = self.tokens_per_s
         return None if rate is None else rate * plan.flops_per_token
 
     @property
     def mfu(self) -> float | None:
-        """By the median step."""
+        """Model FLOP utilisation by the median step."""
         values = self.mfus[2:] or self.mfus
         return statistics.median(values) if values else None
 
@@ -241,12 +241,12 @@ class RunRecord:
 
 @contextlib.contextmanager
 def reading_events(run_dir: Path) -> Iterator[None]:
-    """Around the reading of a run's events: says what is wrong with the folder, if anything is."""
+    """Turn errors of reading a run's events into messages about the folder."""
     try:
         yield
     except FileNotFoundError:
-        rule = "is not the folder of a run: it has no events.jsonl"
-        problem = Problem("run-missing", rule, path=str(run_dir), fix="Give the run_dir of a train")
+        rule = "is not a run folder: it has no events.jsonl"
+        problem = Problem("run-missing", rule, path=str(run_dir), fix="Give the folder of a run")
         raise UserError(problem) from None
     except OSError as error:
         where = str(run_dir / EVENTS_FILE)
@@ -254,7 +254,7 @@ def reading_events(run_dir: Path) -> Iterator[None]:
 
 
 def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
-    """The newest attempt in a run's folder, or the one asked for."""
+    """The newest attempt in a run folder, or the given one."""
     path = run_dir / EVENTS_FILE
     with reading_events(run_dir):
         log = read_events(path)
@@ -265,15 +265,17 @@ def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
             feed_checked(record, event)
     if log.unreadable:
         record.notes.append(
-            f"{log.unreadable} lines of {path.name} are torn, or of another version, and were skipped"
+            f"{log.unreadable} lines of {path.name} are truncated or of another version, and were skipped"
         )
     return record
 
 
 def feed_checked(record: RunRecord, event: dict[str, Any]) -> None:
-    """Feed an event from a file, which may have been edited or written by another version."""
+    """Feed an event from a file; one of an unexpected form becomes a note."""
     try:
         record.feed(event)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        record.notes.append(f"an event {event.get('event')!r} is not as expected ({reason}) and was skipped")
+        record.notes.append(
+            f"an event {event.get('event')!r} has an unexpected form ({reason}) and was skipped"
+        )

@@ -1,4 +1,4 @@
-"""One command each, thin: reads arguments, calls the layers below, prints, exits."""
+"""The command line: each command parses its arguments, calls the API, prints and exits."""
 
 from meshwright.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The command line: parsing, the exit status, and errors without tracebacks."""
+"""The command line: arguments, exit status, and errors without tracebacks."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="meshwright",
-    help="Plans, runs, survives and explains distributed training.",
+    help="Plan, run and audit distributed training.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-checkpoint_app = typer.Typer(help="What is kept of runs.", rich_markup_mode=None)
+checkpoint_app = typer.Typer(help="List, verify, export and delete checkpoints.", rich_markup_mode=None)
 app.add_typer(checkpoint_app, name="checkpoint")
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
-schedule_app = typer.Typer(help="Schedules: generate, prove and draw.", rich_markup_mode=None)
+schedule_app = typer.Typer(help="Generate, prove and draw schedules.", rich_markup_mode=None)
 app.add_typer(schedule_app, name="schedule")
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else there.")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object on standard output; messages go to standard error."),
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="key.path=value, laid over the job file.", metavar="KEY=VALUE")
+    list[str] | None,
+    typer.Argument(help="Override keys of the job file, such as train.lr=3e-4.", metavar="KEY=VALUE"),
 ]
-PlanSource = Annotated[
-    str, typer.Argument(help="Job file, plan file, or name of a model preset.", metavar="JOB")
-]
+PlanSource = Annotated[str, typer.Argument(help="Job file, plan file, or model preset.", metavar="JOB")]
 JobSource = Annotated[str, typer.Argument(help="Job file or plan file.", metavar="JOB")]
 
 
@@ -50,11 +52,11 @@ def main() -> None:
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort:
         status = 130
-    except BrokenPipeError:  # the reader of our output went away
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     except Exception as error:
-        # Typer carries its own copy of click, under a private name: its usage errors are known by their form.
+        # Typer has a private copy of click: usage errors are recognised by this method.
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
@@ -62,7 +64,7 @@ def main() -> None:
             sys.stderr.write(f"{context.get_usage()}\n")
         message = error.format_message()
         if context is not None and message.startswith("Missing command"):
-            message = f"name a command: {', '.join(context.command.list_commands(context))}"
+            message = f"missing command; one of: {', '.join(context.command.list_commands(context))}"
         wrong = UserError(Problem("cli-usage", message))
         Output(as_json="--json" in sys.argv).failure(wrong)
         status = wrong.exit_status
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def guarded(output: Output, command: Callable[[], int | None]) -> None:
-    """Run a command's body; our errors become messages and an exit status."""
+    """Run a command; errors become messages and an exit status."""
     try:
         status = command() or 0
     except MeshwrightError as error:
@@ -85,7 +87,7 @@ def guarded(output: Output, command: Callable[[], int | None]) -> None:
 
 
 def _find_near(error: MeshwrightError) -> list[NearestLegal]:
-    """The nearest legal layouts, where a rule refuses a job's layout."""
+    """The nearest legal layouts, if a rule forbids the job's layout."""
     from meshwright.spec.load import SpecError  # noqa: PLC0415  (only when something is wrong)
 
     if not isinstance(error, SpecError) or error.job is None:
@@ -107,11 +109,11 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Plans, runs, survives and explains distributed training."""
+    """Plan, run and audit distributed training."""
 
 
 class RankBy(StrEnum):
-    """What the best layout has most, or least, of."""
+    """What the best layout minimises."""
 
     time = "time"
     cost = "cost"
@@ -119,31 +121,33 @@ class RankBy(StrEnum):
 
 
 @app.command()
-def plan(  # noqa: PLR0913, PLR0917  (the options of a command are what it can be asked)
+def plan(  # noqa: PLR0913, PLR0917  (options of a command)
     job: PlanSource,
     overrides: Overrides = None,
     on: Annotated[
         str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 50,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 50,
     by: Annotated[
-        RankBy, typer.Option(help="Best is: the shortest step, the least device time, the least memory.")
+        RankBy, typer.Option(help="What to minimise: step time, device time, or memory.")
     ] = RankBy.time,
     why: Annotated[
         list[str] | None,
         typer.Option(
-            help="Explain this layout, legal or not: layout.tp=4 layout.pp=8 ...", metavar="KEY=VALUE"
+            help="Explain one layout, legal or not: layout.tp=4 layout.pp=8 ...", metavar="KEY=VALUE"
         ),
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Size the cluster: tokens to train on, such as 15e12.")
+        float | None, typer.Option(help="Size the cluster for this many training tokens, such as 15e12.")
     ] = None,
-    deadline: Annotated[str | None, typer.Option(help="Time for them: 12h, 90d, 2w.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the plan: a .svg or .png file.")] = None,
+    deadline: Annotated[str | None, typer.Option(help="Deadline for --tokens: 12h, 90d, 2w.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Plot the plan into a .svg, .png or .pdf file.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict memory, bytes and time of the layouts, and rank them; explain one; size a cluster."""
+    """Predict memory, communication and step time of all layouts, and rank them. Needs no torch."""
     from meshwright.cli.plan import PlanRequest, show_plan  # noqa: PLC0415
 
     output = Output(as_json)
@@ -166,14 +170,14 @@ def plan(  # noqa: PLR0913, PLR0917  (the options of a command are what it can b
 def validate(
     runs: Annotated[
         list[Path] | None,
-        typer.Option(help="Table of measured runs, CSV; may be given again. The package's own if left out."),
+        typer.Option(help="CSV table of measured runs; can be repeated. Default: the bundled table."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw predicted over published into this SVG file.")
+        Path | None, typer.Option(help="Plot predicted against published into a .svg, .png or .pdf file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict published runs and show how far off the predictions are."""
+    """Predict published training runs and print the prediction errors."""
     from meshwright.cli.validate import show_validation  # noqa: PLC0415
 
     output = Output(as_json)
@@ -184,10 +188,10 @@ def validate(
 def train(
     job: JobSource,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Plan if needed, train, and audit the run against the plan."""
+    """Train a job: plan if needed, run, and audit the run against the plan."""
     from meshwright.cli.train import run_training  # noqa: PLC0415
 
     output = Output(as_json)
@@ -196,14 +200,16 @@ def train(
 
 @app.command()
 def audit(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
+    run: Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Draw a pipeline, simulated and measured: a .svg or .png file."),
+        typer.Option(
+            "--out", "-o", help="Plot the pipeline, simulated and measured, into a .svg, .png or .pdf file."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what the plan promised beside what the run did."""
+    """Compare memory and communication of a run with its plan."""
     from meshwright.cli.audit import audit_folder  # noqa: PLC0415
 
     output = Output(as_json)
@@ -212,7 +218,7 @@ def audit(
 
 @app.command()
 def prove(job: JobSource, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Show that the layout computes what one process computes, or name the first module that differs."""
+    """Prove that the layout computes the same losses and gradients as one process."""
     from meshwright.cli.prove import prove_job  # noqa: PLC0415
 
     output = Output(as_json)
@@ -223,13 +229,13 @@ def prove(job: JobSource, overrides: Overrides = None, as_json: Json = False) ->
 def dry_run(
     job: PlanSource,
     overrides: Overrides = None,
-    rank: Annotated[int, typer.Option(help="Which rank to build.")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank to build.")] = 0,
     on: Annotated[
         str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Build one rank of any layout without devices or memory, take one step, compare with the plan."""
+    """Build one rank with fake tensors, run one step, and compare it with the plan. Needs no devices."""
     from meshwright.cli.dry_run import dry_run_job  # noqa: PLC0415
 
     output = Output(as_json)
@@ -240,14 +246,12 @@ def dry_run(
 def tune(
     job: JobSource,
     overrides: Overrides = None,
-    top: Annotated[int, typer.Option(help="Layouts to try, the best predictions first.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps of each; the first three are not counted.")] = 8,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the recalibrated cluster goes.")] = Path(
-        "cluster.toml"
-    ),
+    top: Annotated[int, typer.Option(help="Number of layouts to run, best predictions first.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps per layout; the first three are warm-up.")] = 8,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Cluster file to write.")] = Path("cluster.toml"),
     as_json: Json = False,
 ) -> None:
-    """Try the planner's best layouts on this machine, and write a cluster file that predicts closer."""
+    """Run the planner's best layouts on this machine, and calibrate a cluster file to the measured times."""
     from meshwright.cli.tune import tune_job  # noqa: PLC0415
 
     output = Output(as_json)
@@ -256,13 +260,11 @@ def tune(
 
 @app.command()
 def probe(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the cluster file goes.")] = Path(
-        "probed.toml"
-    ),
-    cpu: Annotated[bool, typer.Option("--cpu", help="Probe a core, also where there is a GPU.")] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Cluster file to write.")] = Path("probed.toml"),
+    cpu: Annotated[bool, typer.Option("--cpu", help="Probe the CPU even if there is a GPU.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Time products, attention, memory and real steps on this machine, and write a cluster file with them."""
+    """Time GEMMs, attention, memory and real steps on this machine, and write a cluster file."""
     from meshwright.cli.probe import probe_machine  # noqa: PLC0415
 
     output = Output(as_json)
@@ -271,10 +273,10 @@ def probe(
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Folder that holds runs.", metavar="DIR")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder of run folders.", metavar="DIR")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List runs, newest first: how far they came and whether their plans held."""
+    """List runs, newest first: status, steps, loss and audit."""
     from meshwright.cli.runs import show_runs  # noqa: PLC0415
 
     output = Output(as_json)
@@ -283,13 +285,13 @@ def runs(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
+    run: Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the page here; RUN/report.html if left out.")
+        Path | None, typer.Option("--out", "-o", help="HTML file to write. Default: RUN/report.html.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a run's curves, memory and audit, and write them as one HTML page."""
+    """Print a run's curves and audit, and write an HTML report."""
     from meshwright.cli.runs import show_report  # noqa: PLC0415
 
     output = Output(as_json)
@@ -299,22 +301,22 @@ def report(
 @app.command()
 def generate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, a folder of them, a run, or a Hugging Face folder.")
+        Path, typer.Argument(help="Checkpoint, folder of checkpoints, run folder, or Hugging Face folder.")
     ],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     template: Annotated[
-        str | None, typer.Option(help="Chat template: the prompt is a user's message, the text its answer.")
+        str | None, typer.Option(help="Chat template; the prompt is then a user message.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=100.0, help="0 always takes the likeliest.")
+        float, typer.Option(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy.")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed, the same text.")] = 0,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share each matrix.")] = 1,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many tokens; 0 for all.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Write text with a trained model."""
+    """Generate text from a checkpoint."""
     from meshwright.cli.generate import write_text  # noqa: PLC0415
 
     output = Output(as_json)
@@ -332,22 +334,22 @@ def generate(
 
 @app.command()
 def prepare(
-    corpus: Annotated[Path, typer.Argument(help="What to prepare, as TOML.", metavar="CORPUS.toml")],
+    corpus: Annotated[Path, typer.Argument(help="Corpus file (TOML).", metavar="CORPUS.toml")],
     as_json: Json = False,
 ) -> None:
-    """Turn text into token shards."""
+    """Tokenize a corpus into shards."""
     from meshwright.cli.prepare import prepare_file  # noqa: PLC0415
 
     output = Output(as_json)
     guarded(output, lambda: prepare_file(output, corpus))
 
 
-Checkpoints = Annotated[Path, typer.Argument(help="A folder of checkpoints, or a run.", metavar="DIR")]
+Checkpoints = Annotated[Path, typer.Argument(help="Folder of checkpoints, or run folder.", metavar="DIR")]
 
 
 @checkpoint_app.command("list")
 def list_checkpoints(path: Checkpoints, as_json: Json = False) -> None:
-    """List checkpoints: step, size, and whether each is complete."""
+    """List checkpoints with step, size and state."""
     from meshwright.cli.checkpoint import list_folder  # noqa: PLC0415
 
     output = Output(as_json)
@@ -356,7 +358,7 @@ def list_checkpoints(path: Checkpoints, as_json: Json = False) -> None:
 
 @checkpoint_app.command()
 def verify(path: Checkpoints, as_json: Json = False) -> None:
-    """Compare every file of the checkpoints with its checksum."""
+    """Verify the checksums of all files of the checkpoints."""
     from meshwright.cli.checkpoint import verify_folder  # noqa: PLC0415
 
     output = Output(as_json)
@@ -366,10 +368,10 @@ def verify(path: Checkpoints, as_json: Json = False) -> None:
 @checkpoint_app.command("prune")
 def prune_checkpoints(
     path: Checkpoints,
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep.")],
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
     as_json: Json = False,
 ) -> None:
-    """Remove old checkpoints; the newest whole one and the best one stay."""
+    """Delete old checkpoints; the newest complete one and the best one stay."""
     from meshwright.cli.checkpoint import prune_folder  # noqa: PLC0415
 
     output = Output(as_json)
@@ -377,7 +379,7 @@ def prune_checkpoints(
 
 
 class Dtype(StrEnum):
-    """Types that weights are exported in."""
+    """Dtypes of exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -386,15 +388,15 @@ class Dtype(StrEnum):
 
 @checkpoint_app.command()
 def export(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run.", metavar="DIR")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.", metavar="OUT")],
-    dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.float32,
-    shard_gb: Annotated[
-        float, typer.Option(min=1e-9, help="Largest file of weights, in 10^9 bytes; larger ones are cut.")
-    ] = 5.0,
+    path: Annotated[
+        Path, typer.Argument(help="Checkpoint, folder of checkpoints, or run folder.", metavar="DIR")
+    ],
+    out: Annotated[Path, typer.Argument(help="New or empty folder to write.", metavar="OUT")],
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights.")] = Dtype.float32,
+    shard_gb: Annotated[float, typer.Option(min=1e-9, help="Largest weight file, in 10^9 bytes.")] = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder."""
+    """Export a checkpoint as a Hugging Face folder."""
     from meshwright.cli.checkpoint import export_folder  # noqa: PLC0415
 
     output = Output(as_json)
@@ -406,14 +408,19 @@ def scaling(
     job: JobSource,
     overrides: Overrides = None,
     ranks: Annotated[
-        str | None, typer.Option(help="Numbers of ranks, such as 1,2,4; up to all devices if left out.")
+        str | None,
+        typer.Option(help="Numbers of ranks, such as 1,2,4. Default: powers of two up to all devices."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Rounds for each; the first three are not counted.")] = 12,
-    weak: Annotated[bool, typer.Option("--weak", help="Let the global batch grow with the ranks.")] = False,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("scaling.svg"),
+    steps: Annotated[int, typer.Option(help="Steps per number of ranks; the first three are warm-up.")] = 12,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Weak scaling: the global batch grows with the ranks.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Plot to write: .svg, .png or .pdf.")] = Path(
+        "scaling.svg"
+    ),
     as_json: Json = False,
 ) -> None:
-    """Measure speed-up, efficiency and overlap of a job on 1 to N ranks."""
+    """Measure speed-up, efficiency and communication overlap on 1 to N data-parallel ranks."""
     from meshwright.cli.bench import bench_scaling  # noqa: PLC0415
 
     output = Output(as_json)
@@ -421,48 +428,46 @@ def scaling(
 
 
 @schedule_app.command()
-def pipeline(  # noqa: PLR0913, PLR0917  (the options of a command are what it can be asked)
+def pipeline(  # noqa: PLR0913, PLR0917  (options of a command)
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipe-v; as layout.schedule. 1f1b if left out."
+            help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipe-v, as layout.schedule. Default: 1f1b."
         ),
     ] = None,
-    stages: Annotated[
-        int | None, typer.Option(help="Ranks of the pipeline, as layout.pp; 4 if left out.")
-    ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(help="Micro-batches of one step; 8 if left out.")
-    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks, as layout.pp. Default: 4.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step. Default: 8.")] = None,
     virtual_stages: Annotated[
-        int | None, typer.Option(help="Stages of each rank; what the schedule needs if left out.")
+        int | None, typer.Option(help="Stages per rank. Default: what the schedule needs.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Your own schedule instead: CSV, a row a rank, cells such as 0F0.")
+        Path | None, typer.Option(help="Custom schedule instead: CSV, one row per rank, cells such as 0F0.")
     ] = None,
-    forward: Annotated[str, typer.Option(help="Time of a stage; or one for each, as 1,1,1,2.")] = "1",
+    forward: Annotated[
+        str, typer.Option(help="Forward time of a stage, or one per stage, as 1,1,1,2.")
+    ] = "1",
     backward: Annotated[
-        str, typer.Option(help="Of its backward pass; its parts for input and weights as 1.2+0.8.")
+        str, typer.Option(help="Backward time; input and weight gradient separately as 1.2+0.8.")
     ] = "2",
-    transfer: Annotated[str, typer.Option(help="Time from one stage to the next, likewise.")] = "0",
+    transfer: Annotated[str, typer.Option(help="Transfer time between stages, or one per transfer.")] = "0",
     blocking: Annotated[
-        bool, typer.Option("--blocking", help="A rank waits until what it sends has arrived.")
+        bool, typer.Option("--blocking", help="Blocking sends: a rank waits until its data have arrived.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the picture: a .svg or .png file.")
+        Path | None, typer.Option("--out", "-o", help="Plot to write: .svg, .png or .pdf.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Write the schedule as CSV, which --file and torch read.")
+        Path | None, typer.Option(help="Write the schedule as CSV, for --file and for torch.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Generate a pipeline schedule or load your own, prove it, and draw when each rank does what."""
+    """Generate or load a pipeline schedule, prove it, simulate it and draw its timeline."""
     from meshwright.cli.schedule import ScheduleRequest, TimeOptions, show_pipeline  # noqa: PLC0415
 
     output = Output(as_json)
-    wanted = ScheduleRequest(schedule, stages, micro_batches, virtual_stages, file)
-    texts = TimeOptions(forward, backward, transfer)
-    guarded(output, lambda: show_pipeline(output, wanted, texts, blocking, out, save))
+    request = ScheduleRequest(schedule, stages, micro_batches, virtual_stages, file)
+    times = TimeOptions(forward, backward, transfer)
+    guarded(output, lambda: show_pipeline(output, request, times, blocking, out, save))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from meshwright.api import Run, load_run
 from meshwright.audit.compare import Audit, StateRow, describe_match
 from meshwright.cli.output import Output
 from meshwright.core.errors import CheckFailedError, Problem, UserError
-from meshwright.core.units import format_rate, format_seconds
+from meshwright.core.units import format_rate, format_seconds, format_throughput
 from meshwright.report.timeline import write_timelines
 from meshwright.spec.model import BATCH_NORM_NOTE
 
@@ -16,12 +16,12 @@ CHECK_FAILED = CheckFailedError.exit_status
 
 
 def audit_folder(output: Output, run_dir: Path, picture: Path | None = None) -> int:
-    """Audit a finished run; status 3 if a promise did not hold.
+    """Audit a run; status 3 if it does not match its plan.
 
     Args:
         output: Where to print.
-        run_dir: Of the run.
-        picture: Where the pipeline's simulated and measured timelines go.
+        run_dir: Run folder.
+        picture: Where to plot the simulated and the measured pipeline timeline.
     """
     run = load_run(run_dir)
     audit = run.audit()
@@ -45,14 +45,14 @@ def _draw_pipeline(output: Output, run: Run, picture: Path) -> None:
 
 def _word(row: StateRow) -> str:
     if row.compiled:
-        return "compiled, not judged"
+        return "compiled, not audited"
     if row.measured is None:
-        return ""  # the cell beside it says so
+        return ""
     return (f"within {row.tolerance:.0%}" if row.tolerance else "equal") if row.ok else "DIFFERS"
 
 
 def show_state(output: Output, verdict: Audit) -> None:
-    """Memory, predicted beside measured."""
+    """Print predicted and measured memory."""
     rows = [
         (
             str(row.rank),
@@ -63,11 +63,11 @@ def show_state(output: Output, verdict: Audit) -> None:
         )
         for row in verdict.state
     ]
-    output.table("Memory in bytes", ("rank", "what", "predicted", "measured", ""), rows)
+    output.table("Memory in bytes", ("rank", "kind", "predicted", "measured", ""), rows)
 
 
 def show_collectives(output: Output, verdict: Audit, title: str) -> None:
-    """Calls and bytes, predicted beside measured."""
+    """Print predicted and measured calls and bytes."""
     moved = [
         (
             row.axis if row.pp_rank is None else f"{row.axis}, pp rank {row.pp_rank}",
@@ -89,12 +89,12 @@ def describe_audit(output: Output, run: Run) -> None:
     if verdict.measured:
         show_state(output, verdict)
     else:
-        output.print("Memory: predicted, but no rank measured any; the run did not get to the audited step")
+        output.print("Memory: not measured; the run ended before the audited step")
     output.print()
     if verdict.collectives:
-        show_collectives(output, verdict, "Collectives of the whole run, a rank")
+        show_collectives(output, verdict, "Collectives per rank, whole run")
     elif plan.collectives:
-        output.print("Collectives: predicted, but no rank reported any; the run did not end")
+        output.print("Collectives: not reported; the run did not finish")
     else:
         output.print("Collectives: none predicted, none measured")
     output.print()
@@ -104,23 +104,23 @@ def describe_audit(output: Output, run: Run) -> None:
     for note in (*record.notes, *verdict.load):
         output.print(f"Note: {note}")
     if verdict.ok:
-        output.print(f"Audit: the plan held. {describe_match(plan)}")
+        output.print(f"Audit: ok. {describe_match(plan)}")
         return
     for difference in verdict.differences:
         output.print(f"Audit: {difference} [audit-differs]")
 
 
 def _describe_times(output: Output, run: Run) -> None:
-    """Step time and pipeline bubble: shown, not judged."""
+    """Print step time and pipeline bubble, which are not audited."""
     plan, record = run.plan, run.record
     if record.tokens_per_s:
         measured_s = record.tokens_per_step / record.tokens_per_s
-        rate = format_rate(record.tokens_per_s, plan.job.unit)
+        rate = format_throughput(record.tokens_per_s, plan.job.unit)
         rate += f", {format_rate(record.flops_per_s(plan) or 0, 'FLOP')}"
         rate += f", MFU {record.mfu or 0:.1%} of {record.peak_basis}"
         output.print(
             f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
-            f"({rate}); shown, not judged"
+            f"({rate}); not audited"
         )
     if run.pipeline is not None:
         for sentence in run.pipeline.sentences():

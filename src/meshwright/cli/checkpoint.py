@@ -19,7 +19,7 @@ COLUMNS = ("step", "size", "held-out loss", "state", "")
 
 
 def list_folder(output: Output, path: Path) -> int:
-    """Show the checkpoints that a path means; files are looked at, not read."""
+    """List the checkpoints of a folder or a run, without reading their files."""
     found = list_checkpoints(path)
     _describe(output, path, [(stored, stored.reason or "complete") for stored in found])
     output.result({"dir": str(path), "checkpoints": [_facts(stored) for stored in found]})
@@ -27,7 +27,7 @@ def list_folder(output: Output, path: Path) -> int:
 
 
 def verify_folder(output: Output, path: Path) -> int:
-    """Read every file and compare its checksum; status 3 if a checkpoint is not what its manifest says."""
+    """Verify all checksums; status 3 if a checkpoint does not match its manifest."""
     found = list_checkpoints(path, verify=True)
     _describe(output, path, [(stored, "verified" if stored.complete else "BROKEN") for stored in found])
     broken = [stored for stored in found if not stored.complete]
@@ -42,7 +42,7 @@ def prune_folder(output: Output, path: Path, keep: int) -> int:
     """Delete old checkpoints; fails while a run writes to the folder."""
     done = prune_checkpoints(path, keep)
     for stored in done.broken:
-        output.warn(f"left alone: {stored.path} {stored.reason} [checkpoint-broken]")
+        output.warn(f"kept: {stored.path} {stored.reason} [checkpoint-broken]")
     for stored in done.removed:
         output.print(f"removed {stored.path} ({format_bytes(stored.bytes)})")
     drafts = f" and {format_plural(len(done.leftovers), 'draft')}" if done.leftovers else ""
@@ -64,7 +64,7 @@ def prune_folder(output: Output, path: Path, keep: int) -> int:
 
 
 def _describe(output: Output, path: Path, found: list[tuple[StoredCheckpoint, str]]) -> None:
-    """A table with a word about each."""
+    """Print a table of checkpoints with their states."""
     rows = [
         (
             str(stored.step),
@@ -85,7 +85,7 @@ def _facts(stored: StoredCheckpoint) -> dict[str, Any]:
 def export_folder(
     output: Output, path: Path, out: Path, dtype: Literal["float32", "bfloat16", "float16"], shard_gb: float
 ) -> int:
-    """Write the checkpoint that a path means as a Hugging Face folder."""
+    """Export a checkpoint as a Hugging Face folder."""
     checkpoint = find_checkpoint(path)
     done = export_checkpoint(checkpoint, out, dtype, int(shard_gb * BYTES_PER_GB))
     output.print(f"{checkpoint}, step {done.step}, as {done.architecture} in {out}")

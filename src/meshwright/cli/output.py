@@ -1,7 +1,7 @@
-"""What goes to standard output and what to standard error.
+"""Prints to standard output and standard error.
 
-With ``--json`` standard output holds one object and nothing else; people read standard error. Without it,
-results are on standard output and progress on standard error.
+With ``--json``, standard output holds one object and nothing else; all text goes to standard error. Without
+it, results go to standard output and progress to standard error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMN_GAP = 2
 
 
 class Output:
-    """Prints for people or for programs."""
+    """Prints text for people, or one JSON object for programs."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -33,33 +33,32 @@ class Output:
         self._people = self.errors if as_json else _console(stderr=False)
 
     def print(self, text: str = "") -> None:
-        """A line for people."""
+        """Print a line of text."""
         self._people.print(text)
 
     @property
     def width(self) -> int:
-        """Characters in a line for people."""
+        """Width of the console in characters."""
         return self._people.width
 
     def draw(self, line: Text) -> None:
-        """A line with colours, which only a terminal gets; what does not fit is not folded."""
+        """Print a coloured line; too long lines are cropped, not wrapped."""
         self._people.print(line, overflow="crop", no_wrap=True, crop=True)
 
     def warn(self, text: str) -> None:
-        """A warning, on standard error."""
+        """Print a warning on standard error."""
         self.errors.print(f"warning: {text}")
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()
     ) -> None:
-        """A table for people; columns after the first are aligned right where they hold numbers.
+        """Print a table; columns of numbers are right-aligned.
 
         Args:
-            title: Above it.
+            title: Its title.
             columns: Its headings.
             rows: Its cells.
-            spare: Columns that are left out, in this order, where the terminal is too narrow for all; such a
-                table never breaks a cell.
+            spare: Columns to leave out, in this order, if the terminal is too narrow; cells then do not wrap.
         """
         columns, rows, left_out = self._fitting(columns, rows, spare)
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -74,12 +73,12 @@ class Output:
             table.add_row(*[Text(cell) for cell in row])
         self._people.print(table)
         if left_out:
-            self.print(f"(no room for {', '.join(left_out)})")
+            self.print(f"(terminal too narrow for {', '.join(left_out)})")
 
     def _fitting(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]
     ) -> tuple[list[str], list[list[str]], list[str]]:
-        """Columns and rows that fit the width, and the columns left out for it."""
+        """Columns and rows that fit the width, and the columns left out."""
         widths = {c: max(map(cell_len, (c, *(row[i] for row in rows)))) for i, c in enumerate(columns)}
         kept, left_out = list(columns), []
         for name in spare:
@@ -91,7 +90,7 @@ class Output:
         return kept, cells, left_out
 
     def result(self, content: dict[str, Any]) -> None:
-        """The object of ``--json``; nothing without it."""
+        """Print the JSON object, with ``--json`` only."""
         if self.as_json:
             sys.stdout.write(to_json(content) + "\n")
             sys.stdout.flush()
@@ -103,13 +102,13 @@ class Output:
         run_dir: Path | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """An error, a line a problem, on standard error; as an object too with ``--json``.
+        """Print an error, one line per problem, on standard error; with ``--json`` also as an object.
 
         Args:
             error: What went wrong.
-            also: Lines that help to mend it.
-            run_dir: The folder of the run that failed, if one had begun.
-            facts: What else a program may want to know.
+            also: Further lines.
+            run_dir: Folder of the run, if one was started.
+            facts: Further keys of the object.
         """
         for problem in error.problems:
             self.errors.print(f"error: {problem}")
@@ -125,7 +124,7 @@ class Output:
 
 
 def _console(stderr: bool) -> Console:
-    """A console that leaves brackets alone; in a pipe it is wide, so that tables do not fold."""
+    """A console without markup; wide in a pipe, so that tables do not wrap."""
     console = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = PIPE_WIDTH

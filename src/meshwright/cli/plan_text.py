@@ -1,11 +1,11 @@
-"""A plan as text: the choice and its reasons, memory, the step by parts, collectives."""
+"""A plan as text: layout and reasons, memory, step time, collectives, ranking."""
 
 from __future__ import annotations
 
 import re
 
 from meshwright.cli.output import Output
-from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
+from meshwright.core.units import format_bytes, format_count, format_seconds, format_throughput
 from meshwright.layout.flops import peak_rate
 from meshwright.layout.placement import tier_of
 from meshwright.layout.text import describe_layout, layout_overrides
@@ -18,16 +18,16 @@ from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
 from meshwright.spec.model import DecoderModel
 
 MOST_ROWS = 12
-"""Layouts in the table for people; ``--json`` has as many as ``--top`` says."""
+"""Layouts in the table; ``--json`` has ``--top`` of them."""
 MOST_COLLECTIVES = 40
-"""Rows of collectives that are all shown; of more, those of one pp rank."""
+"""With more rows of collectives than this, only those of one pp rank are shown."""
 MOST_STAGES = 16
-"""Stages that are shown one by one; the reasons list the layers of more."""
+"""With more stages than this there is no table of stages; the reasons list their layers."""
 FORMULA_WIDTH = 90
 
 
 def describe_plan(output: Output, plan: Plan) -> None:
-    """The choice, its reasons, its memory, its step and its collectives."""
+    """Print the layout, its reasons, memory, step time and collectives."""
     job = plan.job
     cluster = f"{job.cluster.device_name}, {job.cluster.preset or job.cluster.file or 'given'}"
     ranks, devices = plan.world_size, job.cluster.world_size
@@ -44,12 +44,12 @@ def describe_plan(output: Output, plan: Plan) -> None:
         output.print(f"  {reason}")
     spread = step_interval(job)
     low, high = format_seconds(plan.step_s * spread.low), format_seconds(plan.step_s * spread.high)
-    rate = format_rate(plan.tokens_per_step / plan.step_s, job.unit)
+    rate = format_throughput(plan.tokens_per_step / plan.step_s, job.unit)
     output.print(
         f"  predicted step {format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.1%}"
     )
     _, peak = peak_rate(job.cluster, job.train.precision)
-    output.print(f"  interval: {spread.basis}; MFU counts against {peak}; rates: {job.cluster.basis}")
+    output.print(f"  interval: {spread.basis}; MFU relative to {peak}; rates: {job.cluster.basis}")
     output.print(f"  overrides: {layout_overrides(job.layout)}")
     if plan.pipeline is not None and plan.exact and len(plan.stages()) <= MOST_STAGES:
         output.print()
@@ -60,7 +60,7 @@ def describe_plan(output: Output, plan: Plan) -> None:
 
 
 def _describe_memory(output: Output, plan: Plan) -> None:
-    """Lines of the rank that needs most, what comes to them, and what other ranks need."""
+    """Print the memory of the rank with the highest need, and the need of the other ranks."""
     classes = plan.classes()
     name, rank = max(classes.items(), key=lambda item: item[1].needed_bytes)
     rows = [(line.name, format_bytes(line.bytes), shorten_formula(line.formula)) for line in rank.lines]
@@ -80,7 +80,7 @@ def _needed_rows(plan: Plan, rank: RankPrediction) -> list[tuple[str, str, str]]
     rows = [
         ("peak, steady step", format_bytes(need.steady_step), f"at: {rank.peak_at}"),
         ("peak, first step", format_bytes(need.first_step), ""),
-        ("peak, checkpoint", format_bytes(need.checkpoint), "state, and one tensor gathered"),
+        ("peak, checkpoint", format_bytes(need.checkpoint), "state and one gathered tensor"),
     ]
     if need.context:
         share = need.allocator / max(need.peaks.values())
@@ -94,7 +94,7 @@ def _needed_rows(plan: Plan, rank: RankPrediction) -> list[tuple[str, str, str]]
 
 
 def shorten_formula(formula: str) -> str:
-    """A formula for a table: long fractions cut, its first terms; ``--json`` has it whole."""
+    """A formula for a table: short fractions and its first terms; ``--json`` has the whole formula."""
     short = re.sub(r"(\d+\.\d{3})\d+", r"\1", formula)
     return short if len(short) <= FORMULA_WIDTH else f"{short[: FORMULA_WIDTH - 4].rstrip()} ..."
 
@@ -106,24 +106,24 @@ def _describe_step(output: Output, plan: Plan) -> None:
     ]
     rows += [(f"{name}, hidden", format_seconds(value), "") for name, value in plan.hidden_s.items() if value]
     output.print()
-    output.table("The step", ("", "time", "share"), rows)
+    output.table("Step time", ("", "time", "share"), rows)
 
 
 def _describe_collectives(output: Output, plan: Plan) -> None:
-    """Every row, with a column of pp ranks where they differ; of very many, those of one pp rank."""
+    """Print the collectives, with a column of pp ranks under pipeline parallelism."""
     if not plan.collectives:
         if plan.world_size > 1:
-            output.print("\ncollectives are predicted for the meshwright runtime alone")
+            output.print("\ncollectives are predicted for the meshwright runtime only")
         return
     shown, columns = list(plan.collectives), ["axis", "op", "phase", "ranks", "calls", "bytes", "within"]
-    title = "Collectives per rank and occurrence of the phase"
+    title = "Collectives per rank and phase"
     if len(shown) > MOST_COLLECTIVES:
         moved = {
             rank: sum(r.bytes for r in shown if r.pp_rank == rank) for rank in {r.pp_rank for r in shown}
         }
         busiest = max((rank for rank in moved if rank is not None), key=lambda rank: moved[rank])
         shown = [row for row in shown if row.pp_rank in (None, busiest)]
-        title += f"; of pp rank {busiest}, which moves most"
+        title += f", pp rank {busiest} (the busiest)"
     tiers = {row.axis: tier_of(plan.job, row.axis) for row in shown}
     cells = [
         [t.axis, t.op, t.phase, str(t.ranks), f"{t.calls:,}", format_bytes(t.bytes), tiers[t.axis]]
@@ -132,35 +132,35 @@ def _describe_collectives(output: Output, plan: Plan) -> None:
     if plan.job.layout.pp > 1:
         columns.append("pp rank")
         for row, traffic in zip(cells, shown, strict=True):
-            row.append("every" if traffic.pp_rank is None else str(traffic.pp_rank))
+            row.append("all" if traffic.pp_rank is None else str(traffic.pp_rank))
     output.print()
     output.table(title, columns, cells)
 
 
 def describe_ranking(output: Output, found: SearchResult, top: int) -> None:
-    """The best layouts in a table, and how much was searched."""
+    """Print the best layouts, and how many were searched."""
     rows = [_row(prediction, found.best[0]) for prediction in found.best[: min(top, MOST_ROWS)]]
     if len(rows) > 1:
         output.print()
         columns = ("layout", "step", "per device", "MFU", "needed", "step vs first")
-        output.table("Layouts, the recommended one first", columns, rows)
+        output.table("Layouts, recommended first", columns, rows)
     if found.job.layout.mode == "given":
         return
     output.print(f"\n{count_search(found)}")
 
 
 def count_search(found: SearchResult) -> str:
-    """How much was searched, in a sentence."""
+    """How many layouts were searched."""
     seconds = format_seconds(found.seconds)
-    words = (
-        f"{found.evaluated:,} layouts priced in {seconds}; {found.pruned:,} ruled out by bounds of memory "
-    )
     how = "exactly" if found.best[0].exact else "by the estimate"
-    words += f"and time, {found.illegal:,} combinations by rules; {found.checked:,} checked {how}, "
-    words += f"{len(found.best):,} of them fit"
+    parts = [
+        f"{found.evaluated:,} layouts evaluated in {seconds}",
+        f"{found.pruned:,} pruned by lower bounds of memory and time, {found.illegal:,} combinations illegal",
+        f"{found.checked:,} checked {how}, {len(found.best):,} fit",
+    ]
     if found.stopped_early:
-        words += f"; stopped early at the time limit, {found.unseen:,} layouts not seen"
-    return words
+        parts.append(f"stopped at the time limit, {found.unseen:,} layouts not evaluated")
+    return "; ".join(parts)
 
 
 def _row(prediction: Prediction, best: Prediction) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ def _row(prediction: Prediction, best: Prediction) -> tuple[str, ...]:
     return (
         describe_layout(prediction.layout),
         format_seconds(prediction.step_s),
-        format_rate(prediction.tokens_per_s / prediction.layout.world_size, prediction.job.unit),
+        format_throughput(prediction.tokens_per_s / prediction.layout.world_size, prediction.job.unit),
         f"{prediction.mfu:.1%}",
         format_bytes(prediction.needed_bytes),
         "" if prediction is best else f"{slower:+.2%}",

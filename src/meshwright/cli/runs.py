@@ -59,7 +59,7 @@ def show_report(output: Output, run_dir: Path, out: Path | None) -> int:
 
 
 def describe_report(output: Output, report: RunReport) -> None:
-    """The report as text: facts, the loss, verdict and warnings."""
+    """Print the report as text: facts, curves, audit, notes and warnings."""
     output.print(f"{report.run_dir}: {report.status}")
     width = max(len(key) for key, _ in report.facts())
     for key, value in report.facts():

@@ -1,4 +1,4 @@
-"""``meshwright schedule pipeline``: generates or loads, proves, walks, draws and saves."""
+"""``meshwright schedule pipeline``: generates or loads a schedule, proves, simulates, draws and saves it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule
 
 COLOURS = {Kind.FORWARD: "white on blue", Kind.BACKWARD: "white on green", Kind.WEIGHT: "black on yellow"}
 MOST_TEXT_ROWS = 64
-"""More ranks than this are not drawn as text."""
+"""With more ranks than this there is no text timeline."""
 
 
 @dataclass(frozen=True)
 class TimeOptions:
-    """Times as they stand on the command line: a number, or one for each stage with commas."""
+    """Times as given on the command line: one number, or one per stage separated by commas."""
 
     forward: str = "1"
     backward: str = "2"
-    """The whole backward pass, half of it for the weights; or both parts, as ``1.2+0.8``."""
+    """The whole backward pass, half of it weight gradient; or both parts, as ``1.2+0.8``."""
     transfer: str = "0"
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Which schedule: by name and sizes, each with a usual value, or from a file."""
+    """A schedule by name and sizes, with defaults, or from a file."""
 
     name: str | None = None
     pp: int | None = None
@@ -48,7 +48,7 @@ class ScheduleRequest:
     file: Path | None = None
 
     def schedule(self) -> PipelineSchedule:
-        """Built, or loaded and proved."""
+        """Build or load the schedule."""
         if self.file is None:
             return build_schedule(
                 self.name or "1f1b",
@@ -62,34 +62,34 @@ class ScheduleRequest:
             "--micro-batches": self.micro_batches,
             "--virtual-stages": self.virtual_stages,
         }
-        beside = [option for option, value in given.items() if value is not None]
-        if beside:
-            rule = f"has its own schedule and sizes, and {', '.join(beside)} would change nothing"
-            fix = f"Leave {'it' if len(beside) == 1 else 'them'} out"
+        ignored = [option for option, value in given.items() if value is not None]
+        if ignored:
+            rule = f"has its own schedule and sizes; {', '.join(ignored)} would have no effect"
+            fix = f"Leave {'it' if len(ignored) == 1 else 'them'} out"
             raise UserError(Problem("schedule-file-and-sizes", rule, "--file", str(self.file), fix))
         return load_schedule(self.file)
 
 
 def show_pipeline(
     output: Output,
-    wanted: ScheduleRequest,
-    texts: TimeOptions,
+    request: ScheduleRequest,
+    options: TimeOptions,
     blocking: bool,
     out: Path | None,
     save: Path | None,
 ) -> int:
-    """Draw a schedule with its proof; status 3 if it is not proved.
+    """Print a schedule with its proof; status 3 if the proof fails.
 
     Args:
         output: Where to print.
-        wanted: Which schedule.
-        texts: Times of stages and transfers.
-        blocking: Whether a rank waits until what it sends has arrived.
-        out: Where the picture goes.
-        save: Where the schedule goes, as a file that ``wanted`` may name.
+        request: Which schedule.
+        options: Times of stages and transfers.
+        blocking: Whether sends block until the data have arrived.
+        out: Where to plot the timeline.
+        save: Where to write the schedule as CSV.
     """
-    schedule = wanted.schedule()
-    times, transfer = read_times(texts, schedule.stages)
+    schedule = request.schedule()
+    times, transfer = read_times(options, schedule.stages)
     proof = prove_schedule(schedule)
     if not proof.proved:
         found = [Problem("schedule-not-proved", str(violation)) for violation in proof.violations]
@@ -103,7 +103,7 @@ def show_pipeline(
     if save is not None:
         write_schedule(schedule, save)
         output.print(f"schedule: {save}")
-    predicted = None if wanted.file else _predict(schedule, times, transfer, blocking)
+    predicted = None if request.file else _predict(schedule, times, transfer, blocking)
     files = {"picture": out, "saved": save}
     output.result(
         _as_dict(schedule, proof, walk, predicted)
@@ -112,18 +112,18 @@ def show_pipeline(
     return 0
 
 
-def read_times(texts: TimeOptions, stages: int) -> tuple[StageTimes, list[float]]:
-    """Times from their texts: of forward, input and weight passes, and of transfers."""
-    forward = [parts[0] for parts in _read_list("--forward", texts.forward, stages)]
-    backward = _read_list("--backward", texts.backward, stages, most_parts=2)
+def read_times(options: TimeOptions, stages: int) -> tuple[StageTimes, list[float]]:
+    """Parse the times: forward, input gradient, weight gradient, and transfers."""
+    forward = [parts[0] for parts in _read_list("--forward", options.forward, stages)]
+    backward = _read_list("--backward", options.backward, stages, most_parts=2)
     halves = [(parts[0] / 2, parts[0] / 2) if len(parts) == 1 else parts for parts in backward]
     inputs, weights = [h[0] for h in halves], [h[1] for h in halves]
-    transfer = [parts[0] for parts in _read_list("--transfer", texts.transfer, max(1, stages - 1))]
+    transfer = [parts[0] for parts in _read_list("--transfer", options.transfer, max(1, stages - 1))]
     return StageTimes(_full(forward, stages), _full(inputs, stages), _full(weights, stages)), transfer
 
 
 def _read_list(option: str, text: str, count: int, most_parts: int = 1) -> list[tuple[float, ...]]:
-    """Times between commas, each of one part or of several with plus signs between."""
+    """Parse times separated by commas, each of one or more parts separated by plus signs."""
     try:
         found = [tuple(float(part) for part in each.split("+")) for each in text.split(",")]
     except ValueError:
@@ -133,7 +133,7 @@ def _read_list(option: str, text: str, count: int, most_parts: int = 1) -> list[
     )
     if len(found) in (1, count) and good:
         return found
-    many = f", or {count} with commas between" if count > 1 else ""
+    many = f", or {count} separated by commas" if count > 1 else ""
     parts = "; both parts of it as 1.2+0.8" if most_parts > 1 else ""
     problem = Problem("schedule-times", "is not a time: 0 or more", option, text, f"Give one{many}{parts}")
     raise UserError(problem)
@@ -146,7 +146,7 @@ def _full(values: list[float], count: int) -> list[float]:
 def _predict(
     schedule: PipelineSchedule, times: StageTimes, transfer: list[float], blocking: bool
 ) -> float | None:
-    """What the planner's closed form says; none where stages or transfers are not all equal."""
+    """The makespan by the planner's closed form; None unless all stages and transfers are equal."""
     lists = (times.forward_s, times.backward_input_s, times.backward_weight_s, transfer)
     each = [np.unique(np.asarray(values)) for values in lists]
     if any(len(values) > 1 for values in each):
@@ -182,15 +182,13 @@ def _show(output: Output, timeline: Timeline, proof: Proof, walk: Walk) -> None:
     output.print()
     output.print(f"time       {format_value(walk.makespan_s)}")
     output.print(
-        f"bubble     {walk.bubble:.1%} of all ranks' time; {walk.bubble_overhead:.1%} on top of the work"
+        f"bubble     {walk.bubble:.1%} of all ranks' time; {walk.bubble_overhead:.1%} of the work as overhead"
     )
     idle = " ".join(f"{seconds / (walk.makespan_s or 1.0):.1%}" for seconds in walk.idle_s)
-    output.print(f"idle       {idle} (of the time, a rank each)")
+    output.print(f"idle       {idle} (share of the time, per rank)")
     peaks = " ".join(map(str, proof.peak_in_flight))
-    output.print(f"in flight  {peaks} (most activations of one stage and micro-batch, a rank each)")
-    output.print(
-        f"proved     {proof.actions} actions: each once, after what it needs; no rank waits for ever"
-    )
+    output.print(f"in flight  {peaks} (peak number of in-flight activations, per rank)")
+    output.print(f"proved     {proof.actions} actions: each runs once, after its dependencies; no deadlock")
 
 
 def _style(kind: Kind | None, chunk: int) -> str:
@@ -200,7 +198,7 @@ def _style(kind: Kind | None, chunk: int) -> str:
 
 
 def _as_dict(schedule: PipelineSchedule, proof: Proof, walk: Walk, predicted: float | None) -> dict[str, Any]:
-    """The object of ``--json``; times are in the unit in which they were given."""
+    """The object of ``--json``; times are in the unit of the given times."""
     actions = [
         [
             {"kind": a.kind.value, "stage": a.stage, "micro_batch": a.micro_batch, "start": start, "end": end}

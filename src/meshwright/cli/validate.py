@@ -19,12 +19,12 @@ COLUMNS = (
     "held out", "memory",
 )  # fmt: skip
 SPARE = ("best found", "median", "worst", "within 10%", "bias")
-"""Columns that a narrow terminal does without, the first ones first."""
+"""Columns that a narrow terminal leaves out, in this order."""
 WORST_SHOWN = 8
 
 
 def show_validation(output: Output, runs: Sequence[Path], picture: Path | None) -> int:
-    """Predict every row of some tables, and show the errors of each family."""
+    """Predict every row of the tables, and print the errors by family."""
     if picture is not None:
         require_picture(picture)
     outcomes = validate(runs)
@@ -75,18 +75,18 @@ def _line(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _say_totals(output: Output, totals: dict[str, dict[str, Any]]) -> None:
-    names = {"all": "all rows that gate", "fit": "of these, open to the fit", "held_out": "held out"}
+    names = {"all": "all rows that count", "fit": "of these, used for the fit", "held_out": "held out"}
     for key, name in names.items():
         time, memory = totals[key]["time"], totals[key]["memory"]
         output.print(
-            f"{name}: time off by {_percent(time['mape'])} on average ({time['rows']} rows, "
-            f"{_percent(time['within_10pct'])} within 10%), memory by {_percent(memory['mape'])} "
+            f"{name}: mean time error {_percent(time['mape'])} ({time['rows']} rows, "
+            f"{_percent(time['within_10pct'])} within 10%), mean memory error {_percent(memory['mape'])} "
             f"({memory['rows']} rows)"
         )
 
 
 def _say_rest(output: Output, outcomes: Sequence[Outcome]) -> None:
-    """The worst rows, and those that could not be expressed."""
+    """Print the rows with the largest errors, and rows with bad cells."""
     worst = worst_rows(outcomes, WORST_SHOWN)
     if worst:
         lines = [

@@ -39,23 +39,25 @@ def explain_oom(
 
 
 def describe_oom(memory: Mapping[str, Any]) -> list[str]:
-    """What was predicted, what was there, what would fit."""
-    lines = ["predicted, of this rank:"]
+    """The predicted memory of the rank, the free memory, and changes that would fit."""
+    lines = ["predicted memory of this rank:"]
     lines += [
         f"  {format_bytes(line['bytes']):>8}  {line['name']} ({line['formula']})" for line in memory["lines"]
     ]
     peak = format_bytes(memory["predicted_peak_bytes"])
-    lines.append(f"  {peak:>8}  peak, the first step's included; otherwise at: {memory['peak_at']}")
+    lines.append(f"  {peak:>8}  peak, including the first step; otherwise at: {memory['peak_at']}")
     free, whole = format_bytes(memory["free_bytes"]), format_bytes(memory["device_bytes"])
-    lines.append(f"there: {free} free when the rank started, of {whole} a device")
+    lines.append(f"available: {free} free when the rank started, of {whole} per device")
     live, asked = memory["live_bytes"], memory["requested_bytes"]
-    held = "not measured outside of the audited step" if live is None else format_bytes(live)
-    wanted = "an amount that the allocator did not name" if asked is None else format_bytes(asked)
-    lines.append(f"live tensors: {held}; asked for in vain: {wanted}")
+    live_text = "measured in the audited step only" if live is None else format_bytes(live)
+    requested = "unknown" if asked is None else format_bytes(asked)
+    lines.append(f"live tensors: {live_text}; failed allocation: {requested}")
     if not memory["changes"]:
-        return [*lines, "no single change fits"]
+        return [*lines, "no single change would fit"]
     step = format_seconds(memory["predicted_step_s"])
-    lines.append(f"changes that fit, the cheapest first (as it is, a step was predicted to take {step}):")
+    lines.append(
+        f"changes that would fit, fastest first (the current layout was predicted to take {step} per step):"
+    )
     for change in memory["changes"]:
         price = (
             f"{format_bytes(change['needed_bytes'])} per device, {format_seconds(change['step_s'])} per step"

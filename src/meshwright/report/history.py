@@ -1,4 +1,4 @@
-"""Everything that a run's folder remembers, over all attempts: the curves and who wrote them."""
+"""Curves and attempts of a run folder, over all restarts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.report.plot import Series
 
 NOT_CURVES = frozenset({"v", "event", "time", "rank", "generation", "step", "tokens", "step_s"})
-"""Fields of a step that are its name and size, or that another field says better."""
+"""Fields of a step event that are not drawn as curves."""
 MISSING = float("nan")
 
 
 @dataclass
 class Curves:
-    """The figures of one attempt, by field; as long as its steps, NaN where a step has none."""
+    """The values of one attempt by field, one per step; NaN if a step has none."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: dict[str, array[float]] = field(default_factory=dict)
     evaluations: list[tuple[float, float]] = field(default_factory=list)
     without_targets: set[float] = field(default_factory=set)
-    """Steps that have no loss because they had nothing to learn."""
+    """Steps without target tokens, and so without a loss."""
 
     def feed(self, event: Event) -> None:
         """Take in a step or an evaluation."""
@@ -60,27 +60,27 @@ class History:
 
     @property
     def newest(self) -> Attempt:
-        """The attempt that is judged."""
+        """The attempt that is audited."""
         return self.attempts[-1] if self.attempts else Attempt(0)
 
     def fields(self) -> list[str]:
-        """Names of everything that has at least one finite value, in the order of the events."""
+        """Fields with at least one finite value, in the order of the events."""
         names = dict.fromkeys(name for curves in self.curves for name in curves.values)
         return [
             n for n in names if any(map(math.isfinite, (v for c in self.curves for v in c.values.get(n, ()))))
         ]
 
     def series(self, name: str, label: str, style: int = 0) -> Series:
-        """The curve of a field, an attempt a segment."""
+        """The curve of a field, one segment per attempt."""
         segments = [tuple(zip(c.steps, c.values[name], strict=True)) for c in self.curves if name in c.values]
         return Series(label, tuple(segments), style)
 
     def evaluations(self, label: str, style: int = 1) -> Series:
-        """The held-out loss, an attempt a segment."""
+        """The held-out loss, one segment per attempt."""
         return Series(label, tuple(tuple(c.evaluations) for c in self.curves if c.evaluations), style)
 
     def restarts(self) -> tuple[tuple[float, str], ...]:
-        """Where the later attempts began, with a name each."""
+        """First steps of the later attempts, with labels."""
         places = []
         for number, attempt in enumerate(self.attempts[1:], start=1):
             at = attempt.resumed_at or 0
@@ -88,7 +88,7 @@ class History:
         return tuple(places)
 
     def not_finite(self) -> tuple[tuple[float, str], ...]:
-        """Where the loss of an attempt was not finite for the first time, with a name each."""
+        """First step of each attempt whose loss was not finite, with labels."""
         places = []
         for curves in self.curves:
             found = (
@@ -107,7 +107,7 @@ class History:
 
 
 def as_number(value: object) -> float:
-    """A figure of an event; what JSON could not say is NaN."""
+    """A value of an event; null is NaN."""
     return float(value) if isinstance(value, int | float) else MISSING
 
 
@@ -128,7 +128,7 @@ def _take(history: History, event: Event) -> None:
         history.attempts.append(Attempt(generation))
         history.curves.append(Curves())
     if generation != history.newest.generation:
-        return  # a line that was moved by hand: no attempt of its own
+        return  # an edited file: not an attempt of its own
     history.newest.feed(event)
     if event.get("rank") == 0 and event["event"] in ("step", "eval"):
         history.curves[-1].feed(event)

@@ -1,6 +1,6 @@
-"""The report as one HTML page: no script, no other file, light and dark, and it prints.
+"""The report as one HTML page: no scripts, no other files; light, dark and print styles.
 
-Everything that comes from files passes ``escape``; the page's policy forbids scripts and loading anything.
+All text from files is escaped. The page's content security policy forbids scripts and external resources.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
 from meshwright.report.timeline import MAX_BARS, draw_timelines
 
 MOST_OPEN = 20
-"""Further rows of a table with rows for each rank wait behind a click."""
+"""Further rows of a table are collapsed."""
 
 MOST_EXPERTS = 16
-"""Of a layer with more experts the first ones are listed."""
+"""Of a layer with more experts, only the first are listed."""
 
 PAGE_STYLE = """
 :root { color-scheme: light dark; }
@@ -67,7 +67,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def draw_page(report: RunReport) -> str:
-    """The whole page."""
+    """The page as HTML."""
     name = report.run_dir.resolve().name
     parts = [
         "<!DOCTYPE html>",
@@ -93,7 +93,7 @@ def draw_page(report: RunReport) -> str:
 
 
 def write_page(report: RunReport, path: Path) -> None:
-    """Write the page; a reader never sees half of one."""
+    """Write the page atomically."""
     try:
         replace_text(path, draw_page(report))
     except OSError as error:
@@ -103,7 +103,7 @@ def write_page(report: RunReport, path: Path) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table; every cell is escaped, except for what this module itself marks with ``_badge``."""
+    """An HTML table; cells are escaped, except badges of this module."""
     heads = "".join(f"<th{_right(i, numbers)}>{escape(c)}</th>" for i, c in enumerate(columns))
     lines = [f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>']
     for row in rows:
@@ -113,7 +113,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
 
 
 class _Badge(str):
-    """Text that is HTML already: a word of ours in a colour."""
+    """Text that is already HTML: a coloured word."""
 
     __slots__ = ()
 
@@ -155,7 +155,7 @@ def _curves(report: RunReport) -> list[str]:
     parts = ["<h2>Curves</h2>"]
     large = [c for c in (report.loss_chart(), report.rate_chart()) if not c.empty]
     if not large:
-        return [*parts, "<p>No step was done.</p>"]
+        return [*parts, "<p>No step was completed.</p>"]
     if not can_draw():
         return [*parts, f"<p>{NO_PLOTS}</p>"]
     parts += [f"<figure>{_draw(chart, 1080, 340)}</figure>" for chart in large]
@@ -168,7 +168,7 @@ def _draw(chart: Chart, width: int, height: int) -> str:
 
 
 def _experts(report: RunReport) -> list[str]:
-    """What the experts of each layer had to do; nothing for a dense model."""
+    """Expert load by layer; nothing for a dense model."""
     loads = report.history.newest.record.experts
     if loads is None:
         return []
@@ -180,12 +180,12 @@ def _experts(report: RunReport) -> list[str]:
         cells = (f"{layer.imbalance:.2f}", f"{max(layer.load):,}", f"{min(layer.load):,}")
         told = f"{each} and {more} more" if more > 0 else each
         rows.append((str(layer.layer), *cells, f"{layer.dropped_share:.1%}", told))
-    parts = ["<h2>Experts</h2>", f"<p>Tokens that chose each expert in step {loads.step}:</p>"]
+    parts = ["<h2>Experts</h2>", f"<p>Tokens routed to each expert in step {loads.step}:</p>"]
     return parts + _collapsible_table(columns, rows, (0, 1, 2, 3, 4))
 
 
 def _pipeline(report: RunReport) -> list[str]:
-    """The stages, and what they did beside what the schedule says; nothing without a pipeline."""
+    """The stages, and the simulated and measured timeline; nothing without a pipeline."""
     planned = report.plan.pipeline
     if planned is None:
         return []
@@ -194,7 +194,7 @@ def _pipeline(report: RunReport) -> list[str]:
         words = (
             f"Planned: {planned.bubble:.1%} of the ranks' time is idle, from the first action to the last."
         )
-        return [*parts, f"<p>{escape(words)} Nothing was recorded.</p>"]
+        return [*parts, f"<p>{escape(words)} No timeline was recorded.</p>"]
     parts += [f"<p>{escape(sentence)}</p>" for sentence in report.pipeline.sentences()]
     upper, lower = report.pipeline.timelines()
     if upper.bars + lower.bars <= MAX_BARS and can_draw():
@@ -203,7 +203,7 @@ def _pipeline(report: RunReport) -> list[str]:
 
 
 def _memory(report: RunReport) -> list[str]:
-    """The predicted ledger of a rank, then what each rank measured beside it."""
+    """Predicted memory by rank class, then measured memory by rank."""
     parts = ["<h2>Memory</h2>"]
     for name, rank in report.plan.classes().items():
         lines = [
@@ -234,7 +234,7 @@ def _beside(row: StateRow | None) -> str:
 def _collapsible_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]
 ) -> list[str]:
-    """The first rows open, the others behind a click."""
+    """A table; rows after the first are collapsed."""
     parts = [table(columns, rows[:MOST_OPEN], numbers)]
     if len(rows) > MOST_OPEN:
         rest = table(columns, rows[MOST_OPEN:], numbers)
@@ -243,11 +243,11 @@ def _collapsible_table(
 
 
 def _audit(report: RunReport) -> list[str]:
-    """Every promise with its verdict."""
+    """Every prediction with its verdict."""
     parts = ["<h2>Audit</h2>", f"<p>{escape(report.verdict_text())}</p>"]
     rows = [_state_cells(row, report.audited and row.measured is not None) for row in report.verdict.state]
-    columns = ("rank", "promise", "predicted bytes", "measured bytes", "allowed", "verdict")
-    # Ranks of replicas promise the same: those that differ come first, so that a fold hides none of them.
+    columns = ("rank", "kind", "predicted bytes", "measured bytes", "tolerance", "verdict")
+    # Rows that differ come first, so that none is collapsed.
     rows.sort(key=lambda cells: "differs" not in cells[-1])
     parts += _collapsible_table(columns, rows, (0, 2, 3))
     parts.append("<h2>Collectives</h2>")
@@ -264,31 +264,31 @@ def _audit(report: RunReport) -> list[str]:
             "bytes",
             "verdict",
         )
-        parts.append("<p>Of the whole newest attempt, on the rank that differs most:</p>")
+        parts.append("<p>Newest attempt, on the rank that differs most:</p>")
         parts.append(table(heads, moved, numbers=(3, 4, 5, 6, 7)))
     elif report.plan.collectives:
-        parts.append("<p>Predicted, but no rank reported any: the run did not end.</p>")
+        parts.append("<p>Not reported: the run did not finish.</p>")
     else:
         parts.append("<p>None predicted, none measured.</p>")
     return parts
 
 
-def _state_cells(row: StateRow, judged: bool) -> list[str]:
+def _state_cells(row: StateRow, audited: bool) -> list[str]:
     measured = "not measured" if row.measured is None else f"{row.measured:,}"
     allowed = f"{row.tolerance:.0%}" if row.tolerance else "equal"
-    return [str(row.rank), row.kind, f"{row.predicted:,}", measured, allowed, _word(row.ok, judged)]
+    return [str(row.rank), row.kind, f"{row.predicted:,}", measured, allowed, _verdict(row.ok, audited)]
 
 
-def _collective_cells(row: CollectiveRow, judged: bool) -> list[str]:
+def _collective_cells(row: CollectiveRow, audited: bool) -> list[str]:
     counts = (row.ranks, row.predicted_calls, row.calls, row.predicted_bytes, row.bytes)
     axis = row.axis if row.pp_rank is None else f"{row.axis}, pp rank {row.pp_rank}"
-    return [axis, row.op, row.phase, *(f"{n:,}" for n in counts), _word(row.equal, judged)]
+    return [axis, row.op, row.phase, *(f"{n:,}" for n in counts), _verdict(row.equal, audited)]
 
 
-def _word(held: bool, judged: bool) -> str:
-    if not judged:
-        return "not judged"
-    return _badge("held", "good") if held else _badge("differs", "bad")
+def _verdict(ok: bool, audited: bool) -> str:
+    if not audited:
+        return "not audited"
+    return _badge("ok", "good") if ok else _badge("differs", "bad")
 
 
 def _attempts(report: RunReport) -> list[str]:

@@ -1,9 +1,8 @@
-"""What a pipeline did beside what its schedule says: the measured bubble, the simulated one, the planned one.
+"""The bubble of a pipeline run: measured, simulated and planned.
 
-*Measured* is what the ranks recorded: the share of their time, from the first action of a step to the last,
-in which they ran none. *Simulated* walks the schedule with the stages' own measured times: what differs from
-it is waiting that the schedule does not explain, such as cores that several ranks share. *Planned* is what
-was said before the run.
+*Measured*: idle share of the ranks' recorded time, from the first action of a step to the last. *Simulated*:
+the schedule with the measured times of the stages. The difference is waiting that the schedule does not
+explain, such as ranks that share cores. *Planned*: predicted before the run.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from meshwright.spec.model import DecoderModel
 
 Spans = tuple[tuple[tuple[Action, float, float], ...], ...]
 MIN_IMPROVEMENT = 0.05
-"""By how much another cut must shorten the slowest rank's work to be proposed."""
+"""By how much another assignment of layers must shorten the slowest rank's work to be proposed."""
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """One pipeline of a run, the first rank of each place."""
+    """One pipeline of a run: the first rank of each pp rank."""
 
     schedule: PipelineSchedule
     spans: Spans
     """Each rank's actions with their mean start and end."""
     steps: int
-    """Steps that the means are over."""
+    """Number of steps averaged."""
     walk: Walk
-    """The schedule with the measured times of the stages."""
+    """The schedule simulated with the measured times."""
     planned: PipelineTime
     stage_layers: tuple[int, ...]
     better_layers: tuple[int, ...] | None
-    """A cut by the measured times that would relieve the slowest rank; None if none would."""
+    """Layers per stage that would speed up the slowest rank; None if there are none."""
 
     @property
     def measured_bubble(self) -> float:
-        """The idle share of the ranks' time."""
+        """Idle share of the ranks' time."""
         work = sum(end - start for row in self.spans for _, start, end in row)
         return 1 - work / (len(self.spans) * self.makespan_s)
 
@@ -58,11 +57,11 @@ class PipelineRun:
 
     @property
     def stage_s(self) -> tuple[float, ...]:
-        """What each stage worked on a micro-batch."""
+        """Work of each stage per micro-batch."""
         return _stage_seconds(self.schedule, self.spans)
 
     def timelines(self) -> tuple[Timeline, Timeline]:
-        """Simulated, and measured: the same actions on one axis of time."""
+        """The simulated and the measured timeline."""
         schedule = self.schedule
         title = f"{schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches"
         simulated = f"simulated with the measured times of the stages: bubble {self.walk.bubble:.1%}"
@@ -73,23 +72,23 @@ class PipelineRun:
         )
 
     def sentences(self) -> list[str]:
-        """What there is to say, for people."""
+        """Bubbles, stage times, and a better assignment of layers."""
         each = ", ".join(format_seconds(seconds) for seconds in self.stage_s)
         bubbles = f"planned {self.planned.bubble:.1%}, simulated with the measured times "
         bubbles += f"{self.walk.bubble:.1%}, measured {self.measured_bubble:.1%} of the ranks' time"
         said = [
-            f"Bubble: {bubbles} (mean of {self.steps} steps); shown, not judged",
-            f"Stages: {each} of work on a micro-batch, with {_listed(self.stage_layers)} layers",
+            f"Bubble: {bubbles} (mean of {self.steps} steps); not audited",
+            f"Stages: {each} per micro-batch, with {_listed(self.stage_layers)} layers",
         ]
         if self.better_layers is not None:
             said.append(
-                "The slowest rank rules: "
-                f"layout.stage_layers=[{_listed(self.better_layers)}] would even them out"
+                "The stages are uneven: "
+                f"layout.stage_layers=[{_listed(self.better_layers)}] would balance them"
             )
         return said
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The object for ``--json``."""
         return {
             "bubble": {
                 "planned": self.planned.bubble,
@@ -109,7 +108,7 @@ class PipelineRun:
 
 
 def find_pipeline(plan: Plan, record: RunRecord) -> PipelineRun | None:
-    """The first pipeline of a run; None without one, or if its ranks did not come to record it."""
+    """The first pipeline of a run; None without pipeline parallelism or recorded times."""
     layout = plan.job.layout
     if plan.pipeline is None or layout.stage_layers is None:
         return None
@@ -130,7 +129,7 @@ def _read(recorded: RecordedTimeline) -> tuple[tuple[Action, float, float], ...]
 
 
 def _measured_times(schedule: PipelineSchedule, spans: Spans) -> StageTimes:
-    """Mean seconds of each stage's three kinds of action; a backward pass that is whole has them all."""
+    """Mean seconds of forward, input-gradient and weight-gradient actions by stage."""
     return StageTimes(*([_mean(spans, kind, stage) for stage in range(schedule.stages)] for kind in Kind))
 
 
@@ -144,9 +143,10 @@ def _mean(spans: Spans, kind: Kind, stage: int) -> float:
 
 
 def _find_better(plan: Plan, stage_s: tuple[float, ...]) -> tuple[int, ...] | None:
-    """Assign the layers again by what the stages took.
+    """Assign the layers by the measured stage times.
 
-    A block costs what one of a stage without ends does; of two stages the embedding is taken as predicted.
+    The time of a block comes from stages without embedding and head; with two stages the embedding's share is
+    the predicted one.
     """
     layers = plan.job.layout.stage_layers
     assert layers is not None, "a plan settles the layers of the stages"

@@ -1,4 +1,4 @@
-"""One line about each run of a folder, for ``meshwright runs``."""
+"""Summaries of the runs in a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FINISHED = ("complete", "interrupted")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run is and how far it came; ``None`` for what is not known."""
+    """Status and figures of a run; None if unknown."""
 
     name: str
     run_dir: str
@@ -33,11 +33,11 @@ class RunSummary:
     eval_loss: float | None = None
     tokens_per_s: float | None = None
     unit: str = "tokens"
-    """What is counted a second."""
+    """Unit of the throughput."""
     audit_ok: bool | None = None
-    """Only judged when the run has ended well: before that, promises cannot have been kept."""
+    """None unless the run finished."""
     measured: bool | None = None
-    """Whether the audited step was reached; like ``audit_ok``, only said when the run has ended well."""
+    """Whether the audited step was reached; None unless the run finished."""
     began: float | None = None
     """Seconds since 1970."""
     size_bytes: int = 0
@@ -76,12 +76,12 @@ def _list_folder(folder: Path) -> list[RunSummary]:
 
 
 def summarise_run(folder: Path) -> RunSummary:
-    """Look at one run; damage is a reason, not an error."""
+    """Summarise one run; a damaged run has a reason, it is not an error."""
     found = LastAttempt()
     damage: list[str] = []
     try:
         if torn := found.read(folder / EVENTS_FILE):
-            damage.append(f"{torn} lines of {EVENTS_FILE} are torn, or of another version")
+            damage.append(f"{torn} lines of {EVENTS_FILE} are truncated or of another version")
     except OSError as error:
         damage.append(f"{EVENTS_FILE} cannot be read: {error.strerror or error}")
     plan: Plan | None = None
@@ -115,7 +115,7 @@ def summarise_run(folder: Path) -> RunSummary:
 
 
 def resolve_status(folder: Path, written: str) -> str:
-    """What the events say, unless a process still holds the run."""
+    """The status of the events, or ``running`` while a process holds the run's lock."""
     return "running" if written not in FINISHED and is_held(folder) else written
 
 

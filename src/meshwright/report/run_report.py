@@ -1,6 +1,6 @@
-"""The report of a run: what was trained, how it went, and what was promised beside what was done.
+"""The report of a run: facts, curves, warnings and audit.
 
-Gathers everything from the run's folder; ``report_page.py`` draws it as one page, the command line as text.
+Reads the run folder. ``html.py`` writes the report as a page, the command line prints it as text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from meshwright.audit.compare import Audit, audit_run, describe_match
-from meshwright.core.units import format_count, format_plural, format_rate, format_seconds
+from meshwright.core.units import format_count, format_plural, format_rate, format_seconds, format_throughput
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.report.event_text import format_loss
 from meshwright.report.history import History, read_history
@@ -29,22 +29,22 @@ NAMES = {
     "lr": ("Learning rate", "learning rate"),
     "grad_norm": ("Gradient norm before clipping", "norm"),
     "mfu": ("Model FLOP utilisation", "share of the peak"),
-    "utilisation": ("How busy the device was", "share"),
+    "utilisation": ("Device utilisation", "share"),
     "loss_scale": ("Loss scale", "factor"),
-    "skipped": ("Steps that were not taken", "skipped"),
+    "skipped": ("Skipped steps", "skipped"),
     "noise_scale": ("Gradient noise scale", "samples"),
-    "expert_imbalance": ("Busiest expert, in the most uneven layer", "times the mean"),
-    "expert_dropped": ("Choices of experts without a place", "share"),
+    "expert_imbalance": ("Busiest expert, in the most imbalanced layer", "times the mean"),
+    "expert_dropped": ("Dropped tokens", "share"),
     "balance_loss": ("Balance loss, without its coefficient", "1 is even"),
     "z_loss": ("Router z-loss, without its coefficient", "squared logits"),
 }
-"""Titles and units of fields that have a small curve; another field is called by its own name."""
+"""Titles and units of the small charts; other fields use their name."""
 OWN_CHART = frozenset({"loss", "tokens_per_s"})
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """Everything that is shown about a run."""
+    """A run with its history and audit."""
 
     run_dir: Path
     plan: Plan
@@ -54,21 +54,21 @@ class RunReport:
 
     @property
     def unit(self) -> str:
-        """What the run counts."""
+        """``tokens`` or ``images``."""
         return self.plan.job.unit
 
     @property
     def audited(self) -> bool:
-        """Whether the run came to an end at which promises can be judged."""
+        """Whether the run finished, so that the audit applies."""
         return self.status in FINISHED
 
     @functools.cached_property
     def pipeline(self) -> PipelineRun | None:
-        """What its pipeline did, if it has one and recorded it."""
+        """The recorded pipeline; None without one."""
         return find_pipeline(self.plan, self.history.newest.record)
 
     def facts(self) -> list[tuple[str, str]]:
-        """What was trained and what came out, as pairs for people."""
+        """Names and values of what was trained and measured."""
         job, newest, record = self.plan.job, self.history.newest, self.history.newest.record
         rows = [
             ("Model", f"{_model_name(job.model)}, {format_count(self.plan.parameters)} parameters"),
@@ -82,9 +82,9 @@ class RunReport:
         if record.tokens_per_s:
             took = record.tokens_per_step / record.tokens_per_s
             step = f"{format_seconds(took)} measured, {format_seconds(self.plan.step_s)} predicted"
-            rows.append(("Step time", f"{step} (shown, not judged)"))
+            rows.append(("Step time", f"{step} (not audited)"))
             achieved = format_rate(record.flops_per_s(self.plan) or 0, "FLOP")
-            rows.append(("Throughput", f"{format_rate(record.tokens_per_s, self.unit)}, {achieved}"))
+            rows.append(("Throughput", f"{format_throughput(record.tokens_per_s, self.unit)}, {achieved}"))
         if record.mfu:
             rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
         if record.experts:
@@ -94,18 +94,18 @@ class RunReport:
 
     def _data(self) -> str:
         data = self.plan.job.data
-        return data.path if self.unit == "images" else f"{data.path}, {data.seq_len} {self.unit} a sample"
+        return data.path if self.unit == "images" else f"{data.path}, {data.seq_len} {self.unit} per sample"
 
     def _batch(self) -> str:
         job = self.plan.job
         micro = format_plural(self.plan.micro_batches, "micro-batch", "es")
-        micro += f" of {job.layout.micro_batch} a rank"
-        return f"{format_plural(job.train.global_batch, 'sample')} a step; {micro}"
+        micro += f" of {job.layout.micro_batch} per rank"
+        return f"{format_plural(job.train.global_batch, 'sample')} per step; {micro}"
 
     def _losses(self) -> str:
         record = self.history.newest.record
         if not record.losses:
-            return "no step was done"
+            return "no step was completed"
         told = record.target_losses
         if not told:
             return "no step had target tokens"
@@ -139,24 +139,24 @@ class RunReport:
         series = [self.history.series("loss", "training")]
         if any(c.evaluations for c in self.history.curves):
             series.append(self.history.evaluations("held out"))
-        unit = "nats an image" if self.unit == "images" else "nats a token"
+        unit = "nats per image" if self.unit == "images" else "nats per token"
         return self._over_steps("Loss", unit, tuple(series))
 
     def _over_steps(
         self, title: str, unit: str, series: tuple[Series, ...], log_y: bool = False, from_zero: bool = False
     ) -> Chart:
-        """A chart with the same x axis and the same marks as all the others."""
+        """A chart with the common x axis and marks."""
         marks = (*self.history.restarts(), *self.history.not_finite())
         steps = self.history.steps()
         return Chart(title, "step", unit, series, marks, log_y, from_zero, whole_x=True, x_range=steps)
 
     def rate_chart(self) -> Chart:
-        """Throughput; the audited step is slow and stays in the picture."""
+        """Throughput over steps; the audited step is slower."""
         series = (self.history.series("tokens_per_s", "measured", style=3),)
-        return self._over_steps("Throughput", f"{self.unit} a second", series, from_zero=True)
+        return self._over_steps("Throughput", f"{self.unit}/s", series, from_zero=True)
 
     def small_charts(self) -> list[Chart]:
-        """Every other figure of the steps, also those that this version does not know."""
+        """Charts of all other fields of the step events."""
         charts = []
         for name in self.history.fields():
             if name not in OWN_CHART:
@@ -168,7 +168,7 @@ class RunReport:
         return charts
 
     def warnings(self) -> list[str]:
-        """What a reader must know: failures, lost lines, differences."""
+        """Failures, lost events and audit differences."""
         found = []
         for number, attempt in enumerate(self.history.attempts):
             which = f"attempt {number}: " if len(self.history.attempts) > 1 else ""
@@ -178,13 +178,13 @@ class RunReport:
             found += [f"{which}rank {r} lost {n} or more lines of events.jsonl" for r, n in lost.items()]
         if self.history.unreadable:
             torn = format_plural(self.history.unreadable, "line")
-            found.append(f"{torn} of events.jsonl torn, or of another version: skipped")
+            found.append(f"{torn} of events.jsonl truncated or of another version: skipped")
         if self.audited:
             found += self.verdict.differences
         return found
 
     def notes(self) -> list[str]:
-        """What is worth knowing and no trouble."""
+        """Notes and the reasons of the plan."""
         notes = [note for attempt in self.history.attempts for note in attempt.record.notes]
         if without := self.history.newest.record.targetless_text():
             notes.append(without)
@@ -194,15 +194,15 @@ class RunReport:
     def verdict_text(self) -> str:
         """The audit in one sentence."""
         if not self.audited:
-            return f"Promises are not judged: the run's status is {self.status}."
+            return f"Not audited: the run's status is {self.status}."
         if self.verdict.ok:
-            return f"The plan held: {describe_match(self.plan)}"
+            return f"Ok. {describe_match(self.plan)}"
         if not self.verdict.measured:
             return f"Not measured: {self.verdict.differences[-1]}."
-        return f"The plan did not hold: {format_plural(len(self.verdict.differences), 'difference')}."
+        return f"Does not match the plan: {format_plural(len(self.verdict.differences), 'difference')}."
 
     def job_text(self) -> str:
-        """The settled job as TOML."""
+        """The job with its layout, as TOML."""
         return tomli_w.dumps(job_tree(self.plan.job))
 
     def as_dict(self) -> dict[str, Any]:
@@ -242,11 +242,11 @@ class RunReport:
 
 
 def read_report(run_dir: Path, status: str | None = None) -> RunReport:
-    """Gather the report of a run's folder.
+    """Read the report of a run folder.
 
     Args:
         run_dir: The folder.
-        status: How the run ended, if the caller knows better than the events: it may be the run itself.
+        status: Status of the run, if the caller is the run itself.
     """
     history = read_history(run_dir)
     plan = read_plan(run_dir / PLAN_FILE)

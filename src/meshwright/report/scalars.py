@@ -1,4 +1,4 @@
-"""Which figures of an event become curves, and what the curves are called; the same for every tracker."""
+"""Names of the scalars of step and eval events, the same for all trackers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STEP_SCALARS = {
     "mfu": "speed/mfu",
     "utilisation": "speed/device_utilisation",
 }
-"""Fields of a ``step`` event and the names of their curves; another number is called ``step/FIELD``."""
+"""Scalar names by field of a ``step`` event; other numbers are called ``step/FIELD``."""
 EVAL_LOSS = "loss/eval"
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """The named figures of rank 0's steps and evaluations; nothing for any other event."""
+    """Scalars of rank 0's step and eval events; empty for other events."""
     if event.get("rank") != 0:
         return {}
     if event["event"] == "eval":

@@ -1,14 +1,14 @@
-"""From the times that ranks report to a row of the scaling table, and the picture of all rows.
+"""Rows and chart of the scaling benchmark, from the times that ranks report.
 
-Each rank notes when a bucket of gradients is complete and when its sum is there, on the clock that the
-processes of one machine share. A reduction is under way from when the last rank has sent the bucket until the
-last rank has the sum; waiting for a rank that is late is not counted. Of each step::
+Each rank records when a gradient bucket is ready and when it is reduced, on the clock that all processes of a
+machine share. An all-reduce runs from when the last rank has its bucket ready until the last rank has the
+result; waiting for a late rank does not count. Per step::
 
-    communication = time during which at least one reduction is under way
-    exposed       = the part of it after the last bucket became ready: the backward pass is over by then
+    communication = time during which at least one all-reduce runs
+    exposed       = the part of it after the last bucket became ready, when the backward pass is over
     overlap       = 1 - exposed / communication
 
-The row has the medians over the steps; the overlap's spread is its quartiles.
+A row has the medians over the steps, and the quartiles of the overlap.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.plan.contract import Plan
 from meshwright.report.plot import Chart, Series
 
 WARM_UP = 3
-"""Steps that are not counted: the first, the audited one, and one more."""
+"""Warm-up steps: the first, the audited one, and one more."""
 FEWEST_STEPS = WARM_UP + 3
 
 Times = Mapping[str, Any]
@@ -51,7 +51,7 @@ class ScalingRow:
     overlap: float | None
     overlap_low: float | None
     overlap_high: float | None
-    """None where there is nothing to reduce."""
+    """None if nothing is reduced."""
     predicted_step_s: float
     shared_cores: bool
     audit_ok: bool
@@ -69,14 +69,14 @@ def slowest(times: Sequence[Times]) -> list[float]:
 def build_row(
     plan: Plan, times: Sequence[Times], tokens_per_step: int, audit_ok: bool, base: ScalingRow | None
 ) -> ScalingRow:
-    """Fold the ranks' times.
+    """Summarise the times of the ranks.
 
     Args:
         plan: The plan of this number of ranks.
         times: What each rank reported.
-        tokens_per_step: Measured, not promised.
-        audit_ok: Whether the plan held.
-        base: The row that speed-up is counted against; this one if there is none.
+        tokens_per_step: As measured.
+        audit_ok: Whether the run matches its plan.
+        base: The row that speed-up is relative to; this row if None.
     """
     steps = slowest(times)
     step_s = statistics.median(steps)
@@ -111,7 +111,7 @@ def build_row(
 
 
 def _reductions(ranks: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
-    """How long reductions were under way in one step, and how long after the last bucket was ready."""
+    """Communication time of one step, and its exposed part."""
     spans = []
     for bucket in zip(*ranks, strict=True):  # the same bucket on every rank
         begin, end = max(ready for ready, _ in bucket), max(reduced for _, reduced in bucket)
@@ -133,7 +133,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def scaling_chart(rows: Sequence[ScalingRow], weak: bool, note: str = "") -> Chart:
-    """Speed-up over ranks, beside the ideal; the note says what was measured, where and when."""
+    """Measured and ideal speed-up over ranks.
+
+    Args:
+        rows: By number of ranks.
+        weak: Whether the batch grows with the ranks.
+        note: Job, machine and date.
+    """
     first = rows[0]
     ideal = tuple((float(row.ranks), row.ranks / first.ranks) for row in rows)
     measured = tuple((float(row.ranks), row.speedup) for row in rows)
@@ -150,7 +156,7 @@ def scaling_chart(rows: Sequence[ScalingRow], weak: bool, note: str = "") -> Cha
 
 
 def basis(rows: Sequence[ScalingRow], steps: int) -> str:
-    """How the figures came about, in a sentence."""
+    """How the figures were measured."""
     counted, first = steps - WARM_UP, rows[0].ranks
     return (
         f"medians of {counted} steps after {WARM_UP} of warm-up, slowest rank of each; "

@@ -1,15 +1,15 @@
-"""The stages of a planned pipeline as rows: what each has, where it lies, how long it works."""
+"""The stages of a planned pipeline as table rows: ranks, layers, times, peak memory."""
 
 from __future__ import annotations
 
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.contract import Plan
 
-STAGE_COLUMNS = ("stage", "on", "layers", "with", "forward", "backward", "peak of its ranks")
+STAGE_COLUMNS = ("stage", "on", "layers", "with", "forward", "backward", "peak memory")
 
 
 def stage_cells(plan: Plan) -> list[tuple[str, ...]]:
-    """A row a stage; times are of one micro-batch. None without a pipeline."""
+    """One row per stage; times are per micro-batch. Empty without a pipeline."""
     if plan.pipeline is None:
         return []
     times, each = plan.pipeline, plan.world_size // plan.job.layout.pp

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, made from the events of a run like everything else that is shown."""
+"""Writes TensorBoard scalars from the events of a run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Weights & Biases and MLflow, fed from the events of a run.
 
-A tracker is somebody else's program and may be slow, out of reach or broken; a training run must not notice.
-Each has a thread of its own that makes all of its calls, a queue of bounded length, and a limited time to
-finish. What it raises switches it off with one warning. Without a server that the user has named, nothing
-leaves the machine: both write into the run's folder.
+A tracker may be slow, unreachable or broken; this must not affect training. Each tracker has its own thread
+for all calls, a bounded queue, and a time limit to finish. An exception disables it with one warning. Unless
+the user names a server, both write into the run folder.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from meshwright.spec.job import Job
 from meshwright.spec.load import job_tree
 
 QUEUE_LENGTH = 10_000
-"""Steps that may wait for a slow tracker before it is given up."""
+"""Queued steps after which a slow tracker is disabled."""
 FINISH_S = 60.0
-"""Time that a tracker gets at the end of a run to send what is left."""
+"""Time limit to finish at the end of a run."""
 REACH_S = 20
-"""Time that a tracker gets to reach its server."""
+"""Time limit to reach the server."""
 
 Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a tracker is told when the run is over."""
+    """How the run ended."""
 
     status: str
     summary: dict[str, Any] = field(default_factory=dict)
@@ -42,27 +41,27 @@ class RunOutcome:
 
 
 class Tracker(Protocol):
-    """What a tracker can do; all of it happens in one thread, its own."""
+    """A tracker; all calls come from one thread."""
 
     def start(self) -> None:
-        """Open the run there."""
+        """Open the run."""
 
     def log(self, step: int, when: float, scalars: dict[str, float]) -> None:
-        """Take in the figures of one step."""
+        """Log the scalars of one step."""
 
-    def finish(self, ending: RunOutcome) -> None:
-        """Close the run there."""
+    def finish(self, outcome: RunOutcome) -> None:
+        """Close the run."""
 
 
 class WandbTracker:
-    """A run of Weights & Biases: offline in the run's folder, unless a key or a mode is set."""
+    """Weights & Biases: offline in the run folder, unless WANDB_API_KEY or WANDB_MODE is set."""
 
     def __init__(self, project: str, job: Job, run_dir: Path, warn: Warn) -> None:
         self._project, self._job, self._run_dir, self._warn = project, job, run_dir, warn
         self._run: Any = None
 
     def start(self) -> None:
-        """Open the run; where its server cannot be reached, offline."""
+        """Open the run; offline if the server cannot be reached."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # noqa: PLC0415  (an extra)
 
@@ -86,19 +85,19 @@ class WandbTracker:
         )
 
     def log(self, step: int, when: float, scalars: dict[str, float]) -> None:
-        """Take in the figures of one step."""
+        """Log the scalars of one step."""
         self._run.log(scalars, step=step)
 
-    def finish(self, ending: RunOutcome) -> None:
-        """The figures of the whole run, its page, and how it ended."""
-        self._run.summary.update({"status": ending.status, **plain_figures(ending.summary)})
-        if ending.page is not None:
-            shutil.copy(ending.page, self._run.dir)  # what lies there is uploaded at the end
-        self._run.finish(exit_code=0 if ending.status == "complete" else 1)
+    def finish(self, outcome: RunOutcome) -> None:
+        """Log the summary, the report page and the status."""
+        self._run.summary.update({"status": outcome.status, **plain_figures(outcome.summary)})
+        if outcome.page is not None:
+            shutil.copy(outcome.page, self._run.dir)  # files there are uploaded at the end
+        self._run.finish(exit_code=0 if outcome.status == "complete" else 1)
 
 
 class MlflowTracker:
-    """A run of MLflow: a database in the run's folder, unless MLFLOW_TRACKING_URI names a server."""
+    """MLflow: a database in the run folder, unless MLFLOW_TRACKING_URI names a server."""
 
     def __init__(self, experiment: str, job: Job, run_dir: Path) -> None:
         self._experiment, self._job, self._run_dir = experiment, job, run_dir
@@ -106,9 +105,9 @@ class MlflowTracker:
         self._run_id = ""
 
     def start(self) -> None:
-        """Open the run, in a new experiment if there is none of that name."""
+        """Open the run; creates the experiment if needed."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its own 7 take minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the default of 7 takes minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REACH_S))
         import mlflow  # noqa: PLC0415  (an extra)
 
@@ -127,29 +126,29 @@ class MlflowTracker:
         parameters = [
             mlflow.entities.Param(name, str(value)[:500]) for name, value in flatten(job_tree(self._job))
         ]
-        for start in range(0, len(parameters), 100):  # a server takes no more at once
+        for start in range(0, len(parameters), 100):  # the limit of a server
             self._client.log_batch(self._run_id, params=parameters[start : start + 100])
 
     def log(self, step: int, when: float, scalars: dict[str, float]) -> None:
-        """Take in the figures of one step."""
+        """Log the scalars of one step."""
         from mlflow.entities import Metric  # noqa: PLC0415
 
         metrics = [Metric(name, value, int(when * 1000), step) for name, value in scalars.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def finish(self, ending: RunOutcome) -> None:
-        """The figures of the whole run, its page, and how it ended."""
-        for name, value in plain_figures(ending.summary).items():
+    def finish(self, outcome: RunOutcome) -> None:
+        """Log the summary, the report page and the status."""
+        for name, value in plain_figures(outcome.summary).items():
             self._client.set_tag(self._run_id, f"summary.{name}", str(value))
-        self._client.set_tag(self._run_id, "status", ending.status)
-        if ending.page is not None:
-            self._client.log_artifact(self._run_id, str(ending.page))
-        words = {"complete": "FINISHED", "failed": "FAILED"}
-        self._client.set_terminated(self._run_id, words.get(ending.status, "KILLED"))
+        self._client.set_tag(self._run_id, "status", outcome.status)
+        if outcome.page is not None:
+            self._client.log_artifact(self._run_id, str(outcome.page))
+        statuses = {"complete": "FINISHED", "failed": "FAILED"}
+        self._client.set_terminated(self._run_id, statuses.get(outcome.status, "KILLED"))
 
 
 class GuardedTracker:
-    """Runs a tracker in a thread, so that neither its pace nor its errors reach the run."""
+    """Runs a tracker in a thread, so that it can neither slow down nor fail the run."""
 
     def __init__(self, name: str, tracker: Tracker, warn: Warn) -> None:
         self._name, self._tracker, self._warn = name, tracker, warn
@@ -161,16 +160,16 @@ class GuardedTracker:
         self._thread.start()
 
     def feed(self, event: Event) -> None:
-        """Take in one event; returns at once."""
+        """Queue one event; returns immediately."""
         if scalars := scalars_of(event):
             step, when = event["step"], event["time"]
             self._put(lambda: self._tracker.log(step, when, scalars))
 
-    def close(self, ending: RunOutcome, timeout_s: float = FINISH_S) -> None:
-        """Let it finish, for a limited time."""
+    def close(self, outcome: RunOutcome, timeout_s: float = FINISH_S) -> None:
+        """Finish within the time limit."""
         if self._off.is_set():
             return
-        self._put(lambda: self._end(ending))
+        self._put(lambda: self._end(outcome))
         if not self._over.wait(timeout_s):
             self._disable(f"did not finish within {timeout_s:.0f} s")
 
@@ -182,8 +181,8 @@ class GuardedTracker:
         except queue.Full:
             self._disable(f"is {QUEUE_LENGTH} steps behind")
 
-    def _end(self, ending: RunOutcome) -> None:
-        self._tracker.finish(ending)
+    def _end(self, outcome: RunOutcome) -> None:
+        self._tracker.finish(outcome)
         self._over.set()
 
     def _work(self) -> None:
@@ -191,7 +190,7 @@ class GuardedTracker:
             job = self._jobs.get()
             try:
                 job()
-            except BaseException as error:  # a tracker may even try to exit
+            except BaseException as error:  # including SystemExit
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 self._disable(f"failed: {reason}")
 
@@ -199,11 +198,11 @@ class GuardedTracker:
         if not self._off.is_set():
             self._off.set()
             self._over.set()
-            self._warn(f"{self._name} {reason}; it is switched off, training goes on")
+            self._warn(f"{self._name} {reason}; disabled, training continues")
 
 
 def build_trackers(job: Job, run_dir: Path, warn: Warn) -> list[GuardedTracker]:
-    """The trackers that a job asks for."""
+    """The trackers of a job."""
     wanted: list[tuple[str, Tracker]] = []
     if job.train.wandb is not None:
         wanted.append(("W&B", WandbTracker(job.train.wandb, job, run_dir, warn)))
@@ -213,12 +212,12 @@ def build_trackers(job: Job, run_dir: Path, warn: Warn) -> list[GuardedTracker]:
 
 
 def plain_figures(summary: dict[str, Any]) -> dict[str, Any]:
-    """The single values of a summary; lists and tables are in the run's own files."""
+    """Scalar values of a summary."""
     return {key: value for key, value in summary.items() if isinstance(value, str | int | float)}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """A tree of tables as dotted keys."""
+    """Nested tables as dotted keys."""
     rows: list[tuple[str, Any]] = []
     for key, value in tree.items():
         if isinstance(value, dict):

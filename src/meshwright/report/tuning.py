@@ -1,4 +1,4 @@
-"""Layouts that were tried for a few steps: predicted beside measured."""
+"""Layouts that ``tune`` ran for a few steps: predicted and measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.report.scaling import Times, quartiles, slowest
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a layout did."""
+    """Measured figures of a layout."""
 
     step_s: float
     step_s_low: float
@@ -24,13 +24,13 @@ class Measurement:
     """Median and quartiles of the counted steps, by the slowest rank of each."""
     tokens_per_s: float
     peak_memory_bytes: int | None
-    """Of the fullest rank; None where compiled code hides it."""
+    """Of the rank with the highest peak; None for compiled code."""
     audit_ok: bool
 
 
 @dataclass(frozen=True)
 class TuneRow:
-    """One layout that was tried."""
+    """One layout."""
 
     plan: Plan
     measured: Measurement | None
@@ -45,7 +45,7 @@ class TuneRow:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Of the fullest rank, in any step but the first."""
+        """Of the rank with the highest peak, in steps after the first."""
         return max(rank.peak_bytes for rank in self.plan.ranks)
 
     def as_dict(self, recalibrated_step_s: float | None) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class TuneRow:
 
 
 def summarize_times(times: Sequence[Times], record: RunRecord, audit_ok: bool) -> Measurement:
-    """One layout's figures from what its ranks reported."""
+    """The figures of one layout from the times of its ranks."""
     steps = slowest(times)
     step_s = statistics.median(steps)
     low, high = quartiles(steps)
@@ -75,5 +75,5 @@ def summarize_times(times: Sequence[Times], record: RunRecord, audit_ok: bool) -
 
 
 def sort_rows(rows: Sequence[TuneRow]) -> list[TuneRow]:
-    """The shortest measured step first; what did not run comes last."""
+    """The shortest measured step first; layouts that did not run last."""
     return sorted(rows, key=lambda row: (row.measured is None, row.measured.step_s if row.measured else 0.0))

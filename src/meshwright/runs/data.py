@@ -29,53 +29,53 @@ MOST_NAMED = 5
 
 
 def prepare_data(job: Job, reporter: Reporter) -> Path:
-    """The prepared folder that the job trains on; prepares it if the path is text.
+    """The folder of prepared data of a job; prepares it if ``data.path`` is text.
 
     Raises:
-        UserError: No text, too little of it, or more tokens than the model's vocabulary; images that the
-            model cannot read.
+        UserError: The data are missing, too short or of the wrong kind, or the vocabulary is larger than the
+            model's.
     """
     if isinstance(job.model, ResNetModel):
         return _check_image_data(job, job.model, reporter)
     folder = Path(job.data.path)
     if looks_like_images(folder):
-        rule, fix = "holds images; this model reads text", "Name text, or a ResNet"
+        rule, fix = "contains images; this model reads text", "Use a text corpus, or a ResNet model"
         raise UserError(Problem("data-not-for-text", rule, path="data.path", value=job.data.path, fix=fix))
     if looks_prepared(folder):
         _refuse_preparing(job.data)
     else:
         name = _tokenizer_name(job)
-        if name is not None and parse_tokenizer_name(name).kind == "file":  # known before hours of reading
+        if name is not None and parse_tokenizer_name(name).kind == "file":  # before hours of preparation
             _require_vocabulary(job.model, load_tokenizer(locate(name, Path.cwd())).vocab_size)
         folder = _prepare_cached(dataclasses.replace(job.data, tokenizer=name), reporter)
     dataset, _ = (
         TokenDataset.open(folder, split, job.data.seq_len, job.data.mask, job.data.prompt_masking)
         for split in SPLITS
     )
-    dataset.load_tokenizer()  # that it is the one which made the shards
+    dataset.load_tokenizer()  # checks that it made the shards
     _require_vocabulary(job.model, dataset.vocab_size)
     if job.data.mask == "document":
         share = dataset.padding / (len(dataset) * job.data.seq_len)
         reporter.message(
             f"data: {len(dataset)} samples of whole documents, {job.data.seq_len} tokens each, in {folder}; "
-            f"{share:.1%} of them is padding"
+            f"{share:.1%} padding"
         )
     elif dataset.dropped_tokens:
         reporter.message(
             f"data: {len(dataset)} samples of {job.data.seq_len} tokens in {folder}; "
-            f"{dataset.dropped_tokens} tokens at the shards' ends fill no sample and are dropped"
+            f"{dataset.dropped_tokens} tokens at the ends of shards are dropped"
         )
     _report_epochs(reporter, job, len(dataset))
     return folder
 
 
 def _check_image_data(job: Job, model: ResNetModel, reporter: Reporter) -> Path:
-    """The folder of images, looked through; synthetic ones have none."""
+    """Check the folder of images; synthetic images have none."""
     folder = Path(job.data.path)
     shape = ImageShape(model.channels, model.image_size, model.num_classes)
     if job.data.path != SYNTHETIC_IMAGES:
         if looks_prepared(folder) or folder.is_file():
-            rule = "is text; this model reads images"
+            rule = "contains text; this model reads images"
             fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
             problem = Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
             raise UserError(problem)
@@ -88,12 +88,12 @@ def _report_epochs(reporter: Reporter, job: Job, available: int) -> None:
     samples = job.train.steps * job.train.global_batch
     if samples > available:
         reporter.message(
-            f"data: {samples} samples are asked for, so all are read {samples / available:.1f} times"
+            f"data: {samples} samples needed, {available} available: {samples / available:.1f} epochs"
         )
 
 
 def _require_vocabulary(model: DecoderModel, tokens: int) -> None:
-    """Every token must have a row in the embedding."""
+    """Check that every token has a row in the embedding."""
     if tokens <= model.vocab_size:
         return
     fix = f"Use {-(-tokens // 64) * 64} (a multiple of 64) or more, or fewer tokens"
@@ -105,7 +105,7 @@ def _require_vocabulary(model: DecoderModel, tokens: int) -> None:
 
 
 def _tokenizer_name(job: Job) -> str | None:
-    """The tokenizer asked for; else that of the model's Hugging Face folder, which one with weights needs."""
+    """The job's tokenizer; else that of the model's Hugging Face folder, required if it has weights."""
     hf = job.model.hf if isinstance(job.model, DecoderModel) else None
     if job.data.tokenizer is not None or hf is None:
         return job.data.tokenizer
@@ -113,14 +113,14 @@ def _tokenizer_name(job: Job) -> str | None:
     if (folder / TOKENIZER_FILE).is_file():
         return str(folder / TOKENIZER_FILE)
     if find_weights_file(folder) is not None:
-        rule = f"has weights but no {TOKENIZER_FILE}: their tokens would mean something else here"
+        rule = f"has weights but no {TOKENIZER_FILE}: another tokenizer would not fit the weights"
         fix = "Set data.tokenizer to the one that the model was trained with; byte if that was bytes"
         raise UserError(Problem("model-hf-tokenizer", rule, path="model.hf", value=hf, fix=fix))
     return None
 
 
 def _refuse_preparing(data: Data) -> None:
-    """What was decided when the folder was prepared cannot be set again."""
+    """Refuse keys that were fixed when the folder was prepared."""
     for key in ("tokenizer", "eval_fraction", "template"):
         value = getattr(data, key)
         if value is not None:
@@ -137,13 +137,13 @@ def _refuse_preparing(data: Data) -> None:
 
 
 def _prepare_cached(data: Data, reporter: Reporter) -> Path:
-    """Prepare text once; the folder's name stands for the text and how it was prepared."""
+    """Prepare text once; the name of the cache folder is a fingerprint of the text and the settings."""
     base = Path.cwd()
     if problem := source_problem(data.path, base):
         raise UserError(problem)
     tokenizer = data.tokenizer or "byte"
     parse_tokenizer_name(tokenizer)
-    if data.prompt_masking and data.template is None:  # said before the text is prepared, which may take long
+    if data.prompt_masking and data.template is None:  # before preparing, which may take long
         raise UserError(no_prompts("no data.template is given"))
     template = data.template and load_template(data.template, base, tokenizer)
     settings: dict[str, Any] = {"sources": [data.path], "tokenizer": tokenizer}
@@ -159,16 +159,14 @@ def _prepare_cached(data: Data, reporter: Reporter) -> Path:
     except UserError as error:
         if error.problems[0].code not in ("data-not-writable", "data-out-exists"):
             raise
-        problems = [
-            dataclasses.replace(p, fix="Set data.cache to a folder that can be") for p in error.problems
-        ]
+        problems = [dataclasses.replace(p, fix="Set data.cache to a writable folder") for p in error.problems]
         raise UserError(*problems) from None
     reporter.message(describe_preparation(report))
     return folder
 
 
 def _fingerprint(settings: dict[str, Any], base: Path, template: str) -> str:
-    """A name that changes when the text, the tokenizer, the template or the split may have changed."""
+    """A name that changes with the text, the tokenizer, the template and the split."""
     source, choice = settings["sources"][0], parse_tokenizer_name(settings["tokenizer"])
     facts: list[object] = [settings]
     if source == STDLIB:
@@ -186,7 +184,7 @@ def _fingerprint(settings: dict[str, Any], base: Path, template: str) -> str:
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
-    """What changes with a file's content; a file that cannot be looked at is quarantined later."""
+    """Size and modification time; an unreadable file is quarantined later."""
     try:
         facts = path.stat()
     except OSError:
@@ -206,12 +204,12 @@ def prepare_with_progress(spec: CorpusSpec, base: Path, reporter: Reporter) -> P
 
 
 def describe_preparation(report: PrepareReport) -> str:
-    """What was done, in one line, and a line for each of the first few documents that could not be read."""
+    """One line about what was prepared, and one for each of the first unreadable documents."""
     prompts = f"({format_count(report.prompt_tokens)} of prompts) " if report.prompt_tokens else ""
     done = (
         f"prepared {report.documents_out} documents ({report.train_documents} to train on, "
-        f"{report.eval_documents} held out; {report.duplicates} duplicates, {report.quarantined} unreadable "
-        f"left out) as {format_count(report.tokens)} tokens "
+        f"{report.eval_documents} held out; left out: {report.duplicates} duplicates, "
+        f"{report.quarantined} unreadable) as {format_count(report.tokens)} tokens "
         f"{prompts}in {report.out}, "
         f"{format_rate(report.bytes_per_s, 'B')}"
     )

@@ -143,7 +143,7 @@ def test_state_must_be_equal_to_the_byte_on_every_rank(plan, kept, record_of, fi
     find(events, "state", 1)["state_bytes"][kind] += more
     (difference,) = audit_run(plan, record_of(events)).differences
     assert difference.startswith(f"rank 1: {kind} is ")
-    assert "equal is required" in difference
+    assert "must be equal" in difference
 
 
 @pytest.mark.parametrize(("share", "held"), [(0.049, True), (-0.049, True), (0.051, False), (-0.051, False)])
@@ -191,7 +191,7 @@ def test_a_kind_of_state_that_was_not_measured_did_not_hold(plan, kept, record_o
 def test_ranks_whose_collectives_were_not_reported_are_named(plan, kept, record_of):
     events = [e for e in kept() if not (e["event"] == "collectives" and e["rank"] == 1)]
     (difference,) = audit_run(plan, record_of(events)).differences
-    assert "the collectives of rank 1 were not reported" in difference
+    assert "rank 1 did not report its collectives" in difference
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def test_ranks_whose_collectives_were_not_reported_are_named(plan, kept, record_
     [
         (
             ("finished", "state", "collectives"),
-            "did not come to its end: not measured on every rank: memory and c",
+            "did not finish: not measured on every rank: memory and c",
         ),
-        (("finished", "collectives"), "did not come to its end: not measured on every rank: collectives"),
-        (("finished",), "the run did not come to its end"),
+        (("finished", "collectives"), "did not finish: not measured on every rank: collectives"),
+        (("finished",), "the run did not finish"),
     ],
 )
 def test_a_run_that_did_not_end_fails_in_one_sentence(plan, kept, record_of, gone, says):
@@ -218,7 +218,7 @@ def test_a_run_that_did_not_end_still_names_what_differs(plan, kept, record_of, 
     find(events, "state", 1)["state_bytes"]["optimizer"] += 1
     first, second = audit_run(plan, record_of(events)).differences
     assert first.startswith("rank 1: optimizer is ")
-    assert "did not come to its end" in second
+    assert "did not finish" in second
 
 
 @pytest.mark.parametrize(

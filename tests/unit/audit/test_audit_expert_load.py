@@ -68,7 +68,7 @@ def test_the_fullest_and_the_emptiest_rank_are_named(plan, audit_of):
     rows = plan.ranks[0].routed_rows // 2
     audit = audit_of(2 * rows * plan.ranks[0].row_bytes, rows)
     [sentence] = audit.load
-    assert sentence.startswith("rank 0: its experts read 50.0% more rows than an even share: +")
+    assert sentence.startswith("rank 0: its experts read 50.0% more rows than with an even load: +")
     assert audit.as_dict()["load"] == [sentence]
 
 

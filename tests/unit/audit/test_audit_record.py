@@ -145,7 +145,7 @@ def test_torn_lines_are_skipped_and_noted(kept, run_folder):
         log.write('{"event":"st')
     record = read_record(folder)
     assert record.losses == [5.0, 4.0, 3.0, 2.0]
-    assert record.notes == ["1 lines of events.jsonl are torn, or of another version, and were skipped"]
+    assert record.notes == ["1 lines of events.jsonl are truncated or of another version, and were skipped"]
 
 
 def test_an_event_that_lacks_something_is_noted_and_skipped(kept, run_folder):

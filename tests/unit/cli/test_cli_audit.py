@@ -42,9 +42,9 @@ def more_bytes(event):
 def test_a_run_that_kept_its_plan_exits_0_and_says_so(cli, run_dir):
     ran = cli("audit", run_dir)
     assert ran.status == 0
-    assert "Audit: the plan held." in ran.out
+    assert "Audit: ok." in ran.out
     assert "DIFFERS" not in ran.out
-    assert "shown, not judged" in ran.out
+    assert "not audited" in ran.out
 
 
 def test_audit_json_is_one_object(cli, run_dir):
@@ -68,7 +68,7 @@ def test_audit_json_is_one_object(cli, run_dir):
         ("state", lambda e: e["state_bytes"].update(optimizer=1), "rank 1: optimizer is 1 bytes"),
         ("state", lambda e: e.update(peak_bytes=2 * e["peak_bytes"]), "rank 1: peak is 4745928 bytes"),
         ("state", lambda e: e.update(event="other"), "rank 1: parameters was not measured"),
-        ("collectives", lambda e: e.update(event="other"), "the collectives of rank 1 were not reported"),
+        ("collectives", lambda e: e.update(event="other"), "rank 1 did not report its collectives"),
     ],
 )
 def test_a_doctored_run_exits_3_and_names_what_differs(cli, run_dir, name, change, says):
@@ -77,7 +77,7 @@ def test_a_doctored_run_exits_3_and_names_what_differs(cli, run_dir, name, chang
     assert ran.status == 3
     (line,) = [text for text in ran.out.splitlines() if says in text and text.startswith("Audit: ")]
     assert line.endswith("[audit-differs]")
-    assert "the plan held" not in ran.out
+    assert "Audit: ok" not in ran.out
 
 
 def test_a_doctored_run_with_json_exits_3_with_the_difference(cli, run_dir):
@@ -101,7 +101,7 @@ def test_a_log_with_a_torn_last_line_is_audited_and_noted(cli, run_dir):
         log.write('{"event":"fini')
     ran = cli("audit", run_dir)
     assert ran.status == 0
-    assert "1 lines of events.jsonl are torn" in ran.out
+    assert "1 lines of events.jsonl are truncated" in ran.out
 
 
 def test_a_damaged_event_is_a_verdict_and_not_a_traceback(cli, run_dir):
@@ -112,7 +112,7 @@ def test_a_damaged_event_is_a_verdict_and_not_a_traceback(cli, run_dir):
 @pytest.mark.parametrize(
     ("status", "says", "word"),
     [
-        (None, "the run did not come to its end: not measured on every rank: memory and collectives", "-"),
+        (None, "the run did not finish: not measured on every rank: memory and collectives", "-"),
         ("interrupted", "stopped before the audited step: nothing was measured", "not measured"),
     ],
 )

@@ -58,7 +58,7 @@ def test_padding_is_told(settle, capsys):
     folder = settle()
     dataset = TokenDataset.open(folder, "train", 64, "document")
     share = dataset.padding / (64 * len(dataset))
-    assert f"{share:.1%} of them is padding" in capsys.readouterr().err
+    assert f"{share:.1%} padding" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

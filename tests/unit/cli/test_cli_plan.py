@@ -44,7 +44,7 @@ def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
         "micro_batch=",
     ):
         assert words in ran.out
-    assert "Layouts, the recommended one first" in ran.out
+    assert "Layouts, recommended first" in ran.out
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def test_the_best_layout_comes_with_ledger_step_bytes_reasons_and_a_table(cli):
         "usable: 97% of 80 GB, 77.6 GB",
         "The step",
         "Collectives per rank and occurrence of the phase",
-        "Layouts, the recommended one first",
-        "layouts priced in",
+        "Layouts, recommended first",
+        "layouts evaluated in",
     ):
         assert words in ran.out, words
 

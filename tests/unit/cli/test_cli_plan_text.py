@@ -20,14 +20,14 @@ def found(good: str):
 
 def test_a_search_counts_what_it_did(found):
     words = count_search(found)
-    assert f"{found.evaluated:,} layouts priced in" in words
-    assert f"{found.pruned:,} ruled out by bounds of memory and time" in words
-    assert words.endswith("4 checked exactly, 4 of them fit")
+    assert f"{found.evaluated:,} layouts evaluated in" in words
+    assert f"{found.pruned:,} pruned by lower bounds of memory and time" in words
+    assert words.endswith("4 checked exactly, 4 fit")
 
 
 def test_a_search_that_stopped_early_says_so(found):
     early = dataclasses.replace(found, stopped_early=True, unseen=12_345)
-    assert count_search(early).endswith("stopped early at the time limit, 12,345 layouts not seen")
+    assert count_search(early).endswith("stopped at the time limit, 12,345 layouts not evaluated")
 
 
 def test_long_formulas_are_cut_and_short_ones_are_whole():

@@ -47,14 +47,14 @@ def test_runs_fit_the_terminal_and_the_reason_has_a_line_of_its_own(runs, capsys
     assert [row.split()[:2] for row in sorted(rows)] == [["good-1", "complete"], ["torn-1", "damaged"]]
     assert max(map(len, rows)) <= width
     assert len([line for line in lines if line.startswith("torn-1: ")]) == 1
-    assert ("(no room for size" in lines[-2]) == (width < 120)
+    assert ("(terminal too narrow for size" in lines[-2]) == (width < 120)
 
 
 def test_a_group_without_a_command_says_which_there_are(cli):
     for group, command in (("bench", "scaling"), ("checkpoint", "list, verify, prune, export")):
         ran = cli(group)
         assert (ran.status, ran.codes) == (2, ["cli-usage"])
-        assert f"error: name a command: {command}" in ran.err
+        assert f"error: missing command; one of: {command}" in ran.err
 
 
 def test_only_plan_offers_to_take_a_preset(cli):
@@ -74,7 +74,7 @@ def test_a_folder_that_is_not_there_is_an_error_and_an_empty_one_is_not(cli, tmp
 def test_report_prints_and_leaves_a_page(cli, runs):
     shown = cli("report", runs / "good-1")
     assert shown.status == 0
-    assert "The plan held" in shown.out
+    assert "Audit: Ok. State" in shown.out
     assert any("\u2800" < character <= "\u28ff" for character in shown.out), "no dots of a curve"
     assert (runs / "good-1" / "report.html").read_text().startswith("<!DOCTYPE html>")
     elsewhere = cli("report", runs / "good-1", "-o", "mine.html", "--json").json

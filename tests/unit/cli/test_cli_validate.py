@@ -49,7 +49,7 @@ def test_people_see_a_line_a_family_and_the_worst_rows(cli):
     lines = ran.out.splitlines()
     assert any(line.startswith("korthikanti22 ") for line in lines)
     assert any(line.startswith("Worst rows") for line in lines)
-    assert any(line.startswith("held out: time off by") for line in lines)
+    assert any(line.startswith("held out: mean time error") for line in lines)
 
 
 def test_several_tables_are_taken_together(cli, few):

@@ -127,7 +127,7 @@ def test_fields_of_other_versions_get_a_small_curve(kept, run_folder):
     assert history.fields() == ["loss", "mfu", "skipped", "noise_scale"]
     charts = {c.title: c for c in read_report(run_folder(events)).small_charts()}
     assert list(charts["Gradient noise scale"].series[0].points()) == [(3.0, 30.0), (4.0, 40.0)]
-    assert [y for _, y in charts["Steps that were not taken"].series[0].points()] == [0, 1, 0, 0]
+    assert [y for _, y in charts["Skipped steps"].series[0].points()] == [0, 1, 0, 0]
 
 
 def test_warnings_name_what_was_lost(kept, run_folder, find):
@@ -154,8 +154,8 @@ def test_an_unfinished_run_is_reported_and_not_judged(kept, run_folder):
     assert report.status == "unfinished"
     assert report.as_dict()["audit"] is None
     page = read_page(draw_page(report)).text
-    assert "No step was done" in page
-    assert "not judged" in page
+    assert "No step was completed" in page
+    assert "not audited" in page
 
 
 def test_a_loss_that_is_not_finite_is_reported(kept, run_folder):

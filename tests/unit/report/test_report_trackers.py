@@ -96,7 +96,7 @@ def test_one_that_raises_is_switched_off_with_one_warning(error):
     feed(tracker)
     tracker.close(ENDING)
     assert len([call for call in recorder.calls if isinstance(call, tuple)]) == 1, "not asked again"
-    assert warnings == [f"T failed: {str(error).splitlines()[0]}; it is switched off, training goes on"]
+    assert warnings == [f"T failed: {str(error).splitlines()[0]}; disabled, training continues"]
 
 
 def test_one_that_hangs_delays_nothing_and_is_given_up():
@@ -105,7 +105,7 @@ def test_one_that_hangs_delays_nothing_and_is_given_up():
     feed(tracker)
     tracker.close(ENDING, timeout_s=0.05)
     release.set()
-    assert warnings == ["T did not finish within 0 s; it is switched off, training goes on"]
+    assert warnings == ["T did not finish within 0 s; disabled, training continues"]
 
 
 def test_one_that_lags_too_far_behind_is_given_up(monkeypatch):
@@ -116,7 +116,7 @@ def test_one_that_lags_too_far_behind_is_given_up(monkeypatch):
         feed(tracker)
     tracker.close(ENDING)
     release.set()
-    assert warnings == ["T is 2 steps behind; it is switched off, training goes on"]
+    assert warnings == ["T is 2 steps behind; disabled, training continues"]
 
 
 def test_a_job_becomes_dotted_keys():
