@@ -93,16 +93,23 @@ class EventText:
         if event.get("lr") is not None:
             parts.append(f"lr {_format_power(event['lr'])}")
         if event.get("grad_norm") is not None:
-            parts.append(f"grad norm {event['grad_norm']:.3g}")
+            parts.append(f"grad norm {_format_norm(event['grad_norm'])}")
         parts += [format_throughput(event["tokens_per_s"], self._unit), f"MFU {event['mfu']:.1%}"]
         eta = f"{seconds}s" if seconds < 120 else format_seconds(seconds)
         return "  ".join([*parts, f"ETA {eta}"])
 
 
+def _format_norm(value: float) -> str:
+    """``1.92``; very small and very large norms as powers of ten."""
+    return f"{value:.2f}" if value == 0 or 0.01 <= value < 1e4 else _format_power(value)
+
+
 def _format_power(value: float) -> str:
     """``3.0e-4``."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return f"{mantissa}e{int(exponent)}" if value else "0"
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _event_loss(event: Event, digits: int = 4) -> str:

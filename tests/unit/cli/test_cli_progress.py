@@ -71,3 +71,9 @@ def test_compiling_is_said_before_the_first_step(shown):
     assert shown(READY, {**READY, "rank": 1}, overrides=compiled) == [
         "compiling with aot_eager: the first step takes longer"
     ]
+
+
+def test_a_step_is_one_line_with_the_figures_of_the_optimizer(shown):
+    step = {**STEP, "step": 4, "loss": 5.4306, "tokens": 64, "lr": 3e-4, "grad_norm": 1.92}
+    (line,) = shown({**step, "tokens_per_s": 38_700.0, "mfu": 0.072})
+    assert line == "step 4/4  loss 5.431  lr 3.0e-4  grad norm 1.92  38.7k tok/s  MFU 7.2%  ETA 0s"
