@@ -1,4 +1,4 @@
-"""The memory estimate: lines that add up, columns that do not mix, and what each part of a layout must do."""
+"""The memory estimate: lines sum to the peak, columns are independent, each key of a layout has its effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
 @pytest.mark.parametrize("model", ["gpt", "llama", "experts", "latent"])
-def test_lines_add_up_to_the_peak_of_the_fullest_class(make_workload, random_grid, profile, model):
+def test_lines_sum_to_the_peak_of_the_largest_class(make_workload, random_grid, profile, model):
     for precision in PRECISIONS:
         estimate = estimate_memory(make_workload(model, profile, precision=precision), random_grid)
         assert set(estimate.lines) == set(LINES)
@@ -28,7 +28,7 @@ def test_lines_add_up_to_the_peak_of_the_fullest_class(make_workload, random_gri
 
 @pytest.mark.parametrize("profile", ["meshwright", "megatron-core", "torchtitan"])
 def test_a_layout_costs_the_same_alone_and_among_others(make_workload, random_grid, profile):
-    """No column leaks into another: what the search sees is what the ledger of one layout says."""
+    """Columns are independent: the search sees what the ledger of one layout says."""
     workload = make_workload("experts", profile)
     together = estimate_memory(workload, random_grid)
     for place in range(0, len(random_grid), 7):
@@ -47,7 +47,7 @@ def test_state_between_steps_is_what_the_definitions_say(make_workload, make_gri
     np.testing.assert_allclose(between, [16, 8 + 8 / 8, 16 / 8, 16 / 8], rtol=1e-6)
 
 
-def test_megatron_holds_18_bytes_a_parameter_and_6_plus_12_over_n_with_its_optimizer_sharded(
+def test_megatron_holds_18_bytes_per_parameter_and_6_plus_12_over_n_with_its_optimizer_sharded(
     make_workload, make_grid
 ):
     workload = make_workload("llama", "megatron-core")
@@ -58,7 +58,7 @@ def test_megatron_holds_18_bytes_a_parameter_and_6_plus_12_over_n_with_its_optim
 
 
 def test_experts_shard_over_what_ep_leaves(make_workload, make_grid):
-    """With ep = dp_shard every rank has its own experts: their optimizer state is not cut further."""
+    """With ep = dp_shard every rank has its own experts: their optimizer state is not sharded further."""
     workload = make_workload("experts", "megatron-core")
     grid = make_grid(zero=[1, 1, 1], dp_shard=[8, 8, 16], ep=[1, 8, 8])
     optimizer = estimate_memory(workload, grid).lines["optimizer"] / 8
@@ -100,7 +100,7 @@ def test_a_v_schedule_has_both_ends_of_the_model_on_its_first_rank(make_workload
     np.testing.assert_allclose(estimate.lines["parameters"][1] / 2, per_stage + 2 * table + 4096, rtol=1e-9)
 
 
-def test_a_tied_table_lies_on_the_first_and_on_the_last_stage(make_workload, make_grid):
+def test_a_tied_embedding_is_on_the_first_and_on_the_last_stage(make_workload, make_grid):
     workload = make_workload("gpt", "megatron-lm", precision="fp16")
     estimate = estimate_memory(workload, make_grid(pp=[4], zero=[0]))
     assert estimate.classes["first"][0] > estimate.classes["middle"][0]
@@ -110,7 +110,7 @@ def test_a_tied_table_lies_on_the_first_and_on_the_last_stage(make_workload, mak
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
-def test_more_recomputation_never_keeps_more(make_workload, make_grid, profile):
+def test_more_activation_checkpointing_never_saves_more(make_workload, make_grid, profile):
     grid = make_grid(recompute=[0, 1, 2], pp=[2, 2, 2])
     none, selective, full = estimate_memory(make_workload("llama", profile), grid).lines["activations"]
     assert none >= selective > full
@@ -124,7 +124,7 @@ def test_a_higher_zero_stage_never_keeps_more_between_steps(make_workload, make_
     assert between[0] > between[1] >= between[2]
 
 
-def test_offload_takes_the_optimizer_or_everything_from_the_device(make_workload, make_grid):
+def test_offload_moves_the_optimizer_or_all_state_to_the_cpu(make_workload, make_grid):
     estimate = estimate_memory(make_workload("llama"), make_grid(offload=[0, 1, 2]))
     state = np.array([estimate.lines[name] for name in STATE_LINES])
     assert (state[:, 0] > 0).all()
@@ -134,7 +134,7 @@ def test_offload_takes_the_optimizer_or_everything_from_the_device(make_workload
     assert estimate.lines["gathered"][2] > 0, "offloaded parameters still come to the device, block by block"
 
 
-def test_each_block_ahead_costs_its_16_bit_parameters(make_workload, make_grid):
+def test_each_prefetched_block_costs_its_16_bit_parameters(make_workload, make_grid):
     grid = make_grid(
         prefetch=[0, 1, 2], zero=[3] * 3, dp_shard=[64] * 3, recompute=[2] * 3, micro_batch=[1] * 3
     )
@@ -144,14 +144,14 @@ def test_each_block_ahead_costs_its_16_bit_parameters(make_workload, make_grid):
     np.testing.assert_allclose(np.diff(gathered), 2 * block, rtol=1e-9)
 
 
-def test_deferred_accumulation_keeps_gradients_whole(make_workload, make_grid):
+def test_deferred_accumulation_keeps_gradients_unsharded(make_workload, make_grid):
     grid = make_grid(accumulate=[0, 1, 1], zero=[3] * 3, dp_shard=[8] * 3, micro_batch=[1, 1, 64])
     gradients = estimate_memory(make_workload("llama", "meshwright"), grid).lines["gradients"]
     assert gradients[1] == pytest.approx(8 * gradients[0])
     assert gradients[2] == pytest.approx(gradients[0]), "a single micro-batch has nothing to defer"
 
 
-def test_context_parallelism_halves_activations_and_ulysses_keeps_a_second_result(make_workload, make_grid):
+def test_context_parallelism_halves_activations_and_ulysses_saves_a_second_output(make_workload, make_grid):
     workload = make_workload("llama")
     plain, ring, ulysses = estimate_memory(workload, make_grid(cp=[1, 2, 2], context=[0, 0, 1])).lines[
         "activations"
@@ -160,8 +160,8 @@ def test_context_parallelism_halves_activations_and_ulysses_keeps_a_second_resul
     assert ulysses - ring == pytest.approx(32 * 1024 * 4096 * 2)
 
 
-def test_only_dtensor_keeps_gathered_inputs(make_workload, make_grid):
-    """Megatron gathers sequence-parallel inputs again; DTensor keeps 2 D e a token and block for them."""
+def test_only_dtensor_saves_gathered_inputs(make_workload, make_grid):
+    """Megatron gathers sequence-parallel inputs again; DTensor saves 2 D e per token and block for them."""
     grid = make_grid(tp=[4], sequence_parallel=[True])
     kept = {
         name: estimate_memory(make_workload("llama", name), grid).lines["activations"][0]
@@ -173,7 +173,7 @@ def test_only_dtensor_keeps_gathered_inputs(make_workload, make_grid):
     )
 
 
-def test_fewer_bits_keep_less_in_transformer_engine_alone(make_workload, make_grid):
+def test_low_precision_saves_less_in_transformer_engine_only(make_workload, make_grid):
     kept = {}
     for profile in ("megatron-core", "torchtitan"):
         for precision in ("bf16", "fp8", "fp4"):
@@ -191,7 +191,7 @@ def test_uneven_experts_need_more_and_a_capacity_bounds_them(make_workload, make
     assert free - fixed == pytest.approx(15 * 2048 * 6 * (workload.profile.memory.imbalance - 1) * each)
 
 
-def test_ways_of_counting_leave_out_what_they_do_not_see(make_workload, random_grid):
+def test_ways_of_counting_leave_out_some_lines(make_workload, random_grid):
     estimate = estimate_memory(make_workload(), random_grid)
     counted = {kind: estimate.counted_as(kind) for kind in EXCLUDED_LINES}
     assert (counted["formula"] < counted["allocated"]).all()
@@ -200,8 +200,8 @@ def test_ways_of_counting_leave_out_what_they_do_not_see(make_workload, random_g
     np.testing.assert_allclose(counted["device"], estimate.peak_bytes)
 
 
-def test_uneven_layers_leave_a_place_for_embedding_and_head(make_workload, make_grid):
-    """30 layers on 8 stages: 4 each with both ends counted as one, so 3 on the first and last."""
+def test_uneven_layers_count_embedding_and_head_as_layers(make_workload, make_grid):
+    """30 layers on 8 stages: 4 each, embedding and head included, so 3 on the first and last."""
     workload = make_workload("llama")
     workload = dataclasses.replace(workload, model=dataclasses.replace(workload.model, num_layers=30))
     estimate = estimate_memory(workload, make_grid(pp=[8]))
@@ -211,8 +211,8 @@ def test_uneven_layers_leave_a_place_for_embedding_and_head(make_workload, make_
 
 
 @pytest.mark.parametrize("profile", ["meshwright", "megatron-core"])
-def test_no_layouts_have_no_memory(make_workload, random_grid, profile):
-    """A search may filter everything away."""
+def test_an_empty_grid_is_estimated(make_workload, random_grid, profile):
+    """A search may filter out every layout."""
     empty = random_grid.take(np.zeros(len(random_grid), dtype=np.bool_))
     estimate = estimate_memory(make_workload("experts", profile), empty)
     assert len(estimate.peak_bytes) == 0

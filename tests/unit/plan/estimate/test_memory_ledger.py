@@ -1,4 +1,4 @@
-"""The estimate against the exact ledger of what runs today, and the printed ledger against the estimate."""
+"""The estimate against the exact ledger, and the printed ledger against the estimate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.load import build_job
 
 WITHIN = 0.002
-"""Part of the ledger's peak; the estimate leaves out no more than optimizer step counts and statistics."""
+"""Fraction of the ledger's peak; the estimate leaves out only optimizer step counts and statistics."""
 GPT = {
     "num_layers": 24, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 16, "ffn_size": 8192,
     "vocab_size": 50304, "positions": "learned", "max_positions": 8192, "norm": "layer", "activation": "gelu",
@@ -47,8 +47,8 @@ MODELS = {
     [("llama-1b", "triton"), ("llama-1b", "compile"), ("gpt", "triton"), ("small", "triton")],
 )
 @pytest.mark.parametrize("residual", ["fp32", "bf16"])
-def test_compiled_steps_have_their_ledger_in_a_search_too(model, backend, residual):
-    """All recomputations, replicas and micro-batches in one grid, beside layouts counted as before."""
+def test_a_search_uses_the_ledger_of_compiled_steps(model, backend, residual):
+    """All checkpointing modes, DDP and micro-batches in one grid, with layouts that are not compiled."""
     job = build_job(
         {
             "name": "both",
@@ -87,9 +87,9 @@ def test_compiled_steps_have_their_ledger_in_a_search_too(model, backend, residu
     )
 
 
-@pytest.mark.parametrize("seq_len", [64, 2048], ids=["gradients at peak", "the loss at the peak"])
-def test_gradients_in_16_bits_are_estimated_as_the_ledger_has_them(seq_len):
-    """In one process with one micro-batch; beside it layouts that add up, which keep float32."""
+@pytest.mark.parametrize("seq_len", [64, 2048], ids=["gradients at peak", "loss at peak"])
+def test_bf16_gradients_are_estimated_as_in_the_ledger(seq_len):
+    """In one process with one micro-batch; layouts that accumulate keep float32."""
     train = {
         "steps": 2,
         "global_batch": 8,
@@ -127,7 +127,7 @@ def test_gradients_in_16_bits_are_estimated_as_the_ledger_has_them(seq_len):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_meshwright_profile_is_the_exact_ledger(model, precision, recompute):
-    """One process and replicas, one micro-batch and two, short and long: what the run is audited against."""
+    """One process and DDP, one micro-batch and two, short and long sequences."""
     for ranks, micro_batch, seq_len, rounds in [
         (1, 1, 1024, 1), (1, 4, 4096, 1), (1, 2, 2048, 2), (2, 1, 8192, 1), (2, 4, 1024, 2)
     ]:  # fmt: skip
@@ -155,7 +155,7 @@ def work_out(formula: str) -> float:
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
 @pytest.mark.parametrize("model", ["llama", "experts", "latent"])
-def test_every_printed_formula_works_out_to_its_line(make_workload, random_grid, profile, model):
+def test_every_printed_formula_evaluates_to_its_line(make_workload, random_grid, profile, model):
     """And the lines, with allocator and context, to the peak that the search estimates of each class."""
     workload = make_workload(model, profile)
     rules = workload.profile.memory
@@ -174,7 +174,7 @@ def test_every_printed_formula_works_out_to_its_line(make_workload, random_grid,
             assert checkpoint_bytes <= ledger.peak_bytes + 20
 
 
-def test_replicas_that_accumulate_hold_gradients_twice_in_their_first_step(make_workload, make_grid):
+def test_ddp_with_accumulation_holds_gradients_twice_in_its_first_step(make_workload, make_grid):
     workload = make_workload("llama", "meshwright")
     ledger, _ = estimate_ledgers(workload, make_grid(dp_replicate=[2]).layout(0))[0]
     gradients = next(line.bytes for line in ledger.lines if line.name == "gradients")

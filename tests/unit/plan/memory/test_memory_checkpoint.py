@@ -1,4 +1,4 @@
-"""Memory while a checkpoint is written: all state on the device, and one tensor brought together."""
+"""Memory while a checkpoint is written: all state on the device, and one gathered tensor."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def settled(make_job, **layout):
     ],
     ids=str,
 )
-def test_one_tensor_is_gathered_joined_and_checked_beside_the_state(make_job, layout, beside):
-    """Shards: the whole rows and their send buffer. tp: its parts and the joined one. Then a byte each."""
+def test_one_tensor_is_gathered_and_checked_beside_the_state(make_job, layout, beside):
+    """Shards: all rows and a send buffer. tp: the shards and the full tensor. Then one byte per element."""
     job = settled(make_job, **layout)
     assert predict_checkpoint(job, 0, 1_000_000) == 1_000_000 + GPU_WORKSPACE_BYTES + beside
 
 
-def test_the_need_of_a_rank_counts_its_state_without_what_is_offloaded(make_job):
+def test_offloaded_state_does_not_count_on_the_device(make_job):
     whole, away = (settled(make_job, dp_replicate=2, offload=name) for name in ("none", "optimizer"))
     found, less = predict(whole, whole.layout), predict(away, away.layout)
     state = found.ledger.state_bytes
@@ -56,8 +56,8 @@ def test_each_pp_rank_gathers_its_own_tensors(make_job):
     assert first == last > 10 * middle > 0
 
 
-def test_a_checkpoint_can_be_what_does_not_fit(make_job):
-    """Tp with a large table and few tokens: joining it takes more than a step, and that is the refusal."""
+def test_a_checkpoint_can_be_the_peak_that_does_not_fit(make_job):
+    """A large embedding under tp and few tokens: gathering it takes more than a step."""
     job = make_job(
         model={"num_layers": 1, "vocab_size": 256_000},
         cluster={"device": "cpu"},

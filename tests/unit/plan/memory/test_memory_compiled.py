@@ -1,4 +1,4 @@
-"""The ledger of compiled steps on a GPU: its formulas by hand, and beside what the compiler really keeps."""
+"""The ledger of compiled steps on a GPU: formulas by hand, and against what the compiler saves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_layout(job, **changes):
     return dataclasses.replace(job, layout=dataclasses.replace(job.layout, **changes))
 
 
-def test_a_block_keeps_its_input_and_its_products(job):
+def test_a_block_saves_its_input_and_its_gemm_outputs(job):
     tokens = 8 * 4096
     each = 2 * 2048 + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 2 * 2048 + 4 * 8192
     assert CompiledBlock.of(job, job.model, 8).saved == tokens * each
@@ -63,15 +63,15 @@ def test_the_peak_is_state_copies_blocks_and_the_loss(job, backend, block):
     [("document", {}, 1.0), ("causal", {"tp": 2}, 0.5), ("causal", {"cp": 2}, 1.0)],
 )
 def test_copies_are_counted_wherever_a_run_keeps_some(job, mask, layout, held):
-    """Also where the rest of the ledger is the eager one; a rank of tp has its part of them."""
+    """Also where the rest of the ledger is the eager one; a tp rank has its shard of them."""
     other = with_layout(dataclasses.replace(job, data=dataclasses.replace(job.data, mask=mask)), **layout)
     assert not is_compiled(other)
     lines = {line.name: line.bytes for line in predict_ledger(other, 8, 1).lines}
     assert lines["bf16 weight copies"] == pytest.approx(held * 2 * count_copied_weights(job.model))
 
 
-def test_state_is_what_it_is_without_a_compiler(job):
-    """The audit wants it equal; copies are a line of their own."""
+def test_state_equals_that_of_an_eager_step(job):
+    """The audit requires it to be equal; weight copies are a separate line."""
     eager = predict_ledger(with_train(job, block_backend="eager", residual_dtype="fp32"), 8, 1)
     assert predict_ledger(job, 8, 1).state_bytes == eager.state_bytes
 
@@ -84,16 +84,16 @@ def test_state_is_what_it_is_without_a_compiler(job):
         ({"num_layers": 28, "hidden_size": 3072, "num_heads": 24}, 82_000_217_088),
     ],
 )
-def test_steps_on_an_h200_held_what_is_counted(job, changed, measured):
-    """16 Nov 2026, torch 2.11: what remains is how the allocator rounds."""
+def test_measured_peaks_on_an_h200_match(job, changed, measured):
+    """16 Nov 2026, torch 2.11; the rest is rounding of the allocator."""
     model = dataclasses.replace(job.model, **changed)
     batch = 4 if model.hidden_size == 3072 else 8
     job = dataclasses.replace(with_layout(job, micro_batch=batch), model=model)
     assert predict_ledger(job, batch, 1).peak_bytes == pytest.approx(measured, rel=6e-4)
 
 
-def test_the_widest_points_on_the_way_back_by_hand(job):
-    """Of our own kernels: few words leave nothing to the loss, so it is a block's feed-forward."""
+def test_the_largest_points_of_backward_by_hand(job):
+    """Triton blocks: with a small vocabulary the peak is in a block's feed-forward, not in the loss."""
     tokens, width, inner = 8 * 4096, 2048, 8192
     job = dataclasses.replace(job, model=dataclasses.replace(job.model, vocab_size=256))
     kept = tokens * (2 * (2 * width + 4) + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 4 * inner)
@@ -105,15 +105,15 @@ def test_the_widest_points_on_the_way_back_by_hand(job):
     assert lines["activations at peak"] == 16 * kept
     assert lines["temporary buffers at peak"] == tokens * 2 * width + gate
     assert lines["gradients at peak"] == (256 + 1) * width * 4
-    # Without recomputation down's input is there already, and more lives when the last matrix's gradient is
-    # made: those of the stream, which are rounded for products where it is fp32, before the norm and behind.
+    # Without checkpointing the input of down is saved, and the peak is at the last weight gradient: the
+    # residual's gradients before and after the norm are live, also cast for GEMMs if the residual is fp32.
     wide = with_train(with_layout(job, recompute="none"), residual_dtype="fp32")
     made = TritonBlock.of(wide, job.model, 8).points[0].temporary
     assert made == tokens * (6 * width + 4 * inner + 6 * width) + 4 * 3 * inner * width
 
 
-def test_in_8_bits_casts_live_beside_products(job):
-    """And nothing of 8 bits is kept: without recomputation as with selective."""
+def test_fp8_casts_are_live_beside_the_gemms(job):
+    """And nothing is saved in fp8: without checkpointing the same as with selective."""
     fp8, (tokens, width, inner) = with_train(job, precision="fp8"), (8 * 4096, 2048, 8192)
     blocks = {
         recompute: TritonBlock.of(with_layout(fp8, recompute=recompute), fp8.model, 8)
@@ -128,25 +128,25 @@ def test_in_8_bits_casts_live_beside_products(job):
     assert made == tokens * (4 * width + 4 * inner + 2 * width) + matrices + tokens * (2 * inner + width)
 
 
-def test_the_plan_knows_what_is_computed_in_8_bits():
+def test_the_plan_knows_which_gemms_run_in_fp8():
     fp8 = pytest.importorskip("meshwright.models.kernels.fp8")
     assert fp8.ALIGNMENT == FP8_ALIGNED
 
 
-def test_only_our_own_kernels_are_counted_to_the_byte(job):
+def test_only_triton_blocks_are_exact(job):
     assert has_exact_peak(job)
     assert not has_exact_peak(with_train(job, block_backend="compile"))
     assert not has_exact_peak(dataclasses.replace(job, data=dataclasses.replace(job.data, mask="document")))
 
 
-def test_recomputation_is_worth_its_name(job):
+def test_activation_checkpointing_lowers_the_peak(job):
     peaks = [
         predict_ledger(with_layout(job, recompute=r), 8, 1).peak_bytes for r in ("none", "selective", "full")
     ]
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_gradients_of_matrices_in_16_bits_are_half_as_large(job):
+def test_bf16_weight_gradients_are_half_as_large(job):
     """Of 16 blocks; embedding, head and norms stay in float32. The plan says both."""
     matrices = 16 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
     wide, narrow = (predict_ledger(with_train(job, grad_dtype=kind), 8, 1) for kind in ("fp32", "bf16"))
@@ -161,8 +161,8 @@ def test_gradients_of_matrices_in_16_bits_are_half_as_large(job):
         assert predict_ledger(summed, 4, 2).state_bytes == predict_ledger(job, 8, 1).state_bytes
 
 
-def test_gradients_in_16_bits_of_packed_documents_are_counted_too(job):
-    """Their attention has another ledger; at the end of the backward pass all gradients are there."""
+def test_bf16_gradients_of_packed_documents_are_counted_too(job):
+    """Their attention has another ledger; at the end of backward all gradients exist."""
     job = dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=64, mask="document"))
     wide, narrow = (predict_ledger(with_train(job, grad_dtype=kind), 8, 1) for kind in ("fp32", "bf16"))
     saved = wide.state_bytes["gradients"] - narrow.state_bytes["gradients"]
@@ -172,7 +172,7 @@ def test_gradients_in_16_bits_of_packed_documents_are_counted_too(job):
     assert 0 < wide.peak_bytes - narrow.peak_bytes < saved, "then the loss is the peak"
 
 
-def test_gradients_that_add_up_live_through_the_step(job):
+def test_accumulated_gradients_live_through_the_step(job):
     """Two micro-batches of half the size: fewer activations, all gradients."""
     two = predict_ledger(with_layout(job, micro_batch=4), 4, 2)
     line = next(line for line in two.lines if line.name == "gradients at peak")
@@ -198,7 +198,7 @@ def test_other_steps_have_their_own_ledgers(job, section, changes):
     "ignore:.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning"
 )  # torch's
 @pytest.mark.parametrize(("recompute", "residual"), [("selective", "bf16"), ("none", "fp32")])
-def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, residual):
+def test_the_compilers_partitioner_saves_that_to_the_byte(make_job, recompute, residual):
     torch = pytest.importorskip("torch")
     from meshwright.models.bf16_weights import WeightCopies
     from meshwright.models.block_backend import compile_blocks
@@ -227,8 +227,8 @@ def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, r
 @pytest.mark.parametrize(
     ("recompute", "precision"), [("selective", "bf16"), ("none", "bf16"), ("none", "fp8")]
 )
-def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, precision):
-    """With torch's operations in the place of the kernels: what is kept is the same."""
+def test_triton_blocks_save_that_to_the_byte(make_job, recompute, residual, precision):
+    """With torch operators instead of the kernels, which save the same."""
     torch = pytest.importorskip("torch")
     from meshwright.models.bf16_weights import WeightCopies
     from meshwright.models.block_backend import convert_to_triton
@@ -258,7 +258,7 @@ def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, pre
 
 
 def sum_saved_bytes(job, decoder, run):
-    """Bytes that autograd is given to save by a call, copies, tables and parameters aside."""
+    """Bytes that autograd saves in a call, without weight copies, tables and parameters."""
     import torch
 
     from meshwright.train.amp import MixedPrecision
@@ -290,7 +290,7 @@ def sum_saved_bytes(job, decoder, run):
 
 @pytest.fixture
 def kernels_that_only_allocate(monkeypatch):
-    """Our own kernels as a GPU calls them, and its products and attention, with nothing computed."""
+    """The Triton kernels, GEMMs and attention as a GPU calls them, computing nothing."""
     torch = pytest.importorskip("torch")
     from meshwright.models import attention
     from meshwright.models.kernels import fp8, gemm
@@ -361,10 +361,10 @@ def kernels_that_only_allocate(monkeypatch):
         ("all fp8", False, 1, "bf16"),
     ],
 )
-def test_a_whole_step_holds_what_is_counted(
+def test_a_whole_step_matches_the_ledger(
     job, kernels_that_only_allocate, recompute, residual, precision, narrow, passes, kept
 ):
-    """The largest sum of live tensors from the first block to the embedding, where few words cost nothing.
+    """The peak of live tensors from the first block to the embedding, with a small vocabulary.
 
     With a narrow feed-forward it is in attention that most lives. A norm's gradient, the loss and scales of 8
     bits, which are not counted, are all that is beside it.

@@ -1,4 +1,4 @@
-"""What a layer with experts keeps, counted by hand: D=8, E=4, two experts a token, each 8 wide."""
+"""Activations of an MoE layer, counted by hand: D=8, E=4, two experts per token, each 8 wide."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS, CHOICES = 64, 128
 ROUTER = TOKENS * (8 + 2 * 4) * 4
 """Its input, its logits and the balance loss's gradient of them."""
 ANSWERS = CHOICES * (8 * 4 + 4 + 3 * 8)
-"""Each expert's answer, weight, number, and its place in two orders."""
+"""Per choice: the expert's output, weight, index, and its position in two orders."""
 ROWS = CHOICES * (8 + 4 * 8) * 4
 """Rows, and four tensors inside the experts."""
 
@@ -40,7 +40,7 @@ def job_of(make_job):
 
 @pytest.fixture
 def kept(job_of):
-    """What one layer's experts keep."""
+    """Activations that the experts of one layer save."""
 
     def size(layout=None, model=None, rows=None, **train):
         job = job_of(layout, model, **train)
@@ -49,39 +49,39 @@ def kept(job_of):
     return size
 
 
-def test_experts_keep_rows_answers_and_what_the_router_read(kept):
+def test_experts_save_rows_outputs_and_the_router_input(kept):
     assert kept() == ROUTER + ANSWERS + ROWS
     assert kept(balance_loss=0.0) == ROUTER - TOKENS * 4 * 4 + ANSWERS + ROWS
     assert kept(model={"activation": "gelu"}) == ROUTER + ANSWERS + CHOICES * (8 + 2 * 8) * 4
     assert kept(model={"router": "sigmoid"}) == ROUTER + ANSWERS + ROWS + TOKENS * (2 + 1) * 4
 
 
-def test_rows_that_travel_keep_their_order_twice(kept):
+def test_exchanged_rows_save_their_order_twice(kept):
     assert kept({"dp_shard": 2, "ep": 2, "zero": 1}) == ROUTER + ANSWERS + ROWS + CHOICES * 16
 
 
-def test_ranks_that_share_an_expert_each_keep_the_row_and_half_of_its_inside(kept):
+def test_etp_ranks_each_save_the_row_and_half_of_the_inner_activations(kept):
     halves = 2 * CHOICES * ((8 + 4 * 4) * 4 + 16)
     assert kept({"dp_shard": 2, "etp": 2, "zero": 1}) == ROUTER + ANSWERS + halves
 
 
-def test_each_rank_of_tp_routes_its_own_tokens(kept):
+def test_each_tp_rank_routes_its_own_tokens(kept):
     assert kept({"tp": 2}) == (ROUTER + ANSWERS + ROWS) // 2
     whole = TOKENS * (8 + 4 * 4) * 4
     assert kept({"tp": 2}, {"shared_experts": 1}) == (ROUTER + ANSWERS + ROWS) // 2 + whole
 
 
-def test_shared_experts_read_what_the_router_reads(kept):
+def test_shared_experts_read_the_router_input(kept):
     assert kept(model={"shared_experts": 1}) == ROUTER + ANSWERS + ROWS + TOKENS * 4 * 8 * 4
 
 
-def test_what_a_capacity_drops_is_not_read(kept):
-    """Half of the places: 2 x 4 experts x 8 rows; its answer is zero, and is kept."""
+def test_tokens_dropped_by_a_capacity_are_not_read(kept):
+    """Half of the capacity: 2 x 4 experts x 8 rows; the output of a dropped token is zero, and is saved."""
     assert kept(model={"capacity_factor": 0.5}) == ROUTER + ANSWERS + ROWS // 2
 
 
-def test_gradients_of_experts_that_no_other_rank_holds_come_with_the_backward_pass(job_of):
-    """One micro-batch, ZeRO-1: what is dense lies in buckets from the start, experts' gradients do not."""
+def test_unreplicated_expert_gradients_are_allocated_in_backward(job_of):
+    """One micro-batch, ZeRO-1: dense gradients are in buckets from the start, expert gradients are not."""
     alone = job_of({"dp_shard": 2, "ep": 2, "zero": 1}, global_batch=4)
     assert find_persistent_grads(alone) == PersistentGrads(dense=True, experts=False)
     assert find_persistent_grads(alone, micro_batches=2) == PersistentGrads(dense=True, experts=True)
@@ -93,15 +93,15 @@ def test_gradients_of_experts_that_no_other_rank_holds_come_with_the_backward_pa
     assert lines["gradients at peak"] in [everything - layers * experts for layers in range(4)]
 
 
-def test_in_16_bits_the_router_still_reads_float32_and_experts_copies(kept):
+def test_in_bf16_the_router_reads_float32_and_experts_read_weight_copies(kept):
     answers, rows = CHOICES * (8 * 2 + 4 + 2 + 3 * 8), CHOICES * (8 + 4 * 8) * 2
     copies = 3 * 4 * 8 * 8 * 2
     assert kept(precision="bf16") == ROUTER + answers + rows + copies
     assert kept({"dp_shard": 2, "zero": 3}, precision="bf16") == ROUTER + answers + rows + 4 * 8 * 4
 
 
-def test_a_row_more_keeps_what_the_plan_says(job_of, kept):
-    """Row by row, and in the contract; nothing is kept of it where it is all computed again."""
+def test_one_more_row_saves_what_the_plan_says(job_of, kept):
+    """Per row, and in the contract; nothing under full activation checkpointing."""
     job = job_of({"dp_shard": 2, "ep": 2, "zero": 1})
     assert row_bytes(job, local_model(job)) == (8 + 4 * 8) * 4 + 16
     assert kept({"dp_shard": 2, "ep": 2, "zero": 1}, rows=CHOICES + 5) - kept(
@@ -118,8 +118,8 @@ def test_a_row_more_keeps_what_the_plan_says(job_of, kept):
     [{"dp_shard": 2, "zero": 3}, {"pp": 2, "stage_layers": [2, 1]}, {"recompute": "selective"}],
     ids=str,
 )
-def test_the_ledger_of_rows_that_came_differs_by_what_they_keep(job_of, layout):
-    """Of each layer its own: a pipeline's rank has two of the three."""
+def test_the_ledger_of_measured_rows_differs_by_their_activations(job_of, layout):
+    """Each layer has its own count; a pipeline rank has two of the three."""
     job = job_of(layout)
     model = local_model(job)
     layers = 2 if job.layout.pp == 2 else 3
@@ -132,7 +132,7 @@ def test_the_ledger_of_rows_that_came_differs_by_what_they_keep(job_of, layout):
     assert more.peak_bytes > even.peak_bytes
 
 
-def test_dense_layers_keep_what_dense_layers_do(job_of):
+def test_dense_layers_of_a_moe_model_save_what_dense_layers_save(job_of):
     mixed, all_routed = job_of(model={"dense_layers": 1}), job_of()
     dense = size_feed_forward(mixed, local_model(mixed), 2)
     assert dense.saved == TOKENS * (8 + 4 * 16) * 4

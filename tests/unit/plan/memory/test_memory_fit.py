@@ -1,4 +1,4 @@
-"""What fits: the largest of three peaks with allocator and context, within 97% of the device's memory."""
+"""Whether a layout fits: the largest of three peaks with allocator and context, within 97% of the device."""
 
 from __future__ import annotations
 

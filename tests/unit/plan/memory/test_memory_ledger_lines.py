@@ -15,7 +15,7 @@ PRESETS = ("tiny", "demo-2m", "llama3.2-1b", "llama3-8b")
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_state_is_p_plus_g_plus_two_moments_and_a_step_count_a_tensor(make_job, preset, ranks):
+def test_state_is_p_plus_g_plus_two_moments_and_a_step_count_per_tensor(make_job, preset, ranks):
     job = make_job(model={"preset": preset}, layout={"dp_replicate": ranks})
     count, tensors = count_parameters(job.model), len(list_parameters(job.model))
     assert predict_ledger(job, 1, 1).state_bytes == {
@@ -79,14 +79,14 @@ def test_the_peak_holds_the_state_at_least(make_job):
         assert ledger.peak_bytes >= sum(ledger.state_bytes.values())
 
 
-def test_bf16_products_keep_smaller_activations_once_tokens_outweigh_weights(make_job):
+def test_bf16_saves_smaller_activations_once_tokens_outweigh_weights(make_job):
     full, half = (predict_ledger(make_job(train={"precision": p}), 64, 1) for p in ("fp32", "bf16"))
     assert half.peak_bytes < full.peak_bytes
 
 
 @pytest.mark.parametrize(("bucket_mb", "sent"), [(25.0, 0), (0.1, 1)])
-def test_a_compressed_copy_is_on_its_way_only_once_its_bucket_is_complete(make_job, bucket_mb, sent):
-    """One bucket is complete, and sent, when the backward pass is over; small ones while blocks are alive."""
+def test_a_compressed_copy_is_live_only_once_its_bucket_is_ready(make_job, bucket_mb, sent):
+    """A single bucket is ready and sent after backward; small ones while activations are live."""
     wide = {"ffn_size": 512, "vocab_size": 64, "num_layers": 4, "tied_embeddings": False}
     layout = {"dp_replicate": 2, "recompute": "full", "bucket_mb": bucket_mb}
     plain, less = (
@@ -107,7 +107,7 @@ def test_one_process_moves_nothing(make_job):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_ddp_reduces_every_gradient_once_a_step_whatever_the_ranks(make_job, ranks):
+def test_ddp_reduces_every_gradient_once_per_step(make_job, ranks):
     job = make_job(layout={"dp_replicate": ranks, "bucket_mb": 0.1})
     rows = {(t.axis, t.op, t.phase): t for t in predict_traffic(job)}
     gradients = rows["dp_replicate", "all_reduce", "step"]

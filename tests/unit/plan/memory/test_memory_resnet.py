@@ -1,4 +1,4 @@
-"""A ResNet in the plan: published counts, FLOPs by hand, batch norm's traffic, micro-batches and reasons."""
+"""ResNets in the plan: published counts, FLOPs by hand, traffic of batch norm, micro-batches and reasons."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_parameters_are_as_many_as_torchvision_has(name, count):
 
 @pytest.mark.parametrize(("name", "multiplications"), [("resnet18", 1.814e9), ("resnet50", 4.089e9)])
 def test_flops_agree_with_the_published_multiplications(name, multiplications):
-    """Three times two for each, less the input gradient of the first layer (118 million multiplications)."""
+    """Three times two each, less the input gradient of the first layer (118 million multiplications)."""
     model = load_job(name, on="h100-sxm").model
     first = 112 * 112 * 64 * 3 * 49
     assert flops_per_token(model, 1) == pytest.approx(6 * multiplications - 2 * first, rel=1e-3)
@@ -61,7 +61,7 @@ def test_flops_of_a_small_net_equal_the_hand_computed_value():
     assert flops_per_token(model, 1) == 2 * 4608 + 3 * (2 * 18432 + 24)
 
 
-def test_image_sizes_round_up_and_the_last_one_is_what_the_model_says():
+def test_image_sizes_round_up():
     model = ResNetModel(architecture="resnet", blocks=(1, 1, 1, 1), num_classes=2, image_size=45, width=32)
     sides = [block.parts[-1].out_size for block in list_convs(model).blocks]
     assert sides == [12, 6, 3, 2]
@@ -77,7 +77,7 @@ def test_a_plan_of_images_survives_its_file(tmp_path):
     assert plan.tokens_per_step == 24
 
 
-def test_recomputation_keeps_less_and_batch_norm_has_statistics():
+def test_activation_checkpointing_saves_less_and_batch_norm_has_statistics():
     plain, again = (predict_ledger(make(layout={"recompute": mode}), 8, 1) for mode in ("none", "full"))
     assert again.activation_bytes < 0.5 * plain.activation_bytes
     assert again.touched_bytes == plain.touched_bytes == plain.activation_bytes
@@ -87,7 +87,7 @@ def test_recomputation_keeps_less_and_batch_norm_has_statistics():
     assert statistics == 4 * sum(p.count for p in norms)
 
 
-def test_batch_norm_is_one_more_reduction_a_step():
+def test_batch_norm_is_one_more_reduction_per_step():
     """All running statistics in one call; none with one process, none with GroupNorm."""
     two = {"dp_replicate": 2}
     group, batch = (predict_traffic(make({"norm": norm}, layout=two)) for norm in ("group", "batch"))
@@ -98,8 +98,8 @@ def test_batch_norm_is_one_more_reduction_a_step():
     assert predict_traffic(make({"norm": "batch"}, layout={"dp_replicate": 1})) == []
 
 
-def test_batch_norm_is_dealt_evenly_and_says_what_it_is():
-    """Of 1 to 8 ranks only divisors of 24 are looked at, and every micro-batch divides the share."""
+def test_batch_norm_splits_the_batch_evenly_and_says_so():
+    """Of 1 to 8 ranks only divisors of 24 are considered, and every micro-batch divides the local batch."""
     job = make({"norm": "batch"})
     search = search_job(job)
     assert {c.layout.dp_replicate for c in search.best} == {1, 2, 3, 4, 6, 8}
@@ -125,8 +125,8 @@ def test_batch_norm_is_dealt_evenly_and_says_what_it_is():
         ),
     ],
 )
-def test_batch_norm_refuses_what_it_would_have_to_pad(tables, value):
-    """The error names the key, the batch and what would do."""
+def test_batch_norm_refuses_a_batch_that_needs_padding(tables, value):
+    """The error names the key, the batch and the fix."""
     model = tables.get("model", {"norm": "batch"})
     rest = {k: v for k, v in tables.items() if k != "model"}
     with pytest.raises(UserError) as caught:
@@ -138,13 +138,13 @@ def test_batch_norm_refuses_what_it_would_have_to_pad(tables, value):
 
 
 def test_one_pixel_needs_two_samples_and_the_planner_knows():
-    """A share of two would be cut in two micro-batches of one, and one value has no variance."""
+    """A local batch of two would become two micro-batches of one, and one value has no variance."""
     job = make({"norm": "batch", "image_size": 4}, train={"global_batch": 2}, layout={"dp_replicate": 1})
     assert search_job(job).best[0].layout.micro_batch == 2
 
 
-def test_a_settled_micro_batch_is_held_against_the_rules_again():
-    """One pixel and a prime share leave one micro-batch: no part for a noise scale; six have one."""
+def test_a_settled_micro_batch_is_checked_against_the_rules_again():
+    """One pixel and a prime local batch leave one micro-batch: no gradient noise scale; six have one."""
     model, train = {"norm": "batch", "image_size": 4}, {"global_batch": 5, "noise_scale_every": 1}
     with pytest.raises(UserError) as caught:
         search_job(make(model, train=train, layout={"dp_replicate": 1}))
@@ -169,12 +169,12 @@ def test_a_settled_micro_batch_is_held_against_the_rules_again():
         ({"model": {"norm_groups": 5}}, ["model-norm-groups"]),
     ],
 )
-def test_what_a_resnet_cannot_do_is_refused(arguments, expected):
+def test_unsupported_options_of_a_resnet_are_refused(arguments, expected):
     assert codes(**arguments) == expected
 
 
-def test_a_batch_that_is_not_known_is_not_taken_apart():
-    """The stand-in for a wrong global batch is huge: its divisors must not be looked for one by one."""
+def test_an_invalid_global_batch_is_not_factored():
+    """The placeholder for an invalid global batch is huge: its divisors must not be enumerated."""
     wrong = {"model": {"norm": "batch"}, "train": {"global_batch": "x"}, "layout": {"dp_replicate": 3}}
     assert codes(**wrong) == ["job-wrong-type"]
 
@@ -185,8 +185,8 @@ def test_a_decoder_reads_no_images(make_job):
     assert caught.value.problems[0].code == "data-not-for-text"
 
 
-def test_a_bucket_is_copied_to_be_sent_while_its_last_gradient_still_lives():
-    """A net that is all stem: state, one image, the stem's gradient and the whole bucket in 16 bits."""
+def test_a_bucket_is_compressed_while_its_last_gradient_is_live():
+    """A net that is mostly stem: state, one image, the stem's gradient and the whole bucket in 16 bits."""
     shape = {
         "blocks": [1],
         "num_classes": 2,
