@@ -1,4 +1,4 @@
-"""The memory estimate: lines sum to the peak, columns are independent, each key of a layout has its effect."""
+"""The memory estimate: lines sum to the peak, columns are independent, every layout key has its effect."""
 
 from __future__ import annotations
 
