@@ -1,1 +1,1 @@
-"""Memory and time of any layout, for thousands of layouts at once: closed formulas on numpy arrays."""
+"""Estimates the memory of thousands of layouts at once: closed formulas on numpy columns."""

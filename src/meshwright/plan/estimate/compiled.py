@@ -23,7 +23,7 @@ from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.model import DecoderModel
 
 
-def has_whole_layers(grid: Grid) -> Flags:
+def has_unsharded_layers(grid: Grid) -> Flags:
     """Which layouts have unsharded layers, so that this module describes their compiled steps."""
     return np.asarray((grid.pp * grid.tp * grid.cp == 1) & (grid.zero < 2))
 

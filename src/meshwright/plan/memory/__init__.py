@@ -1,1 +1,1 @@
-"""Predicts the live tensors of a rank through a training step, and whether they fit on its device."""
+"""Predicts the live tensors of a rank at every point of a step, its peak, and whether it fits."""
