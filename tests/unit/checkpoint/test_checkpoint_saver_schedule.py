@@ -1,0 +1,81 @@
+"""When a rank saves a checkpoint: by steps, by time, on the best evaluation and at the end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright.checkpoint import saver as module
+from meshwright.checkpoint.saver import CheckpointSaver
+from meshwright.checkpoint.state import TrainState
+from meshwright.spec.job import Checkpoint
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """A saver whose saves are recorded as (step, best)."""
+
+    def build(rank: int = 0, sharded: bool = False, **settings) -> CheckpointSaver:
+        job = SimpleNamespace(checkpoint=Checkpoint(**{"every_minutes": 0.0, **settings}))
+        state = SimpleNamespace(
+            plan=SimpleNamespace(job=job),
+            counters=TrainState(),
+            sharded=SimpleNamespace(is_sharded=sharded),
+        )
+        saver = CheckpointSaver(tmp_path, state, rank, events=None)
+        saver.saved = []
+        record = lambda eval_loss, best: saver.saved.append((saver._state.counters.step, best))  # noqa: E731
+        monkeypatch.setattr(saver, "_save", record)
+        return saver
+
+    return build
+
+
+def run(saver: CheckpointSaver, losses, requested=False) -> list[tuple[int, bool]]:
+    for index, loss in enumerate(losses):
+        saver._state.counters.advance(1)
+        saver.after_step(index == len(losses) - 1, loss, requested)
+    return saver.saved
+
+
+def test_every_few_steps_and_at_the_end(build):
+    saver = build(every_steps=2)
+    assert run(saver, [None] * 5) == [(2, False), (4, False), (5, False)]
+    assert (saver.saves, saver.saved_step) == (3, 5)
+
+
+def test_the_best_evaluation_is_saved_and_remembered(build):
+    saver = build(on_best=True)
+    assert run(saver, [3.0, None, 2.0, 2.5, None]) == [(1, True), (3, True), (5, False)]
+    assert saver._state.counters.best_eval_loss == 2.0
+    assert run(build(), [3.0, 2.0, None]) == [(3, False)], "without checkpoint.on_best only the last one"
+
+
+def test_time_counts_from_the_last_save(build, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    saver = build(every_minutes=1.0)
+    due = []
+    for seconds in (59, 61, 62, 121):
+        now[0] = float(seconds)
+        due.append(saver.is_due_by_time())
+        saver._state.counters.advance(1)
+        saver.after_step(False, None, save_requested=False)
+    assert due == [False, True, False, True]
+    assert [step for step, _ in saver.saved] == [2, 4]
+
+
+def test_replicated_state_is_saved_by_rank_0_alone(build):
+    saver = build(rank=1, every_steps=1)
+    assert run(saver, [None, None]) == []
+    assert not saver.needs_all_ranks
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_shards_follow_the_agreed_request_and_not_their_own_clock(build, monkeypatch, rank):
+    saver = build(rank=rank, sharded=True, every_minutes=1.0)
+    monkeypatch.setattr(saver, "is_due_by_time", lambda: True)
+    assert run(saver, [None, None]) == [(2, False)], "only the last one"
+    saver.saved.clear()
+    assert run(saver, [None, None], requested=True) == [(3, False), (4, False)]
