@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from meshwright.models.kernels import fp8
-from meshwright.models.linear import weight_gradient
+from meshwright.models.linear import weight_grad
 
 GEMMS = {"gate, up": (16384, 3072), "down": (3072, 8192), "q, k, v": (5120, 3072), "out": (3072, 3072)}
 """Outputs and inputs of a block's linear layers."""
@@ -75,12 +75,20 @@ def measure(run: Callable[[], object], on_gpu: bool) -> float:
 
 def forward(x: Tensor, weight: Tensor) -> Tensor:
     """An fp8 GEMM of bf16 tensors."""
-    return fp8.forward_product(*fp8.cast_rows(x), weight)
+    return fp8.forward(fp8.cast_rows(x), fp8.cast_rows(weight))
 
 
-def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
+def fp8_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """The input gradient in fp8."""
+    cast = fp8.cast_rows(weight)
+    return fp8.input_grad(fp8.cast_rows(grad, by=cast.scale), fp8.transpose(cast.values))
+
+
+def fp8_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     """The weight gradient in fp8, with a float32 output for the optimizer."""
-    return fp8.scaled_weight_gradient(grad, *fp8.cast_rows(x)).float()
+    cast = fp8.cast_rows(x)
+    grad_ON = fp8.cast_columns(grad.float() * cast.scale)  # noqa: N806
+    return fp8.weight_grad(grad_ON, fp8.GemmOperand(fp8.transpose(cast.values)))
 
 
 def measure_alone(rows: int, columns: int, depth: int, device: torch.device) -> list[float]:
@@ -103,8 +111,8 @@ def measure_gemm(name: str, outputs: int, inputs: int, tokens: int, device: torc
     on_gpu = device.type == "cuda"
     passes: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, Tensor]]] = {
         "forward": (F.linear, forward, (x, weight)),
-        "input": (torch.mm, fp8.input_gradient, (grad, weight)),
-        "weight": (weight_gradient, gradient_of_weight, (grad, x)),
+        "input": (torch.mm, fp8_input_grad, (grad, weight)),
+        "weight": (weight_grad, fp8_weight_grad, (grad, x)),
     }
     sizes = {
         "forward": (tokens, outputs, inputs),
