@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from meshwright.plan.time.interval import FEWEST_ROWS, similar_groups
+from meshwright.plan.time.interval import similar_groups
 from meshwright.validation.evaluate import Outcome, bundled_table, evaluate_tables
 from meshwright.validation.metrics import errors_of, summarise_families
 
@@ -32,6 +32,8 @@ PAGE = ROOT / "docs" / "validate.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 DIGITS = 5
 """Digits of a figure in the golden table."""
+FEWEST_ROWS = 8
+"""Rows that a group needs to have its own percentiles."""
 LOW, HIGH = 10, 90
 """Percentiles of measured over predicted step time that an interval spans."""
 

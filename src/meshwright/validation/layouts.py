@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -15,6 +14,7 @@ from meshwright.plan.profiles import Profile
 from meshwright.plan.time.block import SOFTMAX_BATCH
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
+from meshwright.spec.numbers import divisors
 from meshwright.validation.cells import NO, YES, Cells, NotExpressedError
 
 SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp")
@@ -262,7 +262,7 @@ def choose_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
         cells.fill("micro_batch", micro_batch, "as Megatron's published tables at scale")
         return micro_batch
     rounds = LEAST_MICRO_BATCHES_PER_STAGE * layout.pp if layout.pp > 1 else 1
-    options = [n for n in _divisors(share) if share // n >= rounds] or [1]
+    options = [n for n in divisors(share) if share // n >= rounds] or [1]
     grid = Grid.of([layout] * len(options))
     columns = {**vars(grid), "micro_batch": np.array(options, dtype=np.int64)}
     fits = estimate_memory(workload, Grid(**columns)).fits(workload)
@@ -278,9 +278,3 @@ def _fused_softmax_micro_batch(workload: Workload, layout: Layout, share: int) -
     if workload.profile.time.flash_attention:
         return 1
     return next((n for n in range(1, min(share, SOFTMAX_BATCH) + 1) if n * heads % SOFTMAX_BATCH == 0), 1)
-
-
-def _divisors(number: int) -> list[int]:
-    """All divisors, smallest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

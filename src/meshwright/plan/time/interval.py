@@ -19,8 +19,6 @@ from meshwright.spec.model import DecoderModel
 TABLE = "residuals.toml"
 LEAST_SPREAD = 0.03
 """Least half-width of an interval."""
-FEWEST_ROWS = 8
-"""Rows that a group needs to have its own percentiles."""
 GENERATIONS = {
     "V100": "Volta",
     "A100": "Ampere", "A800": "Ampere",
