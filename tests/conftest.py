@@ -93,8 +93,12 @@ class Trained:
 
 @pytest.fixture
 def train(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Train in real processes from inside the test; by default the audit must hold."""
+    """Train in real processes from inside the test; by default the audit must hold.
+
+    The report page has no curves: drawing them takes as long as a short run.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("meshwright.report.html.can_draw", lambda: False)
 
     def run(*overrides: str, resume: bool = False, expect: int = 0) -> Trained:
         from meshwright.cli.output import Output

@@ -15,8 +15,9 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.report.run_list import summarise_run
 
 
-def test_a_run_and_its_resume_leave_one_page_with_both_attempts(train):
+def test_a_run_and_its_resume_leave_one_page_with_both_attempts(train, monkeypatch):
     """Also: what is listed afterwards is what the run itself reported."""
+    monkeypatch.setattr("meshwright.report.html.can_draw", lambda: True)
     first = train("layout.dp_replicate=2", "run_dir=run", "train.steps=4")
     page = Path(first.result["report"])
     assert page == first.run_dir / "report.html"

@@ -103,8 +103,8 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
     state = _state_rows(plan, record)
     collectives = _collective_rows(plan, record)
     incomplete = _describe_incomplete(plan, record)
-    known = [row for row in state if row.measured is not None] if incomplete else state
-    differences = [_state_difference(row) for row in known if not row.ok]
+    judged = [row for row in state if row.measured is not None] if incomplete else state
+    differences = [_state_difference(row) for row in judged if not row.ok]
     differences += [_collective_difference(row) for row in collectives if not row.equal]
     unreported = [rank for rank in range(plan.world_size) if rank not in record.collectives]
     if incomplete:
@@ -212,8 +212,8 @@ def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
                 predicted_calls=expected_calls * occurrences,
                 predicted_bytes=expected_bytes * occurrences,
             )
-            known = rows.get((kind, pp_rank))
-            if known is None or (known.equal and not row.equal):
+            previous = rows.get((kind, pp_rank))
+            if previous is None or (previous.equal and not row.equal):
                 rows[kind, pp_rank] = row
     order = {"setup": 0, "step": 1, "eval": 2, "save": 3}
     return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 4), *k[0], k[1] or 0))]

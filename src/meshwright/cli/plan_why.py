@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def describe_explanation(output: Output, explanation: LayoutExplanation) -> None:
     """Which rules forbid the layout and the nearest legal one; or its plan beside the best layout."""
-    if explanation.plan is None or explanation.asked is None:
+    if explanation.plan is None or explanation.requested is None:
         job = explanation.job
         output.print(f"{job.name}: {describe_layout(job.layout)} is not legal")
         for problem in explanation.problems:
@@ -30,29 +30,29 @@ def describe_explanation(output: Output, explanation: LayoutExplanation) -> None
         return
     describe_plan(output, explanation.plan)
     if explanation.best is not None:
-        _compare_table(output, explanation.best, explanation.asked)
+        _compare_table(output, explanation.best, explanation.requested)
 
 
-def _compare_table(output: Output, best: Prediction, asked: Prediction) -> None:
+def _compare_table(output: Output, best: Prediction, requested: Prediction) -> None:
     rows = [
         (
             name,
-            format_seconds(asked.time.parts.get(name, 0.0)),
+            format_seconds(requested.time.parts.get(name, 0.0)),
             format_seconds(best.time.parts.get(name, 0.0)),
             f"{more:+.3g} s",
         )
-        for name, more in sorted(part_differences(best, asked).items(), key=lambda item: -abs(item[1]))
+        for name, more in sorted(part_differences(best, requested).items(), key=lambda item: -abs(item[1]))
     ]
-    step, peak = asked.step_s - best.step_s, asked.needed_bytes - best.needed_bytes
-    rows.append(("step", format_seconds(asked.step_s), format_seconds(best.step_s), f"{step:+.3g} s"))
+    step, peak = requested.step_s - best.step_s, requested.needed_bytes - best.needed_bytes
+    rows.append(("step", format_seconds(requested.step_s), format_seconds(best.step_s), f"{step:+.3g} s"))
     sign = "+" if peak >= 0 else "-"
     rows.append(
         (
             "memory",
-            format_bytes(asked.needed_bytes),
+            format_bytes(requested.needed_bytes),
             format_bytes(best.needed_bytes),
             f"{sign}{format_bytes(abs(peak))}",
         )
     )
     output.print()
-    output.table("Against the best layout", ("", "asked", "best", "difference"), rows)
+    output.table("Against the best layout", ("", "this layout", "best", "difference"), rows)

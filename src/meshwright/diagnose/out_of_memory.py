@@ -48,9 +48,9 @@ def describe_oom(memory: Mapping[str, Any]) -> list[str]:
     lines.append(f"  {peak:>8}  peak, including the first step; otherwise at: {memory['peak_at']}")
     free, whole = format_bytes(memory["free_bytes"]), format_bytes(memory["device_bytes"])
     lines.append(f"available: {free} free when the rank started, of {whole} per device")
-    live, asked = memory["live_bytes"], memory["requested_bytes"]
+    live, size = memory["live_bytes"], memory["requested_bytes"]
     live_text = "measured in the audited step only" if live is None else format_bytes(live)
-    requested = "unknown" if asked is None else format_bytes(asked)
+    requested = "unknown" if size is None else format_bytes(size)
     lines.append(f"live tensors: {live_text}; failed allocation: {requested}")
     if not memory["changes"]:
         return [*lines, "no single change would fit"]

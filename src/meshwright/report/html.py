@@ -178,8 +178,8 @@ def _experts(report: RunReport) -> list[str]:
         each = ", ".join(f"{count:,}" for count in layer.load[:MOST_EXPERTS])
         more = len(layer.load) - MOST_EXPERTS
         cells = (f"{layer.imbalance:.2f}", f"{max(layer.load):,}", f"{min(layer.load):,}")
-        told = f"{each} and {more} more" if more > 0 else each
-        rows.append((str(layer.layer), *cells, f"{layer.dropped_share:.1%}", told))
+        listed = f"{each} and {more} more" if more > 0 else each
+        rows.append((str(layer.layer), *cells, f"{layer.dropped_share:.1%}", listed))
     parts = ["<h2>Experts</h2>", f"<p>Tokens routed to each expert in step {loads.step}:</p>"]
     return parts + _collapsible_table(columns, rows, (0, 1, 2, 3, 4))
 
@@ -191,10 +191,10 @@ def _pipeline(report: RunReport) -> list[str]:
         return []
     parts = ["<h2>Stages</h2>", table(STAGE_COLUMNS, stage_cells(report.plan))]
     if report.pipeline is None:
-        words = (
+        bubble = (
             f"Planned: {planned.bubble:.1%} of the ranks' time is idle, from the first action to the last."
         )
-        return [*parts, f"<p>{escape(words)} No timeline was recorded.</p>"]
+        return [*parts, f"<p>{escape(bubble)} No timeline was recorded.</p>"]
     parts += [f"<p>{escape(sentence)}</p>" for sentence in report.pipeline.sentences()]
     upper, lower = report.pipeline.timelines()
     if upper.bars + lower.bars <= MAX_BARS and can_draw():

@@ -76,16 +76,16 @@ class PipelineRun:
         each = ", ".join(format_seconds(seconds) for seconds in self.stage_s)
         bubbles = f"planned {self.planned.bubble:.1%}, simulated with the measured times "
         bubbles += f"{self.walk.bubble:.1%}, measured {self.measured_bubble:.1%} of the ranks' time"
-        said = [
+        sentences = [
             f"Bubble: {bubbles} (mean of {self.steps} steps); not audited",
             f"Stages: {each} per micro-batch, with {_listed(self.stage_layers)} layers",
         ]
         if self.better_layers is not None:
-            said.append(
+            sentences.append(
                 "The stages are uneven: "
                 f"layout.stage_layers=[{_listed(self.better_layers)}] would balance them"
             )
-        return said
+        return sentences
 
     def as_dict(self) -> dict[str, Any]:
         """The object for ``--json``."""

@@ -106,10 +106,10 @@ class RunReport:
         record = self.history.newest.record
         if not record.losses:
             return "no step was completed"
-        told = record.target_losses
-        if not told:
+        losses = record.target_losses
+        if not losses:
             return "no step had target tokens"
-        text = f"{format_loss(told[0])} to {format_loss(told[-1])}"
+        text = f"{format_loss(losses[0])} to {format_loss(losses[-1])}"
         if len(self.history.attempts) > 1:
             text += " in the newest attempt"
         return text + (f"; {format_loss(record.eval_loss)} held out" if record.eval_loss is not None else "")

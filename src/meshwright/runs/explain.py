@@ -46,7 +46,7 @@ class LayoutExplanation:
     """The nearest legal layouts, if it is not."""
     plan: Plan | None
     """Its predictions, if it is legal; the reasons compare it with the best layout."""
-    asked: Prediction | None
+    requested: Prediction | None
     best: Prediction | None
     """The best layout of all; None if none fits."""
     filled: Prediction | None
@@ -61,13 +61,13 @@ class LayoutExplanation:
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright plan --why --json``."""
         why: dict[str, Any] = {"legal": self.legal, "problems": [p.as_dict() for p in self.problems]}
-        if self.asked is None or self.plan is None:
+        if self.requested is None or self.plan is None:
             why["nearest_layouts"] = [one.as_dict() for one in self.nearest]
             layouts = [summarize(one.prediction) for one in self.nearest]
         else:
             best, filled = self.best, self.filled
             slower = None if best is None or filled is None else filled.step_s / best.step_s - 1
-            why["against_best_s"] = {} if best is None else part_differences(best, self.asked)
+            why["against_best_s"] = {} if best is None else part_differences(best, self.requested)
             why["best_with_degrees"] = (
                 None if filled is None else summarize(filled) | {"against_best": slower}
             )
@@ -101,8 +101,8 @@ def explain_layout(job: LoadedJob, keys: Sequence[str], reporter: Reporter) -> L
     named = [text.partition("=")[0].removeprefix("layout.") for text in layout_keys]
     pins = _named_values(spec, [*_in_file(job.source), *named])
     filled = _best_with(spec, pins)
-    asked, reasons = _explain_legal(spec, best, filled, pins)
-    return LayoutExplanation(spec, (), (), plan_from(asked, reasons), asked, best, filled, found)
+    requested, reasons = _explain_legal(spec, best, filled, pins)
+    return LayoutExplanation(spec, (), (), plan_from(requested, reasons), requested, best, filled, found)
 
 
 def _load(source: str, overrides: Sequence[str], on: str | None) -> tuple[Job, tuple[Problem, ...]]:
@@ -138,25 +138,25 @@ def _explain_legal(
     if job.layout.mode == "auto":
         if filled is None:
             raise search_error(job, pins, find_layouts(job, pins, 1))
-        asked, what = filled, "the best with " + _describe_keys(pins)
+        requested, what = filled, "the best with " + _describe_keys(pins)
     else:
-        asked, what = predict(job, job.layout), "asked for"
-    reasons = [f"{describe_layout(asked.layout)}: {what}"]
-    if not asked.fits:
-        reasons.append(asked.shortage)
-        reasons += [f"it would fit with {r.overrides} ({r.price})" for r in find_alternatives(asked.job)]
+        requested, what = predict(job, job.layout), "as given"
+    reasons = [f"{describe_layout(requested.layout)}: {what}"]
+    if not requested.fits:
+        reasons.append(requested.shortage)
+        reasons += [f"it would fit with {r.overrides} ({r.price})" for r in find_alternatives(requested.job)]
     elif best is not None:
-        reasons.append(_against(best, asked))
-    if asked is not filled:
-        reasons += _explain_filled(job, asked, filled, best, pins)
-    return asked, reasons
+        reasons.append(_against(best, requested))
+    if requested is not filled:
+        reasons += _explain_filled(job, requested, filled, best, pins)
+    return requested, reasons
 
 
-def _against(best: Prediction, asked: Prediction) -> str:
-    if asked.layout == best.layout:
+def _against(best: Prediction, requested: Prediction) -> str:
+    if requested.layout == best.layout:
         return "it is the best layout"
-    verdict = compare(best, asked)
-    devices = asked.layout.world_size, best.layout.world_size
+    verdict = compare(best, requested)
+    devices = requested.layout.world_size, best.layout.world_size
     on = f", on {devices[0]} of {devices[1]} devices" if devices[0] != devices[1] else ""
     return f"against the best, {describe_layout(best.layout)}: {verdict}{on}"
 
@@ -170,7 +170,7 @@ def _best_with(job: Job, pins: Mapping[str, Any]) -> Prediction | None:
     unfilled = [{k: v for k, v in keys.items() if k not in DATA_KEYS} for keys in (pins, degrees)]
     open_ = dataclasses.replace(job, layout=Layout())
     tried: list[dict[str, Any]] = []
-    # Without a degree only the keys themselves are asked for.
+    # Without a degree only the keys themselves are fixed.
     for keys in (dict(pins), degrees, *unfilled) if degrees else (dict(pins),):
         if keys in tried or not set(keys) & set(pins):
             continue
@@ -184,15 +184,19 @@ def _best_with(job: Job, pins: Mapping[str, Any]) -> Prediction | None:
 
 
 def _explain_filled(
-    job: Job, asked: Prediction, filled: Prediction | None, best: Prediction | None, pins: Mapping[str, Any]
+    job: Job,
+    requested: Prediction,
+    filled: Prediction | None,
+    best: Prediction | None,
+    pins: Mapping[str, Any],
 ) -> list[str]:
     """What the given degrees could do with every device and the best settings."""
     devices, reasons = job.cluster.world_size, []
-    if asked.layout.world_size < devices:
-        reasons.append(f"it leaves {devices - asked.layout.world_size:,} of {devices:,} devices idle")
+    if requested.layout.world_size < devices:
+        reasons.append(f"it leaves {devices - requested.layout.world_size:,} of {devices:,} devices idle")
     if filled is None:
         return [*reasons, f"no layout with {_describe_keys(pins)} on all {devices:,} devices fits"]
-    if filled.layout == asked.layout:
+    if filled.layout == requested.layout:
         return reasons
     kept = _describe_keys({key: value for key, value in pins.items() if getattr(filled.layout, key) == value})
     slower = "" if best is None else f", {filled.step_s / best.step_s - 1:+.1%} against the best"

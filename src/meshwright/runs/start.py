@@ -1,7 +1,7 @@
 """Starts a training run: torch is loaded for the ranks while this process loads the planner.
 
-Reading the job is quick and says what the ranks need. Planning and preparing data happen beside the import of
-torch in the fork server, which takes longer than all of it.
+Reading the job is quick and tells what the ranks need. Planning and data preparation run in parallel to the
+import of torch in the fork server, which takes longer than all of it.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def start_training(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedR
 
         return train_locally(job, resume, reporter)
     except BaseException:
-        end_server()  # or whoever reads our output would wait for it
+        end_server()  # it holds our output pipes open
         raise

@@ -43,7 +43,7 @@ class TrainedRun:
 
 
 class _UnfinishedRun:
-    """What the two errors below carry beside their problems."""
+    """Attributes of the two errors below."""
 
     run_dir: Path = Path()
     page: Path | None = None
