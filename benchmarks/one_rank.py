@@ -34,7 +34,7 @@ class DeviceWeights:
         self._device, self._std = torch.device(job.cluster.device), job.model.init_std
         self._seed = job.train.seed
 
-    def whole(self, name: str) -> Tensor:
+    def full_tensor(self, name: str) -> Tensor:
         """Norms are one; everything else is random."""
         shape = self._shapes[name]
         values = torch.ones(shape, device=self._device)
