@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,16 +28,6 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     # By torch's object, not by address: a fake tensor's storage has none.
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def gpu_bytes(device: torch.device, when: Literal["current", "peak"]) -> int:
-    """Bytes that tensors requested of CUDA's caching allocator.
-
-    The allocator serves a request of more than 1 MiB with a block that may be up to 1 MiB larger, and counts
-    the block in ``memory_allocated``. The ledger predicts tensors: with small models the blocks would be 4%
-    more. ``plan.memory.fit`` has a reserve for them.
-    """
-    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"])
 
 
 class LocalState(Protocol):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.layout.optimizer_offload import OFFLOADED
-from meshwright.measure.memory_tracker import PeakTracker, gpu_bytes, state_bytes
+from meshwright.measure.memory_tracker import PeakTracker, state_bytes
 from meshwright.models.moe import Experts
 from meshwright.spec.execution import uses_eager_blocks
 from meshwright.train.optimizer_offload import offloaded_bytes
@@ -108,7 +108,7 @@ class StepAudit:
         if self._tracker is not None:
             peak = self._tracker.peak_bytes + (state["gradients"] if self._unseen_buckets else 0)
         elif self._on_gpu:
-            peak = gpu_bytes(self._device, "peak")
+            peak = torch.cuda.max_memory_allocated(self._device)
         trainer.events.write(
             "state",
             step=trainer.step,
@@ -127,7 +127,7 @@ class StepAudit:
         """Bytes of all live tensors; None where compiled code hides them."""
         if self._tracker is not None:
             return self._tracker.live_bytes
-        return gpu_bytes(self._device, "current") if self._on_gpu else None
+        return torch.cuda.memory_allocated(self._device) if self._on_gpu else None
 
     def _own_bytes(self) -> int:
         """The same without all-gathered parameters."""
