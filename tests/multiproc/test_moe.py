@@ -88,7 +88,7 @@ def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
     assert report.as_dict()["experts"]["step"] == 8
     assert "times the mean" in dict(report.facts())["Experts"]
     assert any(chart.title.startswith("Busiest expert") for chart in report.small_charts())
-    assert "Tokens that chose each expert in step 8" in draw_page(report)
+    assert "Tokens routed to each expert in step 8" in draw_page(report)
 
 
 def test_a_trained_mixture_goes_to_hugging_face(train, tmp_path):
