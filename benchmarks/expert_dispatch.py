@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from baseline import report, time_pairs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode

@@ -91,8 +91,8 @@ class TorchPipeline:
         """One step; returns the loss."""
         loss = self.passes(self.read())
         parameters = list(self.module.parameters())
-        own_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        squared = own_norm.square()
+        local_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        squared = local_norm.square()
         dist.all_reduce(squared)
         nn.utils.clip_grads_with_norm_(parameters, self._job.train.clip, squared.sqrt())
         self._optimizer.step()

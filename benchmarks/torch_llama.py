@@ -98,8 +98,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """One block."""
-        normal = self.attention_norm(x_BTD).to(x_BTD.dtype)
-        x_BTD = x_BTD + self.attention(normal, cos_TE, sin_TE)
+        normed = self.attention_norm(x_BTD).to(x_BTD.dtype)
+        x_BTD = x_BTD + self.attention(normed, cos_TE, sin_TE)
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD).to(x_BTD.dtype))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch import Tensor
 
 from meshwright.data.dataset import IGNORE_INDEX
@@ -51,17 +51,17 @@ def norm_cases(rows: int, width: int, residual_dtype: torch.dtype, low: torch.dt
     def forward(dtype: torch.dtype, *, added: bool) -> Case:
         def work(device: str) -> Iterator[Tensor | None]:
             x, delta, weight = operands(device)
-            total, normal, inverse = kernels.add_rms_norm(x, delta if added else None, weight, 1e-5, dtype)
-            yield from (total, *normal, inverse)
+            total, normed, inverse = kernels.add_rms_norm(x, delta if added else None, weight, 1e-5, dtype)
+            yield from (total, *normed, inverse)
 
         return work
 
-    def back(*, beside: bool, normal: bool) -> Case:
+    def back(*, beside: bool, normed: bool) -> Case:
         def work(device: str) -> Iterable[Tensor | None]:
             x, grad, weight = operands(device)
             inverse = x.float().square().mean(-1).add(1e-5).rsqrt()
             more = draw(device, rows, width, dtype=residual_dtype, seed=3) if beside else None
-            return kernels.rms_norm_backward(grad, x, inverse, weight, more, normal)
+            return kernels.rms_norm_backward(grad, x, inverse, weight, more, normed)
 
         return work
 
@@ -69,8 +69,8 @@ def norm_cases(rows: int, width: int, residual_dtype: torch.dtype, low: torch.dt
         "add_rms_norm": forward(low, added=True),
         "norm alone": forward(low, added=False),
         "add_rms_norm in fp8": forward(fp8.E4M3, added=True),
-        "rms_norm_backward": back(beside=True, normal=True),
-        "rms_norm_backward of the final norm": back(beside=False, normal=False),
+        "rms_norm_backward": back(beside=True, normed=True),
+        "rms_norm_backward of the final norm": back(beside=False, normed=False),
     }
 
 

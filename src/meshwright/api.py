@@ -127,7 +127,7 @@ class Job:
         return explain_layout(self.loaded, layout, reporter)
 
     def size_cluster(self, tokens: float, deadline_s: float, *, reporter: Reporter = SILENT) -> SizedCluster:
-        """Find the smallest cluster that trains on so many tokens before a deadline.
+        """Find the smallest cluster that trains on ``tokens`` tokens before a deadline.
 
         Raises:
             UserError: The model is not a decoder, the cluster has no GPUs, or the layout is given.
@@ -232,7 +232,7 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, RankPrediction]:
-        """Predicted memory by rank class; ranks of one pipeline stage are alike."""
+        """Predicted memory by rank class; ranks with the same pp rank are identical."""
         return self.contract.classes()
 
     @property

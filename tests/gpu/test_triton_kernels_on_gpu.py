@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.nn.functional as F  # noqa: E402, N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: E402, N812  (the usual alias)
 
 from kernel_cases import (  # noqa: E402
     EXACT,

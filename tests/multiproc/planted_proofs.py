@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

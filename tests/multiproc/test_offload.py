@@ -60,4 +60,4 @@ def test_state_that_stays_is_found_out(train, monkeypatch):
     """A rank that was asked to offload and does not: the audit says what is missing on the host."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:state_that_stays")
     result = train("layout.dp_replicate=1", *AWAY, expect=3).result
-    assert any("optimizer on the host is 0 bytes" in said for said in result["differences"])
+    assert any("optimizer in CPU memory is 0 bytes" in said for said in result["differences"])

@@ -162,7 +162,7 @@ def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
             offloaded = expected.offloaded_bytes.get(kind, 0)
             measured = found.offloaded_bytes.get(kind, 0) if found else None
             if offloaded or measured:
-                rows.append(StateRow(expected.rank, f"{kind} on the host", offloaded, measured))
+                rows.append(StateRow(expected.rank, f"{kind} in CPU memory", offloaded, measured))
         peak = expected.first_peak_bytes if found and found.first_step else expected.peak_bytes
         counted, effect = has_exact_peak(plan.job), find_effect(plan, expected, found)
         compiled = found is not None and found.compiled and not counted

@@ -86,7 +86,7 @@ def take_snapshot(state: CheckpointedState, has_checkpoint: Callable[[], bool]) 
 
     Args:
         state: Of this rank.
-        has_checkpoint: Whether there is an older checkpoint; only asked for the error message.
+        has_checkpoint: Whether there is an older checkpoint; only called for the error message.
     """
     sharded, job = state.sharded, state.plan.job
     named = dict(sharded.named_parameters())

@@ -14,7 +14,7 @@ stage  state per rank              communication of a step over N ranks         
 3      (P + G + O) / N             m x (2 all-gathers of P, reduce-scatter of G)  e bytes
 =====  ==========================  ============================================  ============================
 
-The N ranks are those of ``dp_shard`` x ``cp``. Routed experts with separate axes are groups of their own,
+The N ranks are those of ``dp_shard`` x ``cp``. Routed experts with separate axes are separate groups,
 each before its block, sharded over ``ep_shard`` (``layout.axes``). A single rank makes no calls.
 
 The root group (embeddings, final norm, head) is gathered once per micro-batch, in float32, and kept from

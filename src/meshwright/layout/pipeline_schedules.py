@@ -137,11 +137,11 @@ def boundaries_of(job: Job, pp_rank: int) -> StageBoundaries:
 
 
 @functools.lru_cache(maxsize=512)
-def list_boundaries(homes: tuple[int, ...]) -> tuple[StageBoundaries, ...]:
+def list_boundaries(stage_ranks: tuple[int, ...]) -> tuple[StageBoundaries, ...]:
     """The sends of every pp rank."""
-    forward: list[list[int]] = [[] for _ in range(max(homes) + 1)]
+    forward: list[list[int]] = [[] for _ in range(max(stage_ranks) + 1)]
     backward: list[list[int]] = [[] for _ in forward]
-    for before, behind in itertools.pairwise(homes):
+    for before, behind in itertools.pairwise(stage_ranks):
         if before != behind:
             forward[before].append(behind)
             backward[behind].append(before)

@@ -139,9 +139,11 @@ def _stage_sizes(job: Job) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _build_stages(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[StageSpec, ...]:
-    """Stages with these layer counts; ``homes`` are their pp ranks."""
-    last, shared = len(counts) - 1, len(counts) > 1 and homes[0] == homes[-1]
+def _build_stages(
+    model: Model, counts: tuple[int, ...], stage_ranks: tuple[int, ...]
+) -> tuple[StageSpec, ...]:
+    """Stages with these layer counts; ``stage_ranks`` are their pp ranks."""
+    last, shared = len(counts) - 1, len(counts) > 1 and stage_ranks[0] == stage_ranks[-1]
     tied = shared and isinstance(model, DecoderModel) and model.tied_embeddings
     ends = itertools.accumulate(counts)
     return tuple(
@@ -167,13 +169,13 @@ def unsharded_stages(job: Job, pp_rank: int) -> tuple[StageSpec, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _split_stages(
-    model: Model, counts: tuple[int, ...], homes: tuple[int, ...]
+    model: Model, counts: tuple[int, ...], stage_ranks: tuple[int, ...]
 ) -> tuple[tuple[StageSpec, ...], ...]:
     """The stages of every pp rank."""
-    stages = _build_stages(model, counts, homes)
+    stages = _build_stages(model, counts, stage_ranks)
     return tuple(
-        tuple(part for part, home in zip(stages, homes, strict=True) if home == pp_rank)
-        for pp_rank in range(max(homes) + 1)
+        tuple(part for part, rank in zip(stages, stage_ranks, strict=True) if rank == pp_rank)
+        for pp_rank in range(max(stage_ranks) + 1)
     )
 
 
@@ -183,9 +185,11 @@ def representative_pp_rank(job: Job, pp_rank: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _find_representatives(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[int, ...]:
+def _find_representatives(
+    model: Model, counts: tuple[int, ...], stage_ranks: tuple[int, ...]
+) -> tuple[int, ...]:
     first: dict[Any, int] = {}
-    sends, ranks = list_boundaries(homes), enumerate(_split_stages(model, counts, homes))
+    sends, ranks = list_boundaries(stage_ranks), enumerate(_split_stages(model, counts, stage_ranks))
     keys = [(rank == 0, sends[rank], *(part.representative for part in parts)) for rank, parts in ranks]
     return tuple(first.setdefault(key, rank) for rank, key in enumerate(keys))
 
@@ -219,17 +223,17 @@ def find_tied_pp_ranks(job: Job) -> tuple[int, ...]:
     """The pp ranks with a copy of a tied embedding; empty if no copy is needed."""
     if not list_stages(job)[-1].copies_embedding:
         return ()
-    homes = stage_pp_ranks(job)
-    return tuple(sorted({homes[0], homes[-1]}))
+    stage_ranks = stage_pp_ranks(job)
+    return tuple(sorted({stage_ranks[0], stage_ranks[-1]}))
 
 
 def locate_parameters(job: Job) -> list[tuple[Parameter, int]]:
     """Every parameter of the whole model, with the first pp rank that has it."""
-    homes: dict[str, int] = {}
+    holders: dict[str, int] = {}
     for pp_rank in range(job.layout.pp):
         for parameter in local_parameters(job, pp_rank):
-            homes.setdefault(parameter.name, pp_rank)
-    return [(parameter, homes[parameter.name]) for parameter in list_parameters(job.model)]
+            holders.setdefault(parameter.name, pp_rank)
+    return [(parameter, holders[parameter.name]) for parameter in list_parameters(job.model)]
 
 
 def saved_parameter_kinds(job: Job, pp_rank: int, parts: Sequence[StageSpec]) -> tuple[Parameter, ...]:

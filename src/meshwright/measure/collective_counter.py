@@ -1,6 +1,6 @@
 """Counts every collective that reaches a process group, by axis, operation and phase.
 
-Every collective of torch is dispatched as an operator of the ``c10d`` namespace, whoever calls it: DDP's C++
+Every collective of torch is dispatched as an operator of the ``c10d`` namespace, by any caller: DDP's C++
 reducer, a hook, functional collectives (DTensor), user code in inference mode. The counter registers a kernel
 just above the device kernels (dispatch key ``BackendSelect``, which no mode excludes). It counts and
 redispatches. That costs microseconds per collective and nothing for other operators, so it is always on. A

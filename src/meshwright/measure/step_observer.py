@@ -20,7 +20,7 @@ class StepObserver(Protocol):
         """
 
     def before_backward(self, micro_batch: int) -> None:
-        """Before the backward pass of a micro-batch, which includes its activation checkpointing."""
+        """Before the backward pass of a micro-batch, which includes the recomputation of its activations."""
 
     def after_backward(self) -> None:
         """After the last backward pass: gradients are complete, not yet clipped or applied."""

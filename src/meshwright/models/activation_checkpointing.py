@@ -152,7 +152,7 @@ def _policy(
     *_: Any,
     **__: Any,
 ) -> CheckpointPolicy:
-    """Save attention, and GEMMs and reductions by their number; forward and recomputation count alike."""
+    """Save attention, and GEMMs and reductions by index; forward and recomputation count the same way."""
     kind = "gemm" if operation in GEMM_OPS else "reduction" if operation in REDUCTION_OPS else ""
     if kind:
         number = seen[kind, context.is_recompute]

@@ -1,4 +1,4 @@
-"""A decoder: grouped-query attention and a feed-forward or mixture of experts per block, each behind a norm.
+"""A pre-norm decoder: each block has grouped-query attention and a feed-forward or mixture of experts.
 
 Llama-shaped by default; GPT-shaped with learned positions, LayerNorm, GELU and biases. Parameter names and
 their registration order are the contract with ``layout.parameters``, which lists the same table without
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch import Tensor, nn
 
 from meshwright.layout.stages import StageSpec
@@ -85,7 +85,7 @@ class Block(nn.Module):
         self.is_moe = model.num_experts is not None and layer >= model.dense_layers
         self.ffn = MixtureOfExperts(model) if self.is_moe else build_feed_forward(model, model.ffn_size)
         gemms = list(self.list_gemm_modules())
-        # The backward pass reads the last output only of experts: their outputs are weighted.
+        # No backward pass reads the output of the last GEMM, except of experts: routing weights multiply it.
         saved = [*[True] * (len(gemms) - 1), not isinstance(gemms[-1][1], Linear)]
         self.checkpointing = ActivationCheckpointing(recompute, saved)
 
@@ -125,8 +125,8 @@ class Block(nn.Module):
         weights_B: Tensor | None,
     ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
-        normal = self.ffn_norm(x_BTD)
-        return x_BTD + (self.ffn(normal, weights_B) if self.is_moe else self.ffn(normal))
+        normed = self.ffn_norm(x_BTD)
+        return x_BTD + (self.ffn(normed, weights_B) if self.is_moe else self.ffn(normed))
 
 
 class Head(nn.Linear):
@@ -277,9 +277,10 @@ class Decoder(nn.Module):
         return self.head(x) if targets_BT is None else self.head.loss(x, targets_BT, self.loss_chunk)
 
     def set_expected_loss_grad(self, expected: float) -> None:
-        """Announce the gradient of the loss, so that the loss computes its gradients with it.
+        """Set the expected gradient of the loss: the loss scales its gradients with it in the forward pass.
 
-        With another gradient the result is right too, at the cost of a pass over the head's gradient.
+        If the backward pass starts with another gradient, the result is still right, at the cost of one more
+        pass over the head's gradient.
         """
         if self.last and self.head.expected_loss_grad != expected:  # setting a module attribute is slow
             self.head.expected_loss_grad = expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch import Tensor, nn
 
 from meshwright.spec.model import DecoderModel
@@ -35,8 +35,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
-        normal = F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps)
-        return cast_to_compute_dtype(normal, x)
+        normed = F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps)
+        return cast_to_compute_dtype(normed, x)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -45,13 +45,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def cast_to_compute_dtype(normal: Tensor, x: Tensor) -> Tensor:
+def cast_to_compute_dtype(normed: Tensor, x: Tensor) -> Tensor:
     """A norm's output in the dtype of the GEMMs that read it.
 
     Cast here, once: autocast would cast and save one copy per GEMM (three for attention, two for the
     feed-forward).
     """
-    return normal.to(compute_dtype(x))
+    return normed.to(compute_dtype(x))
 
 
 def build_norm(model: DecoderModel) -> RMSNorm | LayerNorm:

@@ -9,7 +9,7 @@ Shape suffixes: B samples, C channels, H height, W width, K classes.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch import Tensor, nn
 
 from meshwright.data.dataset import IGNORE_INDEX

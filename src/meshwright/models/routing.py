@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 

@@ -1,9 +1,9 @@
 """Triton blocks: a Llama-shaped block as GEMMs, attention and fused Triton kernels between them.
 
-The residual stream passes between blocks as a pair, (residual, delta): the stream before a block's last
+The residual stream passes between blocks as a pair, (residual, delta): the residual before a block's last
 linear and the output of that linear. So each norm kernel also does the residual add in front of it::
 
-    x = embed(tokens)                         embedding lookup, in the residual dtype
+    x = embed(tokens)                             embedding lookup, in the residual dtype
     total, q, k, v = norm_qkv_rope(x, delta)      add, norm, one GEMM, RoPE
     delta = linear(attention(q, k, v))
     total, delta = feed_forward(total, delta)     add, norm, one GEMM, SwiGLU, one GEMM
@@ -46,7 +46,7 @@ class LinearGemms:
     """The three GEMMs of a linear layer, or of several merged ones."""
 
     weight_OI: Tensor
-    """The 16-bit copy; of merged linears concatenated."""
+    """The 16-bit weight copy; concatenated for merged linears."""
     uses_fp8: bool
     uses_fp8_weight_grad: bool
     rows: tuple[int, ...]
@@ -80,7 +80,7 @@ class LinearGemms:
         return fp8.input_grad(grad, kernels.cast_transposed(self.weight_OI, self.scale_O1))
 
     def uses_fp8_weight_grad_for(self, tokens: int) -> bool:
-        """Whether the weight gradient over so many tokens is an FP8 GEMM."""
+        """Whether the weight gradient over this many tokens is an FP8 GEMM."""
         return self.uses_fp8_weight_grad and tokens % fp8.ALIGNMENT == 0
 
     def weight_grads(
@@ -132,13 +132,13 @@ class _NormQkvRope(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         batch, length, width = x_BTD.shape
         delta_ND = None if delta_BTD is None else delta_BTD.flatten(0, 1)
-        total_ND, normal, inverse_N = kernels.add_rms_norm(
+        total_ND, normed, inverse_N = kernels.add_rms_norm(
             x_BTD.flatten(0, 1), delta_ND, weight_D, block.attention_eps, block.qkv.operand_dtype
         )
-        heads_BHTE = block.qkv.forward(normal).view(batch, length, -1, block.head_size).transpose(1, 2)
+        heads_BHTE = block.qkv.forward(normed).view(batch, length, -1, block.head_size).transpose(1, 2)
         queries, keys = (rows // block.head_size for rows in block.qkv.rows[:2])
         kernels.rotate_heads(heads_BHTE[:, : queries + keys], *rope)
-        saved = (normal.values,) if block.saves_gemm_inputs and normal.scale is None else ()
+        saved = (normed.values,) if block.saves_gemm_inputs and normed.scale is None else ()
         ctx.save_for_backward(total_ND, inverse_N, weight_D, *rope, *saved)
         ctx.block, ctx.added = block, delta_BTD is not None
         total_BTD = x_BTD if delta_BTD is None else total_ND.view(batch, length, width)
@@ -157,10 +157,10 @@ class _NormQkvRope(torch.autograd.Function):
             inverse_N,
             weight_D,
             grad_BTD.flatten(0, 1),
-            normal=not saved,
+            normed=not saved,
         )
-        (normal_ND,) = saved or (grads.normal_ND,)
-        masters = gemms.weight_grads(grad_NW, normal_ND)
+        (normed_ND,) = saved or (grads.normed_ND,)
+        masters = gemms.weight_grads(grad_NW, normed_ND)
         delta_BTD = grads.delta_ND.view_as(grad_BTD) if ctx.added else None
         return grads.residual_ND.view_as(grad_BTD), delta_BTD, grads.weight_D, None, None, *masters
 
@@ -192,18 +192,18 @@ class _FeedForward(torch.autograd.Function):
     def forward(
         ctx: Any, x_BTD: Tensor, delta_BTD: Tensor, weight_D: Tensor, block: TritonBlock, *masters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        total_ND, normal, inverse_N = kernels.add_rms_norm(
+        total_ND, normed, inverse_N = kernels.add_rms_norm(
             x_BTD.flatten(0, 1), delta_BTD.flatten(0, 1), weight_D, block.ffn_eps, block.gate_up.operand_dtype
         )
-        both_NG = block.gate_up.forward(normal)
+        both_NG = block.gate_up.forward(normed)
         inner = kernels.swiglu(both_NG, block.down.operand_dtype)
         saved = (
-            (normal.values, inner.values)
-            if block.saves_gemm_inputs and normal.scale is inner.scale is None
+            (normed.values, inner.values)
+            if block.saves_gemm_inputs and normed.scale is inner.scale is None
             else ()
         )
         ctx.save_for_backward(total_ND, inverse_N, weight_D, both_NG, *saved)
-        del normal
+        del normed
         out_ND = block.down.forward(inner)
         ctx.block = block
         return total_ND.view_as(x_BTD), out_ND.view_as(delta_BTD)
@@ -223,7 +223,7 @@ class _FeedForward(torch.autograd.Function):
             grad_NG, inner_NF = kernels.swiglu_backward(both_NG, grad_NF, inner=not saved)
         del grad_NF
         if saved:
-            normal_ND, inner_NF = saved
+            normed_ND, inner_NF = saved
         down = block.down.weight_grads(grad_out_ND, inner_NF, x_amax_I=inner_amax_F)
         del inner_NF
         grads = kernels.rms_norm_backward(
@@ -232,10 +232,10 @@ class _FeedForward(torch.autograd.Function):
             inverse_N,
             weight_D,
             grad_BTD.flatten(0, 1),
-            normal=not saved,
+            normed=not saved,
         )
-        normal_ND = normal_ND if saved else grads.normal_ND
-        both = block.gate_up.weight_grads(grad_NG, normal_ND, grad_amax_O=grad_amax_G)
+        normed_ND = normed_ND if saved else grads.normed_ND
+        both = block.gate_up.weight_grads(grad_NG, normed_ND, grad_amax_O=grad_amax_G)
         grad_residual, grad_delta = grads.residual_ND.view_as(grad_BTD), grads.delta_ND.view_as(grad_BTD)
         return grad_residual, grad_delta, grads.weight_D, None, *both, *down
 
@@ -248,19 +248,19 @@ class _FinalNorm(torch.autograd.Function):
         ctx: Any, x_BTD: Tensor, delta_BTD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
     ) -> Tensor:
         delta_ND = None if delta_BTD is None else delta_BTD.flatten(0, 1)
-        total_ND, normal, inverse_N = kernels.add_rms_norm(
+        total_ND, normed, inverse_N = kernels.add_rms_norm(
             x_BTD.flatten(0, 1), delta_ND, weight_D, eps, dtype
         )
         ctx.save_for_backward(total_ND, inverse_N, weight_D)
         ctx.added = delta_BTD is not None
-        return normal.values.view_as(x_BTD)
+        return normed.values.view_as(x_BTD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
         total_ND, inverse_N, weight_D = ctx.saved_tensors
         grads = kernels.rms_norm_backward(
-            grad_BTD.flatten(0, 1), total_ND, inverse_N, weight_D, None, normal=False
+            grad_BTD.flatten(0, 1), total_ND, inverse_N, weight_D, None, normed=False
         )
         grad_delta_BTD = grads.delta_ND.view_as(grad_BTD) if ctx.added else None
         return grads.residual_ND.view_as(grad_BTD), grad_delta_BTD, grads.weight_D, None, None
@@ -303,8 +303,8 @@ class TritonRMSNorm(RMSNorm):
     def forward(self, x: Residual) -> Tensor:
         """Add and normalise."""
         x_BTD, delta_BTD = x if isinstance(x, tuple) else (x, None)
-        normal_BTD: Tensor = _FinalNorm.apply(x_BTD, delta_BTD, self.weight, self.eps, self.dtype)
-        return normal_BTD
+        normed_BTD: Tensor = _FinalNorm.apply(x_BTD, delta_BTD, self.weight, self.eps, self.dtype)
+        return normed_BTD
 
 
 class TritonBlock(Block):
@@ -327,7 +327,7 @@ class TritonBlock(Block):
         self.attention_eps, self.ffn_eps = block.attention_norm.eps, block.ffn_norm.eps
         self.head_size = attention.head_size
         self.saves_gemm_inputs = block.checkpointing.mode == "none"
-        """Whether GEMM inputs are saved, too; not in FP8, which would not serve the weight gradients."""
+        """Whether GEMM inputs are saved, too. Not FP8 inputs: the weight-gradient GEMMs cannot read them."""
         projections = (attention.wq, attention.wk, attention.wv)
         self.qkv = _build_gemms(attention.qkv, projections, grad_dtype, gemms)
         self.wo = _build_gemms(attention.wo, (attention.wo,), grad_dtype, gemms)

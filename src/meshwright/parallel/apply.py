@@ -1,6 +1,7 @@
 """Applies all parallelisms of a layout to a model, in one order.
 
-Innermost axis first. Each line sees what the lines above it made and nothing of those below.
+The order, as in torchtitan: pp (build the stages), cp, tp, ep, activation checkpointing, block backend
+(compile), data parallelism. Each line works on the result of the lines above it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Parallelized(NamedTuple):
     module: nn.Module
     """The model as data parallelism wraps it: what a step calls."""
     parallel: ParallelContext
-    """This rank's cp and tp groups and its shards."""
+    """This rank's cp, tp and ep groups and its local shards."""
     weight_copies: WeightCopies | None
     """The bf16 weight copies, if there are any."""
 
@@ -64,5 +65,5 @@ def parallelize(job: Job, mesh: Mesh, weights: WeightSource, gemms: Gemms = TORC
     init_weights(model, job, weights, mesh)
     apply_activation_checkpointing(model, job.layout.recompute)
     weight_copies = apply_block_backend(model, job, gemms)  # eager, torch.compile or Triton
-    module = apply_data_parallel(model, job, mesh, weights)  # dp: DDP, ZeRO-1 or FSDP over what is left
+    module = apply_data_parallel(model, job, mesh, weights)  # dp: DDP, ZeRO-1 or FSDP of the local shards
     return Parallelized(model, module, parallel, weight_copies)

@@ -34,7 +34,7 @@ class ContextParallel(Context):
         order = torch.cat([self.positions_of(rank) for rank in range(self.size)])
         # On every device that needs them: a later copy would synchronize.
         self._order = {device: order.to(device) for device in {torch.device("cpu"), mesh.device}}
-        self._own = {device: self.positions.to(device) for device in self._order}
+        self._local_positions = {device: self.positions.to(device) for device in self._order}
 
     @abstractmethod
     def positions_of(self, rank: int) -> Tensor:
@@ -43,11 +43,13 @@ class ContextParallel(Context):
     def local_positions(self, length: int, device: torch.device) -> Tensor:
         """This rank's positions."""
         assert length == len(self.positions), f"{length} tokens, but {len(self.positions)} are this rank's"
-        return self._own[device] if device in self._own else self.positions.to(device)  # the meta device
+        return (
+            self._local_positions[device] if device in self._local_positions else self.positions.to(device)
+        )  # the meta device
 
     def local_columns(self, whole_BT: Tensor) -> Tensor:
         """Of one value per token of whole sequences, those of this rank's tokens."""
-        return whole_BT[:, self._own[whole_BT.device]]
+        return whole_BT[:, self._local_positions[whole_BT.device]]
 
     def restore_order(self, by_rank_BT: Tensor) -> Tensor:
         """Whole sequences in order, from the tokens of all ranks in rank order; (B, T, ...)."""

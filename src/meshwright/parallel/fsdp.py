@@ -6,17 +6,17 @@ final norm, head). The root is one group because a tied head is the embedding, a
 head's weight without calling the head.
 
 Every rank all-gathers a group before its forward pass: it sends its shard and gets all shards. ZeRO-3
-reshards a block after the forward pass and gathers it again for the backward pass. ZeRO-2 keeps it gathered
-until the last backward pass of the step. The root stays gathered from forward to backward in both. With
-``dp_replicate`` (hybrid sharding, HSDP) gradients are reduce-scattered within a copy of the shards and
-all-reduced between the copies.
+reshards a block after the forward pass (``reshard_after_forward=True``) and gathers it again for the backward
+pass. ZeRO-2 keeps it gathered until the last backward pass of the step (``False``); between steps both shard
+parameters. The root stays gathered from forward to backward in both. With ``dp_replicate`` (hybrid sharding,
+HSDP) gradients are reduce-scattered over the shard axis and all-reduced over the replicas.
 
 Shards are float32 master weights. Blocks are gathered in the autocast dtype, the root in float32, like the
 residual stream and the gradient of the head. Gradients are reduced in float32 or as ``compression.kind``
 says. They are summed, not averaged: the loss is already divided by the global number of target tokens.
 
-The model comes on the meta device. A group gets its weights just before it is sharded, so a rank never holds
-more than its shards and one full group.
+The model is built on the meta device. A group gets its weights just before it is sharded, so a rank never
+holds more than its shards and one full group.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _set_prefetch(decoder: Decoder, depth: int) -> None:
     """All-gather the next ``depth`` blocks while a group computes, in forward and backward passes.
 
     Without asynchronous all-gathers FSDP2 waits for each one where there are no streams. With them a buffer
-    is freed as soon as its block is copied out, on every device. Uses a private method of 2.11 and 2.13.
+    is freed as soon as its block is copied out, on every device. Uses a private method (torch 2.11, 2.13).
     """
     root, blocks = cast("FSDPModule", decoder), [_list_units(block) for block in decoder.list_blocks()]
     root._set_unshard_async_op(True)
@@ -97,7 +97,7 @@ def _flatten(blocks: list[list[FSDPModule]]) -> list[FSDPModule]:
 
 
 def _list_units(block: nn.Module) -> list[FSDPModule]:
-    """The FSDP modules of a block: itself and, where they are a group of their own, its experts."""
+    """The FSDP modules of a block: itself and, where they are a separate group, its experts."""
     return [module for module in block.modules() if is_sharded(module)]
 
 
@@ -133,12 +133,12 @@ def _shard_group(
 
 
 def set_gradient_sync(module: FSDPModule, job: Job, last: bool) -> None:
-    """Say what the backward pass of a micro-batch reduces.
+    """Set what the backward pass of a micro-batch reduces and reshards.
 
     Gradients are reduce-scattered in every backward pass. With ``accumulate = "deferred"`` they stay
-    unsharded until the last one. The all-reduce between the copies of hybrid sharding (HSDP) waits for the
-    last one, unless it runs in 16 bits: FSDP2 would accumulate the waiting gradients in 16 bits. ZeRO-2 keeps
-    parameters gathered until the last one.
+    unsharded until the last one. The all-reduce over replicas (HSDP) runs in the last one, unless it is in
+    16 bits: until then FSDP2 would accumulate in 16 bits, too. ZeRO-2 keeps parameters gathered until the
+    last one.
     """
     module.set_requires_gradient_sync(last or job.layout.accumulate == "sharded")
     module.set_requires_all_reduce(last or job.compression.kind != "none")
@@ -153,11 +153,11 @@ class FsdpState(RowShardedState):
     ) -> None:
         super().__init__(module, job, mesh, local_shards)
         self._dtensors = {name: cast("DTensor", p) for name, p in module.named_parameters()}
-        self._own = {name: nn.Parameter(_local(p)) for name, p in self._dtensors.items()}
+        self._row_shards = {name: nn.Parameter(_local(p)) for name, p in self._dtensors.items()}
 
     def local_parameters(self) -> list[Tensor]:
         """The shards."""
-        return list(self._own.values())
+        return list(self._row_shards.values())
 
     def local_grads(self) -> list[Tensor]:
         """The gradient shards: views of the reduce-scatter outputs."""
@@ -170,25 +170,25 @@ class FsdpState(RowShardedState):
         return -(-self._shapes[name][0] // self._shards(name))
 
     def assign_shard_grads(self) -> None:
-        """Give the shards their gradient shards."""
+        """Set the gradients of the shards."""
         gradients = self._gradients()
-        for name, own in self._own.items():
+        for name, own in self._row_shards.items():
             own.grad = gradients[name]
 
     def zero_grads(self) -> None:
         """Drop all gradients."""
-        for name, own in self._own.items():
+        for name, own in self._row_shards.items():
             own.grad = self._dtensors[name].grad = None
 
     def list_all_gather_outputs(self) -> Iterator[Tensor]:
-        """The tensors that FSDP2 gathers into, by attributes of 2.11 and 2.13."""
+        """The tensors that FSDP2 gathers into. Uses private attributes of torch 2.11 and 2.13."""
         for part in self.module.modules():
             if is_sharded(part) and (group := part._get_fsdp_state()._fsdp_param_group):
                 for parameter in group.fsdp_params:
                     yield from parameter.all_gather_outputs
 
     def reshard_after_eval(self) -> None:
-        """Free what an evaluation gathered."""
+        """Reshard all parameters that an evaluation gathered."""
         for part in self.module.modules():
             if is_sharded(part):
                 part.reshard()

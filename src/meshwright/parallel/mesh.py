@@ -156,7 +156,7 @@ def init_mesh(
 
     Args:
         job: The settled job.
-        counter: Is told the axis of every group.
+        counter: Registers the axis of every group.
         store: For the rendezvous; by default the supervisor's store, under this attempt's generation.
         rank: This process; by default ``RANK`` of the environment.
         backend: Of the groups; by default NCCL on GPUs and gloo on CPUs.

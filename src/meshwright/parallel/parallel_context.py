@@ -34,7 +34,7 @@ class ParallelContext:
 
     @classmethod
     def build(cls, job: Job, mesh: Mesh) -> ParallelContext:
-        """Build this rank's. All ranks call it together."""
+        """Build the context of this rank. All ranks call it together."""
         cp = CONTEXT_METHODS[job.layout.context](job, mesh) if job.layout.cp > 1 else None
         tp = TensorParallel(job, mesh) if job.layout.tp > 1 else None
         shards = tp is not None or EXPERT_AXIS in mesh.groups

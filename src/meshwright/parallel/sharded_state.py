@@ -218,11 +218,11 @@ class RowShardedState(ShardedState):
         super().__init__(module, mesh, local_shards)
         self.is_sharded = True
         self._axes = {name: state_axis(job, name) for name in self._shapes}
-        self._own: dict[str, nn.Parameter] = {}
+        self._row_shards: dict[str, nn.Parameter] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The chunks of rows, by the parameter's name."""
-        yield from self._own.items()
+        yield from self._row_shards.items()
 
     def _shards(self, name: str) -> int:
         return self._axes[name].size

@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch import Tensor, nn
 
 from meshwright.data.dataset import IGNORE_INDEX

@@ -38,7 +38,7 @@ class Zero1State(RowShardedState):
         self._keep_gradients = list_all_reduced(job, self._shapes)
         self._buckets = buckets
         self._parameters = dict(module.named_parameters())
-        self._own = {
+        self._row_shards = {
             name: nn.Parameter(self._shard_rows(name, p.detach())) for name, p in self._parameters.items()
         }
 
@@ -47,8 +47,8 @@ class Zero1State(RowShardedState):
         return self.unshard(name, self._parameters[name].detach())
 
     def assign_shard_grads(self) -> None:
-        """Give the rows their rows of the gradient."""
-        for name, own in self._own.items():
+        """Set the gradients of the row shards: views of the full gradients."""
+        for name, own in self._row_shards.items():
             gradient = self._parameters[name].grad
             own.grad = None if gradient is None else self._shard_rows(name, gradient)
 
@@ -57,14 +57,14 @@ class Zero1State(RowShardedState):
         """Bucket by bucket: every rank sends its updated rows, padded, and gets the rows of all ranks."""
         for names in self._buckets:
             shards = self._shards(names[0])
-            if shards == 1:  # experts that are on no other rank
+            if shards == 1:  # experts without replicas
                 continue
             parts, sizes = [], []
             for name in names:
                 shape = self._shapes[name]
                 row = shape.numel() // shape[0]
                 sizes.append(-(-shape[0] // shards) * row)
-                flat = self._own[name].detach().reshape(-1)
+                flat = self._row_shards[name].detach().reshape(-1)
                 parts += [flat, flat.new_zeros(sizes[-1] - flat.numel())]
             sent = torch.cat(parts)
             del parts
@@ -76,7 +76,7 @@ class Zero1State(RowShardedState):
                 parameter.copy_(column.reshape(-1)[: parameter.numel()])
 
     def zero_grads(self) -> None:
-        """Drop the gradients of the rows, and those of the full parameters."""
-        for own in self._own.values():
+        """Drop the gradients of the row shards and of the full parameters."""
+        for own in self._row_shards.values():
             own.grad = None
         super().zero_grads()

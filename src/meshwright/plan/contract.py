@@ -181,7 +181,7 @@ class Plan:
         return [row for row in self.collectives if row.pp_rank in (None, pp_rank)]
 
     def classes(self) -> dict[str, RankPrediction]:
-        """One rank of each class; ranks with the same pp_rank are alike."""
+        """One rank of each class; ranks with the same pp_rank are identical."""
         each = self.world_size // self.job.layout.pp if self.exact else 1
         names = name_classes(self.job, self.exact, len(self.ranks) // each)
         return {name: self.ranks[pp_rank * each] for name, pp_rank in names.items()}
@@ -190,11 +190,11 @@ class Plan:
         """The pipeline stages, first to last; empty without a pipeline."""
         if not self.exact or self.job.layout.pp == 1:
             return []
-        homes = stage_pp_ranks(self.job)
+        stage_ranks = stage_pp_ranks(self.job)
         return [
             StageRow(
                 part.stage,
-                homes[part.stage],
+                stage_ranks[part.stage],
                 part.layers.start,
                 part.layers.stop - 1,
                 part.first,
@@ -218,11 +218,11 @@ def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
         classes = ESTIMATED_CLASSES if count == len(ESTIMATED_CLASSES) else ESTIMATED_CLASSES[::2]
         return {name: index for index, name in enumerate(classes)}
     each = job.layout.world_size // job.layout.pp
-    homes, names = stage_pp_ranks(job), dict[str, int]()
+    stage_ranks, names = stage_pp_ranks(job), dict[str, int]()
     for pp_rank in range(job.layout.pp):
         first, last = pp_rank * each, (pp_rank + 1) * each - 1
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {last}"
-        stages = [str(part.stage) for part in list_stages(job) if homes[part.stage] == pp_rank]
+        stages = [str(part.stage) for part in list_stages(job) if stage_ranks[part.stage] == pp_rank]
         names[f"stage{'s' * (len(stages) > 1)} {', '.join(stages)} ({ranks})"] = pp_rank
     return names
 

@@ -42,7 +42,7 @@ class Memory:
     """Memory of a layout's ranks."""
 
     ledgers: tuple[Ledger, ...]
-    """One per pipeline rank, of its rank that holds most; where estimated, one per class of them."""
+    """One per pp rank: its data-parallel rank with the largest shards; if estimated, one per rank class."""
     needs: tuple[MemoryNeed, ...]
     """Needs of the same ranks."""
     host_bytes: int = 0

@@ -108,7 +108,7 @@ class TimeRules:
     """Each rank of a tensor-parallel group sends its shard of an activation to the next stage."""
     reduces_after_pipeline: bool = False
     """In a pipeline, gradients are reduced after the schedule: nothing overlaps."""
-    ring_lanes: int = 1
+    ring_head_chunks: int = 1
     """Groups of key heads that ring attention sends and computes one after another."""
     counts_calls: bool = False
     """Every collective call has its latency: gathers and scatters of sequence parallelism, reductions of
@@ -210,7 +210,7 @@ _MESHWRIGHT_TIME = TimeRules(
     embedding_bytes=16.0,
     splits_sends=False,
     reduces_after_pipeline=True,
-    ring_lanes=8,
+    ring_head_chunks=8,
     counts_calls=True,
 )
 """Meshwright: an eager embedding zeroes its gradient, adds to it and accumulates it."""

@@ -52,8 +52,8 @@ class PipelineRun:
     @property
     def makespan_s(self) -> float:
         """From the first action to the last."""
-        moments = [moment for row in self.spans for _, *times in row for moment in times]
-        return max(moments) - min(moments)
+        points = [point for row in self.spans for _, *times in row for point in times]
+        return max(points) - min(points)
 
     @property
     def stage_s(self) -> tuple[float, ...]:
@@ -150,16 +150,16 @@ def _find_better(plan: Plan, stage_s: tuple[float, ...]) -> tuple[int, ...] | No
     """
     layers = plan.job.layout.stage_layers
     assert layers is not None, "a plan settles the layers of the stages"
-    assert isinstance(plan.job.model, DecoderModel), "the legality table cuts decoders only"
+    assert isinstance(plan.job.model, DecoderModel), "the legality table splits decoders only"
     costs = part_costs(plan.job)
     inner = [seconds / count for seconds, count in zip(stage_s[1:-1], layers[1:-1], strict=True)]
     block = statistics.fmean(inner) if inner else stage_s[0] / (layers[0] + costs.embedding_blocks)
     embedding, head = (max(0.0, stage_s[end] / block - layers[end]) for end in (0, -1))
-    homes = stage_pp_ranks(plan.job)
-    assigned = assign_layers(plan.job.model.num_layers, homes, embedding, head)
+    stage_ranks = stage_pp_ranks(plan.job)
+    assigned = assign_layers(plan.job.model.num_layers, stage_ranks, embedding, head)
 
     def slowest(counts: tuple[int, ...]) -> float:
-        return max(rank_costs(stage_costs(counts, embedding, head), homes))
+        return max(rank_costs(stage_costs(counts, embedding, head), stage_ranks))
 
     return assigned if slowest(assigned) < (1 - MIN_IMPROVEMENT) * slowest(layers) else None
 

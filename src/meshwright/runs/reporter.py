@@ -1,4 +1,4 @@
-"""How long calls report what they are doing. The default reports nothing."""
+"""The reporter: receives messages, progress and events of long-running calls. The default reports nothing."""
 
 from __future__ import annotations
 

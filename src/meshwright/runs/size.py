@@ -1,4 +1,4 @@
-"""How large a cluster must be to train on so many tokens before a deadline."""
+"""Finds the smallest cluster that trains on a number of tokens before a deadline."""
 
 from __future__ import annotations
 

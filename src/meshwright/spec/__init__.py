@@ -1,1 +1,1 @@
-"""What, on what, how: model, cluster, layout and job as frozen dataclasses, and what is legal. No torch."""
+"""The job as frozen dataclasses (model, cluster, layout, ...), presets and legality rules. No torch."""

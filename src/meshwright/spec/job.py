@@ -119,7 +119,7 @@ class Train:
     noise_scale_every: Natural = 0
     """Steps between measurements of the gradient noise scale; 0 for none."""
     balance_loss: NonNegative | None = None
-    """Coefficient of the load-balancing loss of experts, see the page Experts; if left out 0.01, or 0 with
+    """Coefficient of the load-balancing loss of experts (page Expert parallel); if left out 0.01, or 0 with
     balance_rate."""
     balance_rate: NonNegative = 0.0
     """Update per step of the router bias that balances the expert load (DeepSeek-V3); 0 for none."""

@@ -40,7 +40,8 @@ class Layout:
     etp: Count = 1
     """Expert tensor parallel degree: ranks that split each expert."""
     zero: Annotated[int, Field(ge=0, le=3, strict=True)] = 0
-    """ZeRO stage over dp_shard x cp: 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage over dp_shard x cp: 1 shards the optimizer state, 2 also gradients, 3 also parameters.
+    2 and 3 are FSDP2; 2 shards parameters between steps, too (`reshard_after_forward=False`)."""
     accumulate: Literal["sharded", "deferred"] = "sharded"
     """Gradient accumulation under ZeRO-2 and 3: reduce-scatter per micro-batch (`sharded`), or once per step
     (`deferred`; keeps full gradients)."""
@@ -59,7 +60,7 @@ class Layout:
     micro_batch: Count | None = None
     """Samples per rank in one forward pass; the largest size that fits if left out."""
     recompute: Recompute = "none"
-    """Activation checkpointing: recompute norms and activation functions (`selective`), or blocks."""
+    """Activation checkpointing: recompute norms and activation functions (`selective`) or blocks (`full`)."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What is kept in CPU memory between uses: the optimizer state, or all state."""
     prefetch: Natural = 1

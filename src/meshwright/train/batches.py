@@ -115,7 +115,7 @@ class BatchPrefetcher:
 
     Prefetching chooses the samples, counts the targets, and reads the first micro-batch into pinned memory.
     The other micro-batches are read while the device computes the ones before them. Only one micro-batch is
-    ahead, in host memory, so device memory does not grow. On a CPU prefetching gains nothing and is skipped.
+    ahead, in CPU memory, so device memory does not grow. On a CPU prefetching gains nothing and is skipped.
     """
 
     def __init__(self, order: SampleOrder, source: Source, global_batch: int, device: torch.device) -> None:

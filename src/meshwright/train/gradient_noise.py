@@ -96,12 +96,12 @@ class NoiseScale:
             return
         self._part, self._part_targets = _square(self._module), targets_seen
 
-    def parts(self, divisor: int, own_targets: int) -> list[Tensor | float]:
+    def parts(self, divisor: int, local_targets: int) -> list[Tensor | float]:
         """The terms to sum over the ranks: the weighted squared norm of this part, and k.
 
         Args:
             divisor: Targets of the whole batch, by which the gradients are divided.
-            own_targets: Targets of this rank.
+            local_targets: Targets of this rank.
         """
         if self._every == 0:
             return []
@@ -109,10 +109,10 @@ class NoiseScale:
             return [0.0, 0.0]
         self._whole = _square(self._module)
         if isinstance(self._module, FixedBucketDDP):
-            if own_targets == 0:
+            if local_targets == 0:
                 return [0.0, 0.0]
             # |g / n|^2 n / N, of gradients that are g / N
-            return [self._module.local_grad_norm.total * (divisor / own_targets), 1.0]
+            return [self._module.local_grad_norm.total * (divisor / local_targets), 1.0]
         assert self._part is not None, "no micro-batch was seen"
         if self._part_targets == 0:
             return [0.0, 0.0]

@@ -13,7 +13,7 @@ from meshwright.train.trainer import StepResult, Trainer
 def train(trainer: Trainer) -> None:
     """Train until the last step of the job, or until a rank is asked to stop."""
     steps, eval_every = trainer.job.train.steps, trainer.job.train.eval_every
-    step_to_audit = min(trainer.state.first_step + 1, steps - 1)  # the second one: nothing is allocated anew
+    step_to_audit = min(trainer.state.first_step + 1, steps - 1)  # the second one: lazy allocations are done
     meter = start_meter(trainer)
     evaluations = 0
     stopping = False
@@ -47,7 +47,7 @@ def start_meter(trainer: Trainer) -> ThroughputMeter:
 
 
 def is_followed_by_step(trainer: Trainer) -> bool:
-    """Whether the step after the next one will follow at once, as far as is known now."""
+    """Whether the next step is followed by another step, without an evaluation or a planned save between."""
     train, saver, step = trainer.job.train, trainer.saver, trainer.step + 1
     interrupted = _is_due(train.eval_every, step) or saver.is_due_at(step) or saver.is_due_by_time()
     return step < train.steps and not interrupted
@@ -68,7 +68,7 @@ def run_step(
 
 
 def report_end(trainer: Trainer, evaluations: int, stopping: bool) -> None:
-    """Write the last events of a rank that ended well: its collectives and its number of steps."""
+    """Write the last events of a rank that did not fail: its collectives and its number of steps."""
     steps, status = trainer.step - trainer.state.first_step, "interrupted" if stopping else "complete"
     counts = {"steps": steps, "evaluations": evaluations, "saves": trainer.saver.saves}
     trainer.events.write("collectives", rows=trainer.counter.rows(), **counts)

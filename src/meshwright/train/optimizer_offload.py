@@ -1,4 +1,4 @@
-"""Optimizer offload: the state is in host memory and is copied through the device during the update.
+"""Optimizer offload: the state is in CPU memory and is copied through the device during the update.
 
 The state of a bucket of parameters is one flat buffer, pinned with a GPU. In the update a bucket is copied to
 a staging buffer on the device, the optimizer updates its parameters with that state, and the buffer is copied
@@ -32,7 +32,7 @@ class _Bucket:
     """Parameters whose state is copied together."""
 
     host: Tensor
-    """Their state in host memory, flat."""
+    """Their state in CPU memory, flat."""
     shapes: dict[nn.Parameter, dict[str, torch.Size]]
 
     def views(self, flat: Tensor) -> dict[nn.Parameter, State]:
@@ -48,7 +48,7 @@ class _Bucket:
 
 
 class OffloadedOptimizerState:
-    """Moves the state of an optimizer to host memory, and makes its ``step`` work bucket by bucket."""
+    """Moves the state of an optimizer to CPU memory, and makes its ``step`` work bucket by bucket."""
 
     def __init__(
         self, optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]], device: torch.device
@@ -74,12 +74,12 @@ class OffloadedOptimizerState:
 
     @property
     def host_buffers(self) -> list[Tensor]:
-        """All state in host memory."""
+        """All state in CPU memory."""
         return [bucket.host for bucket in self._buckets]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the optimizer bucket by bucket; host memory holds the new state when it returns."""
+        """Step the optimizer bucket by bucket; CPU memory holds the new state when it returns."""
         if self._gpu:
             self._h2d_stream.wait_stream(torch.cuda.current_stream())
         self._copy_to_device(0)
@@ -164,9 +164,9 @@ def offloaded_bytes(
     job: Job,
     device: torch.device,
 ) -> dict[str, int]:
-    """Bytes of the state in host memory, by kind.
+    """Bytes of the state in CPU memory, by kind.
 
-    On a CPU all state is in host memory. There the offloaded buffers count, or everything with
+    On a CPU all state is in CPU memory. There the offloaded buffers count, or everything with
     ``offload = "all"``.
     """
     moments = [value for state in optimizer.state.values() for value in state.values()]

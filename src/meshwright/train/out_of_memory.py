@@ -1,4 +1,4 @@
-"""A rank that ran out of memory reports what was predicted and what was there.
+"""Reports an out-of-memory error of a rank: predicted memory, free memory, failed allocation.
 
 The parent process adds changes that would fit (``diagnose.out_of_memory``): they need the planner.
 """

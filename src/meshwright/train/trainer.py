@@ -48,7 +48,7 @@ from meshwright.train.throughput import ThroughputMeter
 
 @dataclass(frozen=True)
 class RankContext:
-    """What the launcher gives a rank, and what it reports through."""
+    """What the launcher passes to a rank: its plan and mesh, and where it reports."""
 
     plan: Plan
     assignment: Assignment
@@ -87,7 +87,7 @@ class StepResult:
     stop_requested: bool
     """A rank was asked to stop."""
     save_requested: bool
-    """Rank 0 found a save due by time; only where all ranks take part in it."""
+    """Rank 0 found a save due by ``checkpoint.every_minutes``; only if a save is a collective."""
     noise_sums: list[float]
     loss_scale: float
     lr: float
@@ -118,7 +118,7 @@ class Trainer:
             model: With all axes applied.
             amp: Mixed precision.
             optimizer: Of the parameters that this rank updates.
-            offloaded: Its state, if that is in host memory.
+            offloaded: Its state, if that is in CPU memory.
             balancer: Of experts, if there are some.
             data: To train and evaluate on.
             state: Counters; restored if the run is resumed.
@@ -151,8 +151,8 @@ class Trainer:
     ) -> StepResult:
         """Run one optimizer step and write its event.
 
-        The step time ends when the loss is known. If it is read early, that is before the optimizer step,
-        which then counts to the next step: of consecutive steps the first lacks one and the last has two.
+        The step time ends when the loss is known. If the loss is read early, the optimizer step counts in the
+        time of the next step: of consecutive steps, the first has no optimizer step and the last has two.
 
         Args:
             meter: Computes tokens/s and MFU.
@@ -209,23 +209,23 @@ class Trainer:
             micro_batches: Those of this rank.
             targets: Target tokens of all ranks.
             observer: Observes the step.
-            prefetch: Called when all work of the step is queued, before the host waits for the device.
+            prefetch: Called when all work of the step is queued, before the CPU waits for the device.
             overlap_next_step: Whether another step follows at once. Then the update may still run on the
                 device when this returns.
         """
         self.counter.phase, self.observer = "step", observer
         self.noise_scale.begin(self.step + 1)
         divisor = max(targets, 1)  # a batch of long masked prompts has no target, and no gradient
-        own_loss, own_targets = self.forward_backward(micro_batches, divisor)
+        local_loss, local_targets = self.forward_backward(micro_batches, divisor)
         if observer is not None:
             observer.after_backward()
-        noise = self.noise_scale.parts(divisor, own_targets)
+        noise = self.noise_scale.parts(divisor, local_targets)
         loss_scale = self.amp.loss_scale() if noise else 1.0
         lr = lr_at(self.step, self.job.train)
         reduced: list[ControlAllReduce] = []
 
         def start_control_all_reduce(grad_norm: Tensor | None) -> None:
-            reduced.append(self._start_control_all_reduce(own_loss, own_targets, noise, grad_norm))
+            reduced.append(self._start_control_all_reduce(local_loss, local_targets, noise, grad_norm))
 
         early = overlap_next_step and self.can_read_loss_early()
         grad_norm = self.update(lr, start_control_all_reduce) if early else self.update(lr)
@@ -246,19 +246,23 @@ class Trainer:
         """Whether the loss can be read back before the optimizer step has finished.
 
         On one GPU the CPU then reports the step and queues the next one while the optimizer step runs, so the
-        GPU never waits for the CPU. With several ranks the control all-reduce comes last, because it also
-        says that each rank reached the end of the step. Offloaded state needs the CPU for the update.
+        GPU never waits for the CPU. With several ranks the control all-reduce comes last, because it is
+        also the barrier at the end of a step. Offloaded state needs the CPU for the update.
         """
         return self.mesh.device.type == "cuda" and self.mesh.control is None and self.offloaded is None
 
     def _start_control_all_reduce(
-        self, own_loss: Tensor, own_targets: int, noise: Sequence[Tensor | float], grad_norm: Tensor | None
+        self,
+        local_loss: Tensor,
+        local_targets: int,
+        noise: Sequence[Tensor | float],
+        grad_norm: Tensor | None,
     ) -> ControlAllReduce:
         """Sum loss, target count and flags over all ranks; the gradient norm is read back beside them."""
         flags = [float(self.stop.requested)]
         if self.saver.needs_all_ranks:  # rank 0 decides when
             flags.append(float(self.mesh.rank == 0 and self.saver.is_due_by_time()))
-        own = [own_loss, own_targets] if self.mesh.reports_loss else [0.0, 0.0]
+        own = [local_loss, local_targets] if self.mesh.reports_loss else [0.0, 0.0]
         norms = [] if grad_norm is None else [grad_norm]
         return self.mesh.start_control_all_reduce([*own, *flags, *noise], local_values=norms)
 

@@ -2,7 +2,7 @@
 
 The reference runs in one process. It saves the inputs and outputs of all modules in its first step, its
 gradients, and its weights after the first step. Every rank of the layout compares its own with them, one full
-tensor at a time. So no rank holds a second model, and a replica that diverges is found on the wrong rank.
+tensor at a time. So no rank holds a second model, and a diverging replica is reported with its rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def prove(trainer: Trainer) -> None:
 
 
 class ProofObserver(ABC):
-    """Calls recorder or comparer at the same points of the steps."""
+    """Base of recorder and comparer: both observe the same points of a step."""
 
     def __init__(self, trainer: Trainer, task: ProofTask, folder: Path) -> None:
         self.trainer, self.task, self.folder = trainer, task, folder

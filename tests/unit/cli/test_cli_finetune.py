@@ -58,5 +58,5 @@ def test_torch_itself_would_need_as_much(cli, monkeypatch):
     [peak] = [row for row in ran.json["state"] if row["kind"] == "peak"]
     assert peak["measured"] == pytest.approx(peak["predicted"], rel=1e-3)
     assert 1.05 * max(peak["measured"], ran.json["job_peak_bytes"]) + CONTEXT_BYTES < CARD_BYTES
-    [away] = [row for row in ran.json["state"] if row["kind"] == "optimizer on the host"]
+    [away] = [row for row in ran.json["state"] if row["kind"] == "optimizer in CPU memory"]
     assert away["measured"] > 13.4e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 
 from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.measure.memory_tracker import PeakTracker

@@ -12,7 +12,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.data.dataset import IGNORE_INDEX
@@ -174,13 +174,13 @@ def rotated_forward(q, k, v, cos, sin):
     return ROPE_BACKWARD(q, k, v, cos, -sin)
 
 
-def without_the_residual_gradient(grad, total, inverse, weight, beside, normal=True):
-    return NORM_BACKWARD(grad, total, inverse, weight, None, normal)
+def without_the_residual_gradient(grad, total, inverse, weight, beside, normed=True):
+    return NORM_BACKWARD(grad, total, inverse, weight, None, normed)
 
 
-def without_the_mean(grad, total, inverse, weight, beside, normal=True):
+def without_the_mean(grad, total, inverse, weight, beside, normed=True):
     """Without the term that projects out the direction of the norm's input."""
-    came = NORM_BACKWARD(grad, total, inverse, weight, beside, normal)
+    came = NORM_BACKWARD(grad, total, inverse, weight, beside, normed)
     unit = total.float() * inverse.unsqueeze(1)
     mean = (grad.float() * weight * unit).mean(-1, keepdim=True)
     stream = came.residual_ND.float() + unit * mean * inverse.unsqueeze(1)
@@ -252,18 +252,18 @@ def test_a_norm_and_its_gradients_match_autograd(added, beside):
     grad, other, eps = draw(10, 12, seed=2), draw(10, 12, seed=3), 0.1
     weight = draw(12, seed=4).requires_grad_()
     total = x + delta if added else x * 1.0
-    normal = F.rms_norm(total, (12,), weight, eps)
+    normed = F.rms_norm(total, (12,), weight, eps)
     past = (other if beside else torch.zeros_like(other)) * 1.0
-    came, of_weight = torch.autograd.grad((normal, total), (x, weight), (grad, past))
+    came, of_weight = torch.autograd.grad((normed, total), (x, weight), (grad, past))
     with torch.no_grad():
         stream, out, inverse = kernels.add_rms_norm(x, delta if added else None, weight, eps, EXACT)
         found = kernels.rms_norm_backward(grad, stream, inverse, weight, other if beside else None)
-        short = kernels.rms_norm_backward(grad, stream, inverse, weight, None, normal=False)
+        short = kernels.rms_norm_backward(grad, stream, inverse, weight, None, normed=False)
     assert (stream is x) != added
     assert out.scale is None
-    assert short.normal_ND is None
+    assert short.normed_ND is None
     near(stream, total)
-    for ours, theirs in ((out.values, normal), (found.normal_ND, normal), (found.weight_D, of_weight)):
+    for ours, theirs in ((out.values, normed), (found.normed_ND, normed), (found.weight_D, of_weight)):
         near(ours, theirs)
     for ours in (found.residual_ND, found.delta_ND):
         near(ours, came)

@@ -74,7 +74,7 @@ def test_neighbours_are_compared_where_they_are_asked_for(make_job):
 
 def test_reasons_name_the_padding(make_job):
     job = make_job(train={"global_batch": 5}, layout={"dp_replicate": 2, "micro_batch": 2})
-    assert "3 of 8 samples per step are zero-weight padding, so that ranks run alike" in explain(job)
+    assert "3 of 8 samples per step are zero-weight padding: all ranks run equal batches" in explain(job)
 
 
 def test_a_given_layout_and_micro_batch_get_no_reason_of_ours(make_job):

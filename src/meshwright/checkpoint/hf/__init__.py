@@ -1,1 +1,1 @@
-"""Hugging Face folders, in and out: names, weights that are there, and the way a checkpoint becomes one."""
+"""Imports and exports Hugging Face folders: config, tensor names and weights."""

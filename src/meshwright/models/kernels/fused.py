@@ -85,19 +85,19 @@ def add_rms_norm(
     """
     if on_gpu(x_ND):
         total_ND = x_ND if delta_ND is None else torch.empty_like(x_ND)
-        normal = GemmOperand(
+        normed = GemmOperand(
             torch.empty(x_ND.shape, dtype=dtype, device=x_ND.device),
             _scales(x_ND) if dtype == fp8.E4M3 else None,
         )
         inverse_N = torch.empty(x_ND.shape[0], dtype=torch.float32, device=x_ND.device)
-        _triton().add_rms_norm(x_ND, delta_ND, weight_D, total_ND, *normal, inverse_N, eps)
-        return total_ND, normal, inverse_N
+        _triton().add_rms_norm(x_ND, delta_ND, weight_D, total_ND, *normed, inverse_N, eps)
+        return total_ND, normed, inverse_N
     total_ND = x_ND if delta_ND is None else (x_ND.float() + delta_ND.float()).to(x_ND.dtype)
     exact_ND = total_ND.float()
     inverse_N = (exact_ND.square().mean(-1) + eps).rsqrt()
     exact_ND = exact_ND * inverse_N.unsqueeze(1) * weight_D.float()
-    normal = fp8.cast_rows(exact_ND) if dtype == fp8.E4M3 else GemmOperand(exact_ND.to(dtype))
-    return total_ND, normal, inverse_N
+    normed = fp8.cast_rows(exact_ND) if dtype == fp8.E4M3 else GemmOperand(exact_ND.to(dtype))
+    return total_ND, normed, inverse_N
 
 
 class NormGrads(NamedTuple):
@@ -107,7 +107,7 @@ class NormGrads(NamedTuple):
     delta_ND: Tensor
     """The same in the compute dtype."""
     weight_D: Tensor
-    normal_ND: Tensor | None
+    normed_ND: Tensor | None
     """The norm's output, recomputed."""
 
 
@@ -117,7 +117,7 @@ def rms_norm_backward(
     inverse_N: Tensor,
     weight_D: Tensor,
     beside_ND: Tensor | None,
-    normal: bool = True,
+    normed: bool = True,
 ) -> NormGrads:
     """Gradients of a norm's input and weight; the residual branch's gradient is added to the input's.
 
@@ -127,12 +127,12 @@ def rms_norm_backward(
         inverse_N: From :func:`add_rms_norm`.
         weight_D: Of the norm.
         beside_ND: Gradient of its input through the residual branch.
-        normal: Whether to recompute the norm's output.
+        normed: Whether to recompute the norm's output.
     """
     if on_gpu(grad_ND):
         out_ND = torch.empty_like(total_ND)
         low_ND = out_ND if out_ND.dtype == grad_ND.dtype else torch.empty_like(grad_ND)
-        normal_ND = torch.empty_like(grad_ND) if normal else None
+        normed_ND = torch.empty_like(grad_ND) if normed else None
         weight_grad_D = _triton().rms_norm_backward(
             grad_ND,
             total_ND,
@@ -141,9 +141,9 @@ def rms_norm_backward(
             beside_ND,
             out_ND,
             None if low_ND is out_ND else low_ND,
-            normal_ND,
+            normed_ND,
         )
-        return NormGrads(out_ND, low_ND, weight_grad_D, normal_ND)
+        return NormGrads(out_ND, low_ND, weight_grad_D, normed_ND)
     exact_ND, inverse_N1 = grad_ND.float(), inverse_N.unsqueeze(1)
     unit_ND, weighed_ND = total_ND.float() * inverse_N1, exact_ND * weight_D.float()
     out_ND = (weighed_ND - unit_ND * (weighed_ND * unit_ND).mean(-1, keepdim=True)) * inverse_N1
@@ -153,7 +153,7 @@ def rms_norm_backward(
         out_ND.to(total_ND.dtype),
         out_ND.to(grad_ND.dtype),
         (exact_ND * unit_ND).sum(0),
-        (unit_ND * weight_D.float()).to(grad_ND.dtype) if normal else None,
+        (unit_ND * weight_D.float()).to(grad_ND.dtype) if normed else None,
     )
 
 

@@ -21,7 +21,7 @@ class Algorithm(Protocol):
     """Computes GEMMs of one shape."""
 
     def __call__(self, left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-        """Write the product of two operands to ``out``, or add it."""
+        """Write the matmul of two operands to ``out``, or add it."""
 
 
 class Gemms:

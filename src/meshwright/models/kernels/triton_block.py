@@ -79,7 +79,7 @@ def _add_rms_norm(
     delta_ptr,
     weight_ptr,
     total_ptr,
-    normal_ptr,
+    normed_ptr,
     scale_ptr,
     inverse_ptr,
     width,
@@ -101,11 +101,11 @@ def _add_rms_norm(
     inverse = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(inverse_ptr + row, inverse)
     weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
-    normal = x * inverse * weight
+    normed = x * inverse * weight
     if CAST:
-        _store_row(normal, row, normal_ptr, scale_ptr, at, there)
+        _store_row(normed, row, normed_ptr, scale_ptr, at, there)
     else:
-        tl.store(normal_ptr + at, normal.to(normal_ptr.dtype.element_ty), mask=there)
+        tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=there)
 
 
 def add_rms_norm(
@@ -113,7 +113,7 @@ def add_rms_norm(
     delta: Tensor | None,
     weight: Tensor,
     total: Tensor,
-    normal: Tensor,
+    normed: Tensor,
     scale: Tensor | None,
     inverse: Tensor,
     eps: float,
@@ -126,7 +126,7 @@ def add_rms_norm(
         delta,
         weight,
         total,
-        normal,
+        normed,
         scale,
         inverse,
         width,
@@ -157,13 +157,13 @@ def _rms_norm_backward(
     beside_ptr,
     out_ptr,
     low_ptr,
-    normal_ptr,
+    normed_ptr,
     parts_ptr,
     rows,
     width,
     BESIDE: tl.constexpr,
     LOW: tl.constexpr,
-    NORMAL: tl.constexpr,
+    NORMED: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -198,8 +198,8 @@ def _rms_norm_backward(
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
         if LOW:
             tl.store(low_ptr + at, out.to(low_ptr.dtype.element_ty), mask=there)
-        if NORMAL:
-            tl.store(normal_ptr + at, (unit * weight).to(normal_ptr.dtype.element_ty), mask=there)
+        if NORMED:
+            tl.store(normed_ptr + at, (unit * weight).to(normed_ptr.dtype.element_ty), mask=there)
         at += apart
     tl.store(parts_ptr + program * width + columns, sums, mask=there)
 
@@ -212,7 +212,7 @@ def rms_norm_backward(
     beside: Tensor | None,
     out: Tensor,
     low: Tensor | None,
-    normal: Tensor | None,
+    normed: Tensor | None,
 ) -> Tensor:
     """See ``kernels.rms_norm_backward``; returns the gradient of the weight."""
     rows, width = grad.shape
@@ -229,13 +229,13 @@ def rms_norm_backward(
         beside,
         out,
         low,
-        normal,
+        normed,
         parts,
         rows,
         width,
         BESIDE=beside is not None,
         LOW=low is not None,
-        NORMAL=normal is not None,
+        NORMED=normed is not None,
         AHEAD=ahead,
         BLOCK=block,
         num_warps=warps,

@@ -57,7 +57,7 @@ class Pipeline:
         Args:
             batches: The micro-batches of this rank's samples.
             num_targets: Target tokens of the global batch.
-            observer: Is told where the step is.
+            observer: Observes the step.
 
         Returns:
             The summed loss, zero without the last stage; and the target tokens of this rank's samples.

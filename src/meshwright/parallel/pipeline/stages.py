@@ -89,7 +89,7 @@ class StageRunner:
         Args:
             batches: Its micro-batches.
             num_targets: Target tokens of the global batch, by which the loss is divided.
-            observer: Is told where the step is.
+            observer: Observes the step.
         """
         self._batches, self._num_targets, self._observer = batches, num_targets, observer
         self.loss_sum = torch.zeros_like(self.loss_sum)

@@ -235,7 +235,7 @@ B = TypeVar("B", bound=SizedBlock)
 
 @dataclass(frozen=True)
 class BlockSequence(Generic[B]):
-    """The blocks of a model or of a pipeline stage, first to last; alike blocks are one object."""
+    """The blocks of a model or of a pipeline stage, first to last; identical blocks are one object."""
 
     blocks: tuple[B, ...]
 
@@ -261,7 +261,7 @@ class BlockSequence(Generic[B]):
 
     @property
     def last(self) -> B:
-        """The last block; tensors outside of blocks are alike for all."""
+        """The last block; tensors outside of blocks have the same size for all."""
         return self.blocks[-1]
 
     @functools.cached_property

@@ -9,7 +9,7 @@ computed with the loss, lives as long: both are in the peak. Deferred gradients 
 not padded, until the last micro-batch.
 
 These bytes depend on the layer, the phase and the micro-batch alone. So they are sums over blocks at a given
-snapshot, not events of the walk: only the snapshots near the ends of runs of alike blocks are evaluated.
+snapshot, not events of the walk: only the snapshots near the ends of runs of identical blocks are evaluated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bytes of one block's FSDP groups: its main group, and its experts' where these have their own ranks.
 
-Experts that are sharded over ranks of their own are reduced as soon as their backward is done, before that of
+Experts with a separate shard axis are reduced as soon as their backward is done, before that of
 the router and of attention. The input of their reduce-scatter then replaces that of the block behind. A group
 of one rank has no all-gather buffer, because it copies its own shard; instead of a reduce-scatter it divides
 and copies.
@@ -106,7 +106,7 @@ class BlockGroups:
 
 
 def list_blocks(job: Job, part: StageSpec) -> tuple[BlockGroups, ...]:
-    """The blocks of a stage, first to last; alike blocks are one object."""
+    """The blocks of a stage, first to last; identical blocks are one object."""
     found: list[BlockGroups] = []
     for layer, times in part.block_kinds:
         *experts, main = group_block(part, layer)

@@ -68,7 +68,7 @@ class Ledger:
 def predict_ledger(
     job: Job, micro_batch: int, micro_batches: int, pp_rank: int = 0, rows: Sequence[int] | None = None
 ) -> Ledger:
-    """The ledger of the first rank of a pipeline rank, which has the largest shards.
+    """The ledger of pipeline rank ``pp_rank``: of its first data-parallel rank, which has the largest shards.
 
     Args:
         job: With its layout settled.
@@ -163,7 +163,7 @@ class _State(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _count_state(job: Job, pp_rank: int, version: int) -> _State:
-    """The state of the first of alike pipeline ranks.
+    """The state of the first of several identical pipeline ranks.
 
     ``version`` is that of the schedule's file.
     """

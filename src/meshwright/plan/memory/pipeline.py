@@ -69,7 +69,7 @@ def walk_pipeline(
 def _size_stage(
     job: Job, part: StageSpec, micro_batch: int, split: bool, rows: tuple[int, ...] | None
 ) -> StageMemory:
-    """A kind of stage; most stages of a pipeline are alike."""
+    """A kind of stage; most stages of a pipeline are identical."""
     return StageMemory(job, part, micro_batch, split, rows)
 
 

@@ -1,7 +1,7 @@
 """Gradients of a pipeline stage under ZeRO-2 and 3 with a split backward pass.
 
 The input-gradient half (B) also computes the gradients of the root group and of routed experts. The root
-group is reduced at once, and so are experts that are sharded over ranks of their own. Other routed experts
+group is reduced at once, and so are experts with a separate shard axis. Other routed experts
 belong to the group of their block, which is not reduced in B: their gradients stay unsharded, in float32.
 
 The weight-gradient half (W) computes the weight gradients of all linear layers of the stage, unsharded and in

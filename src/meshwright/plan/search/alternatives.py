@@ -393,12 +393,12 @@ def find_nearest_legal(job: Job, problems: Sequence[Problem]) -> list[NearestLeg
     return _priced(job, to_run=False)
 
 
-def _priced(asked: Job, to_run: bool) -> list[NearestLegal]:
-    layout = nearest_legal_layout(asked, to_run)
-    job = with_layout(asked, layout)
-    if layout == asked.layout:
+def _priced(requested: Job, to_run: bool) -> list[NearestLegal]:
+    layout = nearest_legal_layout(requested, to_run)
+    job = with_layout(requested, layout)
+    if layout == requested.layout:
         return []  # the layout is not what the rules reject
     if any(problem.code.startswith(("layout-", "model-")) for problem in find_problems(job, to_run)):
         return []
     prediction = predict(job, layout)
-    return [NearestLegal(to_run, overrides_from(asked.layout, prediction.layout), prediction)]
+    return [NearestLegal(to_run, overrides_from(requested.layout, prediction.layout), prediction)]

@@ -227,8 +227,8 @@ class PeakBound:
         whole = has_unsharded_layers(grid)
         if self.workload.compiled_job is None or not whole.any():
             return eager
-        moment = find_compiled_peak(self.workload.compiled_job, grid, whole, sums)
-        made = np.asarray(moment.activations.bytes) + np.asarray(moment.workspace.bytes)
+        peak = find_compiled_peak(self.workload.compiled_job, grid, whole, sums)
+        made = np.asarray(peak.activations.bytes) + np.asarray(peak.workspace.bytes)
         return np.where(whole, made, eager)
 
     def _with_pipeline(self, grid: Grid, columns: Floats, ends: EndCosts) -> Floats:

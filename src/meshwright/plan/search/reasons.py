@@ -35,32 +35,32 @@ BEST = {
 }
 
 
-def explain_choice(asked: Job, found: SearchResult, neighbours: bool = False) -> list[str]:
+def explain_choice(requested: Job, found: SearchResult, neighbours: bool = False) -> list[str]:
     """Reasons for the best layout, against the others, and notes on what it implies.
 
     Args:
-        asked: The job as given; its layout may be open.
+        requested: The job as given; its layout may be open.
         found: The search, with at least one layout that fits.
         neighbours: Predict and compare layouts one change away; else compare the next best.
     """
     best = found.best[0]
-    if asked.layout.mode == "given":
+    if requested.layout.mode == "given":
         reasons = [f"{describe_layout(best.layout)}: given in the job"]
     else:
-        alone = _explain_one_device(asked, best) if neighbours and found.objective != "memory" else []
-        reasons = [_explain_best(asked, found), *alone, *_explain_others(found, neighbours)]
-    reasons += [*_explain_micro_batch(asked, best), *explain_stages(asked, best)]
+        alone = _explain_one_device(requested, best) if neighbours and found.objective != "memory" else []
+        reasons = [_explain_best(requested, found), *alone, *_explain_others(found, neighbours)]
+    reasons += [*_explain_micro_batch(requested, best), *explain_stages(requested, best)]
     return [*reasons, *_explain_not_built(best.job), *_explain_job(best.job, best.micro_batches)]
 
 
-def _explain_best(asked: Job, found: SearchResult) -> str:
-    best, devices = found.best[0], asked.cluster.world_size
+def _explain_best(requested: Job, found: SearchResult) -> str:
+    best, devices = found.best[0], requested.cluster.world_size
     count = f"{len(found.best):,} layout{'s' * (len(found.best) != 1)} that fit"
     words = f"{describe_layout(best.layout)}: {BEST[found.objective]} among {count}"
     first = min(found.best, key=lambda p: score(found.objective, p))
     more = score(found.objective, best) / score(found.objective, first) - 1
     if more > 1e-4:
-        margin = f"{SIMPLICITY_MARGIN[asked.cluster.device]:.0%} of the {BEST[found.objective]}"
+        margin = f"{SIMPLICITY_MARGIN[requested.cluster.device]:.0%} of the {BEST[found.objective]}"
         against = f"{more:+.2%} over {describe_layout(first.layout)}"
         words = f"{describe_layout(best.layout)}: simplest within {margin} among {count} ({against})"
     if best.layout.world_size == 1 < devices:
@@ -85,12 +85,12 @@ def _explain_others(found: SearchResult, neighbours: bool) -> list[str]:
     ]
 
 
-def _explain_one_device(asked: Job, best: Prediction) -> list[str]:
+def _explain_one_device(requested: Job, best: Prediction) -> list[str]:
     """A line where one device is not much slower than the best layout."""
     devices = best.layout.world_size
-    if devices == 1 or not isinstance(asked.model, DecoderModel):
+    if devices == 1 or not isinstance(requested.model, DecoderModel):
         return []
-    open_ = dataclasses.replace(asked, layout=Layout())
+    open_ = dataclasses.replace(requested, layout=Layout())
     alone = find_layouts(open_, {"offload": "none"}, 1, worlds=[1])
     if not alone.best:
         return []
@@ -102,9 +102,9 @@ def _explain_one_device(asked: Job, best: Prediction) -> list[str]:
     return [f"{advice}: {words}; {devices} devices are {times:.2f}x as fast"]
 
 
-def _explain_micro_batch(asked: Job, best: Prediction) -> list[str]:
+def _explain_micro_batch(requested: Job, best: Prediction) -> list[str]:
     """The rule that chose the micro-batch of a given layout."""
-    if asked.layout.mode != "given" or asked.layout.micro_batch is not None:
+    if requested.layout.mode != "given" or requested.layout.micro_batch is not None:
         return []
     rule = "largest size that fits with at least 2 micro-batches"
     rule += " per stage" if best.layout.pp > 1 else ""
@@ -112,17 +112,17 @@ def _explain_micro_batch(asked: Job, best: Prediction) -> list[str]:
         rule = "smallest size: the batch is too small for 2 micro-batches per stage"
     if best.layout.schedule == "interleaved":
         rule += ", a multiple of layout.pp of them"
-    rule += " and divides the samples per rank" if asked.mixes_samples else ""
+    rule += " and divides the samples per rank" if requested.mixes_samples else ""
     return [f"micro_batch={best.layout.micro_batch}: {rule}"]
 
 
-def explain_stages(asked: Job, best: Prediction) -> list[str]:
+def explain_stages(requested: Job, best: Prediction) -> list[str]:
     """Why each pipeline stage has its number of layers, and the bubble."""
     layout, planned = best.layout, best.time.pipeline
     if planned is None:
         return []
     layers = _list_layers(layout.stage_layers or ())
-    if asked.layout.stage_layers is not None:
+    if requested.layout.stage_layers is not None:
         why = "given in the job"
     else:
         costs = part_costs(best.job)
@@ -158,7 +158,9 @@ def _explain_job(job: Job, micro_batches: int) -> list[str]:
     padded = job.layout.data_degree * micro_batches * (job.layout.micro_batch or 1)
     if padded > job.train.global_batch:
         empty = padded - job.train.global_batch
-        notes.append(f"{empty} of {padded} samples per step are zero-weight padding, so that ranks run alike")
+        notes.append(
+            f"{empty} of {padded} samples per step are zero-weight padding: all ranks run equal batches"
+        )
     if job.mixes_samples:
         notes.append(BATCH_NORM_NOTE)
     return [

@@ -108,7 +108,7 @@ class BlockModel:
         """Tokens of a micro-batch on a rank, before any split over tp."""
         self.tp = grid.tp.astype(float)
         self.token_split = np.where(grid.sequence_parallel, self.tp, 1.0)
-        self.lanes = np.clip(self.model.num_kv_heads // self.tp, 1, self.rules.ring_lanes)
+        self.head_chunks = np.clip(self.model.num_kv_heads // self.tp, 1, self.rules.ring_head_chunks)
         """Kernels and messages per chunk of ring attention."""
         batches = grid.micro_batch * self.model.num_heads / self.tp
         self.unfused_softmax: Flags = np.asarray(
@@ -224,7 +224,7 @@ class BlockModel:
         rates = self.device.rates
         chunks = np.where(self.grid.context == RING, self.grid.cp, 1)
         length = np.minimum(span, self.seq_len / chunks)
-        launches = np.where(chunks > 1, chunks * self.lanes, 1)
+        launches = np.where(chunks > 1, chunks * self.head_chunks, 1)
         narrow = min(1.0, 0.5 + 0.5 * v_dim / FULL_RATE_HEAD_DIM)
         ramp = length / (length + rates.attention_ramp)
         peak = self.device.plain_flops_per_s / rates.matmul

@@ -87,7 +87,7 @@ class _Step:
         self.block: BlockTimes = blocks.times().take(back)
         self.head: Passes = blocks.head().take(back)
         self.embedding: Passes = blocks.embedding().take(back)
-        self.rows, self.tp, self.lanes = blocks.rows[back], blocks.tp[back], blocks.lanes[back]
+        self.rows, self.tp, self.head_chunks = blocks.rows[back], blocks.tp[back], blocks.head_chunks[back]
         self.kernels: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[back]
         """Kernels per block, relative to the blocks that the host time was calibrated with."""
         self.shares: Shares = share_parameters(self.model, grid)
@@ -209,8 +209,8 @@ class _Step:
         width = model.kv_size if model.attention == "heads" else model.num_heads * model.head_size
         moved = self.rows * 2 * np.maximum(width / self.tp, model.head_size)
         ring, ring_back = self._ring_attention_s(moved * wire, moved * FLOAT32_BYTES)
-        asked = self.rows * (2 * model.query_size + 2 * width) / self.tp * wire
-        exchange = self.groups.cp.all_to_all_s(asked, self.rates.all_to_all)
+        exchanged_bytes = self.rows * (2 * model.query_size + 2 * width) / self.tp * wire
+        exchange = self.groups.cp.all_to_all_s(exchanged_bytes, self.rates.all_to_all)
         attention, hide = self.block.attention, self.rates.overlap
         exchanged = grid.context == ULYSSES
         forward = np.where(exchanged, exchange, np.maximum(ring - hide * attention.forward, 0.1 * ring))
@@ -227,7 +227,7 @@ class _Step:
         ring = group.all_gather_s(keys * self.grid.cp)
         if not self.rules.counts_calls:
             return ring, 2 * ring
-        calls = self.lanes * (self.grid.cp - 1)
+        calls = self.head_chunks * (self.grid.cp - 1)
         return group.sends_s(keys, calls), group.sends_s(keys, calls) + group.sends_s(gradients, calls)
 
     def _expert_parallel(self) -> Floats:

@@ -2,10 +2,12 @@
 
 For a token, with the letters of ``plan.memory.triton_block``, a block moves::
 
-    add and norm, twice  r D + D e read, r D + D e written rotation             (Q + K) e read and written
-    gate                 2 F e read, F e written gate backward        3 F e read, 2 F e written, and F e
-    where down's input is recomputed norm backward, twice D e + 2 r D read, r D (and D e if r is not e)
-    written, and D e to recompute the output rotation backward    (Q + 2 K) e read and written
+    add and norm, twice   r D + D e read, r D + D e written
+    RoPE                  (Q + K) e read and written
+    SwiGLU                2 F e read, F e written
+    SwiGLU backward       3 F e read, 2 F e written, and F e where down's input is recomputed
+    norm backward, twice  D e + 2 r D read, r D (D e if r is not e) written, D e to recompute the output
+    RoPE backward         (Q + 2 K) e read and written
 
 In fp8 the first and the third write one byte, and the output of attention is cast by a separate kernel. The
 other casts are part of the GEMM time. Full activation checkpointing adds the previous block's output in a

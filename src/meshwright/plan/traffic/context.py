@@ -13,9 +13,9 @@ ulysses  2 all-to-alls: of N (Q + 2 K') e, of    the same two
 =======  ======================================  =======================================================
 
 Keys and values of a block pass once around the ring. Their float32 gradients follow one hop behind, and end
-at the owner. Each send is split into up to eight lanes of heads, so that attention can begin with the first
-lane; each lane is one call. Ulysses repeats key heads where there are fewer heads than ranks: K' is then
-the width of ``cp`` heads, else K.
+on the rank of their keys. Each send is split into up to eight head chunks, so that attention can begin with
+the first chunk; each chunk is one call. Ulysses repeats key heads where there are fewer heads than ranks: K'
+is then the width of ``cp`` heads, else K.
 
 Activation checkpointing: ``full`` repeats the forward sends; ``selective`` saves the output of ring
 attention, and repeats the all-to-alls of Ulysses.
@@ -57,13 +57,13 @@ def _ring_sends(job: Job, phase: str, blocks: int, backward: bool) -> list[Colle
     model, ranks = local_model(job), job.layout.cp
     assert isinstance(model, DecoderModel), "the legality rules allow it for decoders only"
     elements = 2 * count_tokens(job) * model.kv_size
-    turns = 1 + backward + (backward and job.layout.recompute == "full")
-    hops, lanes = blocks * (ranks - 1), len(list_head_chunks(model.num_kv_heads))
-    size = turns * elements * operand_bytes(job.train.precision)
-    rows = [CollectiveTraffic("cp", "send", phase, ranks, hops * turns * lanes, hops * size)]
+    rounds = 1 + backward + (backward and job.layout.recompute == "full")
+    hops, head_chunks = blocks * (ranks - 1), len(list_head_chunks(model.num_kv_heads))
+    size = rounds * elements * operand_bytes(job.train.precision)
+    rows = [CollectiveTraffic("cp", "send", phase, ranks, hops * rounds * head_chunks, hops * size)]
     if backward:
         rows.append(
-            CollectiveTraffic("cp", "send", phase, ranks, hops * lanes, hops * elements * FLOAT32_BYTES)
+            CollectiveTraffic("cp", "send", phase, ranks, hops * head_chunks, hops * elements * FLOAT32_BYTES)
         )
     return rows
 

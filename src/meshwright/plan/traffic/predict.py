@@ -34,7 +34,7 @@ def predict_traffic(job: Job, pp_rank: int = 0) -> list[CollectiveTraffic]:
 
 @functools.lru_cache(maxsize=256)
 def _predict_cached(job: Job, pp_rank: int, version: int) -> tuple[CollectiveTraffic, ...]:
-    """The same for one of several alike pipeline ranks; ``version`` is that of the schedule file."""
+    """The same for one of several identical pipeline ranks; ``version`` is that of the schedule file."""
     layout = job.layout
     rows = predict_fsdp(job, pp_rank) if layout.zero >= 2 else predict_ddp(job, pp_rank)
     rows += predict_shard_saves(job, pp_rank)

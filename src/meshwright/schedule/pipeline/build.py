@@ -46,8 +46,8 @@ def build_schedule(
             "dualpipe-v": order_dualpipe_v,
         }
         rows = orders[name](pp, micro_batches)
-    homes = v_shaped_ranks(pp) if name in V_SCHEDULES else loop_ranks(pp, stages)
-    return PipelineSchedule(name, micro_batches, homes, rows, split_backward=name in SPLIT)
+    stage_ranks = v_shaped_ranks(pp) if name in V_SCHEDULES else loop_ranks(pp, stages)
+    return PipelineSchedule(name, micro_batches, stage_ranks, rows, split_backward=name in SPLIT)
 
 
 def _check_name(name: str) -> None:

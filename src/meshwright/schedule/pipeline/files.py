@@ -45,10 +45,10 @@ def load_schedule(path: Path) -> PipelineSchedule:
     """
     rows = _read_rows(path)
     split = any(letter in (_INPUT, Kind.WEIGHT) for row in rows for _, letter, _ in row.cells)
-    homes = _find_homes(path, rows)
-    count = _count_micro_batches(path, rows, len(homes))
+    stage_ranks = _find_stage_ranks(path, rows)
+    count = _count_micro_batches(path, rows, len(stage_ranks))
     ranks = tuple(tuple(a for cell in row.cells for a in _actions(*cell, split)) for row in rows)
-    schedule = PipelineSchedule(path.name, count, homes, ranks, split)
+    schedule = PipelineSchedule(path.name, count, stage_ranks, ranks, split)
     violations = prove_schedule(schedule).violations
     if violations:
         raise CheckFailedError(
@@ -134,23 +134,23 @@ def _not_an_action(path: Path, line: int, cell: str) -> Problem:
     return Problem("schedule-file-cell", rule, path=f"{path}:{line}", value=cell, fix="For example 2F0")
 
 
-def _find_homes(path: Path, rows: list[_Row]) -> tuple[int, ...]:
+def _find_stage_ranks(path: Path, rows: list[_Row]) -> tuple[int, ...]:
     """The rank of each stage."""
-    homes: dict[int, int] = {}
+    stage_ranks: dict[int, int] = {}
     problems = []
     for rank, row in enumerate(rows):
         for stage in sorted({cell[0] for cell in row.cells}):
-            if homes.setdefault(stage, rank) != rank:
-                other = rows[homes[stage]].line
+            if stage_ranks.setdefault(stage, rank) != rank:
+                other = rows[stage_ranks[stage]].line
                 rule = f"has stage {stage}, which is also on line {other}; a stage is on one rank"
                 problems.append((row.line, rule, "Move its actions to one of them"))
         if not row.cells:
             problems.append((row.line, "has no actions; a rank has at least one stage", "Remove the line"))
-    last = max(homes, default=0)
-    if not problems and len(homes) <= last:
-        gap = next(stage for stage in range(last) if stage not in homes)
+    last = max(stage_ranks, default=0)
+    if not problems and len(stage_ranks) <= last:
+        gap = next(stage for stage in range(last) if stage not in stage_ranks)
         rule = f"has stage {last} and no stage {gap}; stages count from 0 without gaps"
-        line = rows[homes[last]].line
+        line = rows[stage_ranks[last]].line
         problems.append((line, rule, f"Add stage {gap}, or count the stages from 0"))
     if problems:
         raise UserError(
@@ -159,7 +159,7 @@ def _find_homes(path: Path, rows: list[_Row]) -> tuple[int, ...]:
                 for line, rule, fix in problems[:MAX_VIOLATIONS]
             )
         )
-    return tuple(homes[stage] for stage in range(len(homes)))
+    return tuple(stage_ranks[stage] for stage in range(len(stage_ranks)))
 
 
 def _count_micro_batches(path: Path, rows: list[_Row], stages: int) -> int:

@@ -63,25 +63,25 @@ def nearest_legal_layout(job: Job, to_run: bool = True) -> Layout:
     return Layout(mode="given")
 
 
-def layout_distance(asked: Layout, other: Layout) -> float:
+def layout_distance(requested: Layout, other: Layout) -> float:
     """Distance of two layouts: doublings of degrees, plus a little for each changed setting."""
-    return _degree_distance(asked, other) + _setting_distance(asked, other)
+    return _degree_distance(requested, other) + _setting_distance(requested, other)
 
 
-def _degree_distance(asked: Layout, other: Layout) -> float:
-    return sum(abs(math.log2(getattr(other, name) / getattr(asked, name))) for name in DEGREES)
+def _degree_distance(requested: Layout, other: Layout) -> float:
+    return sum(abs(math.log2(getattr(other, name) / getattr(requested, name))) for name in DEGREES)
 
 
-def _setting_distance(asked: Layout, other: Layout) -> float:
-    changed = {name for name in SETTINGS if getattr(asked, name) != getattr(other, name)}
-    if asked.schedule == other.schedule == "interleaved" and asked.virtual_stages == 1:
+def _setting_distance(requested: Layout, other: Layout) -> float:
+    changed = {name for name in SETTINGS if getattr(requested, name) != getattr(other, name)}
+    if requested.schedule == other.schedule == "interleaved" and requested.virtual_stages == 1:
         changed.discard("virtual_stages")  # none were requested
     cost = SETTING_COST * len(changed)
-    if asked.micro_batch == other.micro_batch:
+    if requested.micro_batch == other.micro_batch:
         return cost
-    if asked.micro_batch is None or other.micro_batch is None:
+    if requested.micro_batch is None or other.micro_batch is None:
         return cost + SETTING_COST
-    return cost + MICRO_COST * abs(math.log2(other.micro_batch / asked.micro_batch))
+    return cost + MICRO_COST * abs(math.log2(other.micro_batch / requested.micro_batch))
 
 
 @dataclass
@@ -112,25 +112,25 @@ class _Search:
 
     def closest(self, world: int) -> Layout | None:
         """The nearest legal layout of a world size."""
-        asked = self.job.layout
-        tries = [dataclasses.replace(asked, mode="given", **degrees) for degrees in self._degrees(world)]
+        requested = self.job.layout
+        tries = [dataclasses.replace(requested, mode="given", **degrees) for degrees in self._degrees(world)]
         # At equal distance prefer replicas, which are the simplest.
-        tries.sort(key=lambda t: (round(_degree_distance(asked, t), 9), t.pp, t.cp, t.tp, t.dp_shard))
+        tries.sort(key=lambda t: (round(_degree_distance(requested, t), 9), t.pp, t.cp, t.tp, t.dp_shard))
         best: tuple[float, Layout] | None = None
         for tried in tries:
-            away = _degree_distance(asked, tried)
+            away = _degree_distance(requested, tried)
             if best is not None and away >= best[0]:
                 break
             fixed = self._fix(tried)
-            if fixed is not None and (best is None or layout_distance(asked, fixed) < best[0]):
-                best = layout_distance(asked, fixed), fixed
+            if fixed is not None and (best is None or layout_distance(requested, fixed) < best[0]):
+                best = layout_distance(requested, fixed), fixed
         return best[1] if best else None
 
     def _degrees(self, world: int) -> Iterator[dict[str, Any]]:
-        asked = self.job.layout
+        requested = self.job.layout
         for degrees in split_ranks(world, len(AXES)):
-            for ep in divisors(asked.ep):
-                for etp in divisors(asked.etp):
+            for ep in divisors(requested.ep):
+                for etp in divisors(requested.etp):
                     yield {**dict(zip(AXES, degrees, strict=True)), "ep": ep, "etp": etp}
 
     def _fix(self, layout: Layout) -> Layout | None:

@@ -1,1 +1,1 @@
-"""Optimizers that torch lacks, or has in a form that breaks the contracts."""
+"""Optimizers that torch lacks, or whose torch version does not give equal losses in all layouts."""
