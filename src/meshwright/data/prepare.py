@@ -1,4 +1,4 @@
-"""The embedded engine: reads a corpus and writes a prepared folder, in one process.
+"""Prepares a corpus: reads its documents and writes a prepared folder, in one process.
 
 It makes one pass over the text, or two if it trains a BPE tokenizer. Memory: a batch of documents, 16 bytes
 per document, and 8 per document of the open shards. The same input gives the same bytes on every machine.

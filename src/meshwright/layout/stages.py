@@ -82,7 +82,7 @@ class StageSpec:
         if not isinstance(self.model, DecoderModel):
             return list_parameters(self.model)
         blocks = [p for layer in self.layers for p in list_block(self.model, layer)]
-        return (*self._before_blocks(self.model), *blocks, *self._behind_blocks(self.model))
+        return (*self._before_blocks(self.model), *blocks, *self._after_blocks(self.model))
 
     @functools.cached_property
     def parameter_kinds(self) -> tuple[Parameter, ...]:
@@ -90,7 +90,7 @@ class StageSpec:
         if not isinstance(self.model, DecoderModel):
             return list_parameters(self.model)
         blocks = [p for layer, times in self.block_kinds for p in list_block(self.model, layer, times)]
-        return (*self._before_blocks(self.model), *blocks, *self._behind_blocks(self.model))
+        return (*self._before_blocks(self.model), *blocks, *self._after_blocks(self.model))
 
     @property
     def block_kinds(self) -> list[tuple[int, int]]:
@@ -103,7 +103,7 @@ class StageSpec:
     def _before_blocks(self, model: DecoderModel) -> list[Parameter]:
         return list_embeddings(model)[: None if self.first else int(self.copies_embedding)]
 
-    def _behind_blocks(self, model: DecoderModel) -> list[Parameter]:
+    def _after_blocks(self, model: DecoderModel) -> list[Parameter]:
         return list_head(model) if self.last else []
 
     @property

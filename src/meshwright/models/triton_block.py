@@ -132,14 +132,14 @@ class _NormQkvRope(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         batch, length, width = x_BTD.shape
         delta_ND = None if delta_BTD is None else delta_BTD.flatten(0, 1)
-        total_ND, normed, inverse_N = kernels.add_rms_norm(
+        total_ND, normed, rstd_N = kernels.add_rms_norm(
             x_BTD.flatten(0, 1), delta_ND, weight_D, block.attention_eps, block.qkv.operand_dtype
         )
         heads_BHTE = block.qkv.forward(normed).view(batch, length, -1, block.head_size).transpose(1, 2)
         queries, keys = (rows // block.head_size for rows in block.qkv.rows[:2])
         kernels.rotate_heads(heads_BHTE[:, : queries + keys], *rope)
         saved = (normed.values,) if block.saves_gemm_inputs and normed.scale is None else ()
-        ctx.save_for_backward(total_ND, inverse_N, weight_D, *rope, *saved)
+        ctx.save_for_backward(total_ND, rstd_N, weight_D, *rope, *saved)
         ctx.block, ctx.added = block, delta_BTD is not None
         total_BTD = x_BTD if delta_BTD is None else total_ND.view(batch, length, width)
         return total_BTD, *heads_BHTE.split((queries, keys, keys), dim=1)
@@ -147,14 +147,14 @@ class _NormQkvRope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor, *head_grads: Tensor) -> tuple[Tensor | None, ...]:
-        total_ND, inverse_N, weight_D, cos_TE, sin_TE, *saved = ctx.saved_tensors
+        total_ND, rstd_N, weight_D, cos_TE, sin_TE, *saved = ctx.saved_tensors
         gemms = ctx.block.qkv
         q, k, v = head_grads
         grad_NW = kernels.rope_backward(q, k, v, cos_TE, sin_TE)
         grads = kernels.rms_norm_backward(
             gemms.input_grad(grad_NW),
             total_ND,
-            inverse_N,
+            rstd_N,
             weight_D,
             grad_BTD.flatten(0, 1),
             normed=not saved,
@@ -192,17 +192,17 @@ class _FeedForward(torch.autograd.Function):
     def forward(
         ctx: Any, x_BTD: Tensor, delta_BTD: Tensor, weight_D: Tensor, block: TritonBlock, *masters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        total_ND, normed, inverse_N = kernels.add_rms_norm(
+        total_ND, normed, rstd_N = kernels.add_rms_norm(
             x_BTD.flatten(0, 1), delta_BTD.flatten(0, 1), weight_D, block.ffn_eps, block.gate_up.operand_dtype
         )
-        both_NG = block.gate_up.forward(normed)
-        inner = kernels.swiglu(both_NG, block.down.operand_dtype)
+        gate_up_NG = block.gate_up.forward(normed)
+        inner = kernels.swiglu(gate_up_NG, block.down.operand_dtype)
         saved = (
             (normed.values, inner.values)
             if block.saves_gemm_inputs and normed.scale is inner.scale is None
             else ()
         )
-        ctx.save_for_backward(total_ND, inverse_N, weight_D, both_NG, *saved)
+        ctx.save_for_backward(total_ND, rstd_N, weight_D, gate_up_NG, *saved)
         del normed
         out_ND = block.down.forward(inner)
         ctx.block = block
@@ -211,16 +211,16 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor, grad_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        total_ND, inverse_N, weight_D, both_NG, *saved = ctx.saved_tensors
+        total_ND, rstd_N, weight_D, gate_up_NG, *saved = ctx.saved_tensors
         block, grad_out_ND = ctx.block, grad_out_BTD.flatten(0, 1)
         grad_NF = block.down.input_grad(grad_out_ND)
         inner_NF: Tensor | None
         grad_amax_G = inner_amax_F = None
         linears = (block.gate_up, block.down)
-        if all(linear.uses_fp8_weight_grad_for(len(both_NG)) for linear in linears):
-            grad_NG, inner_NF, grad_amax_G, inner_amax_F = kernels.swiglu_backward_amax(both_NG, grad_NF)
+        if all(linear.uses_fp8_weight_grad_for(len(gate_up_NG)) for linear in linears):
+            grad_NG, inner_NF, grad_amax_G, inner_amax_F = kernels.swiglu_backward_amax(gate_up_NG, grad_NF)
         else:
-            grad_NG, inner_NF = kernels.swiglu_backward(both_NG, grad_NF, inner=not saved)
+            grad_NG, inner_NF = kernels.swiglu_backward(gate_up_NG, grad_NF, inner=not saved)
         del grad_NF
         if saved:
             normed_ND, inner_NF = saved
@@ -229,7 +229,7 @@ class _FeedForward(torch.autograd.Function):
         grads = kernels.rms_norm_backward(
             block.gate_up.input_grad(grad_NG),
             total_ND,
-            inverse_N,
+            rstd_N,
             weight_D,
             grad_BTD.flatten(0, 1),
             normed=not saved,
@@ -248,19 +248,17 @@ class _FinalNorm(torch.autograd.Function):
         ctx: Any, x_BTD: Tensor, delta_BTD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
     ) -> Tensor:
         delta_ND = None if delta_BTD is None else delta_BTD.flatten(0, 1)
-        total_ND, normed, inverse_N = kernels.add_rms_norm(
-            x_BTD.flatten(0, 1), delta_ND, weight_D, eps, dtype
-        )
-        ctx.save_for_backward(total_ND, inverse_N, weight_D)
+        total_ND, normed, rstd_N = kernels.add_rms_norm(x_BTD.flatten(0, 1), delta_ND, weight_D, eps, dtype)
+        ctx.save_for_backward(total_ND, rstd_N, weight_D)
         ctx.added = delta_BTD is not None
         return normed.values.view_as(x_BTD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        total_ND, inverse_N, weight_D = ctx.saved_tensors
+        total_ND, rstd_N, weight_D = ctx.saved_tensors
         grads = kernels.rms_norm_backward(
-            grad_BTD.flatten(0, 1), total_ND, inverse_N, weight_D, None, normed=False
+            grad_BTD.flatten(0, 1), total_ND, rstd_N, weight_D, None, normed=False
         )
         grad_delta_BTD = grads.delta_ND.view_as(grad_BTD) if ctx.added else None
         return grads.residual_ND.view_as(grad_BTD), grad_delta_BTD, grads.weight_D, None, None

@@ -96,7 +96,7 @@ class TimeRules:
     """Bytes per element that accumulating a weight gradient moves, beyond the GEMM's own."""
     overlap_p2p: bool = False
     """Pipeline sends and receives overlap compute."""
-    one_copy_a_node: bool = False
+    one_copy_per_node: bool = False
     """A token goes to another node once, however many experts it visits there."""
     balanced_stages: bool = False
     """Layers are assigned to pipeline stages by cost; else evenly, with the head on the last stage."""
@@ -151,7 +151,7 @@ _CORE = TimeRules(
     selective="attention", loss_bytes=12.0, hides_tp_backward=True, gradient_sum_bytes=4.0, overlap_p2p=True
 )
 """Megatron as of 2023 on, with Transformer Engine."""
-_BRIDGE = dataclasses.replace(_CORE, overlap_tp=True, one_copy_a_node=True)
+_BRIDGE = dataclasses.replace(_CORE, overlap_tp=True, one_copy_per_node=True)
 """The recipes of NeMo and Megatron Bridge."""
 _MEGATRON_2021 = MemoryRules(
     master_weights=True,

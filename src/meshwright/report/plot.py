@@ -115,7 +115,7 @@ def thin(points: Sequence[Point], columns: int) -> list[Point]:
 
 
 def medians(points: Sequence[Point], count: int) -> list[Point]:
-    """The median of each of so many equal parts."""
+    """The medians of equal parts of the values."""
     length = -(-len(points) // count)
     parts = [points[start : start + length] for start in range(0, len(points), length)]
     return [(part[len(part) // 2][0], statistics.median(y for _, y in part)) for part in parts]

@@ -60,7 +60,7 @@ class _Canvas:
             self._cells[down // 4][x // 2] |= BITS[down % 4][x % 2]
 
     def line(self, start: tuple[int, int], end: tuple[int, int], every: int = 1) -> None:
-        """Dots from one place to another, or every so many of them."""
+        """Draw dots from one place to another, or only every n-th dot."""
         steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
         for n in range(0, steps + 1, every):
             x = start[0] + (end[0] - start[0]) * n / steps
@@ -68,7 +68,7 @@ class _Canvas:
             self.dot(round(x), round(y))
 
     def rows(self) -> list[str]:
-        """The characters, a text a row; what is empty is a space."""
+        """The characters, one text per row; empty cells are spaces."""
         return ["".join(chr(BRAILLE + c) if c else " " for c in row) for row in self._cells]
 
 

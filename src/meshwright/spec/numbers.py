@@ -24,7 +24,7 @@ def list_choices(choices: Iterable[int | str]) -> str:
 
 
 def split_ranks(world: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Every factorisation of a number of ranks into so many degrees, in order."""
+    """Every factorisation of a number of ranks into a number of degrees, in order."""
     if axes == 1:
         yield (world,)
         return

@@ -19,17 +19,17 @@ def train(trainer: Trainer) -> None:
     stopping = False
     while trainer.step < steps and not stopping:
         audited = trainer.step == step_to_audit
-        done = run_step(
+        result = run_step(
             trainer, meter, audited, overlap_next_step=not audited and is_followed_by_step(trainer)
         )
-        stopping = done.stop_requested
+        stopping = result.stop_requested
         last = stopping or trainer.step == steps
         eval_loss = None
         if _is_due(eval_every, trainer.step) or (last and not stopping):
             eval_loss = evaluate(trainer)
             evaluations += eval_loss is not None
         trainer.counter.phase = "save"
-        trainer.saver.after_step(last, eval_loss, done.save_requested)
+        trainer.saver.after_step(last, eval_loss, result.save_requested)
     report_end(trainer, evaluations, stopping)
 
 

@@ -83,7 +83,7 @@ def _process_bytes(field: str) -> int:
 def report_out_of_memory(
     error: Exception, plan: Plan, rank: int, free: tuple[int, int], trainer: Trainer | None
 ) -> OutOfMemoryRunError:
-    """Turn an allocator's error into one with the predicted memory and what there was.
+    """Turn an allocator's error into one with the predicted and the free memory.
 
     Args:
         error: What was raised.

@@ -166,34 +166,34 @@ class Trainer:
             if self.step + 1 < self.job.train.steps:
                 self.data.prefetcher.prefetch(self.state.position + len(samples))
 
-        done = self.compute_step(micro_batches, targets, observer, prefetch, overlap_next_step)
-        count = done.target_count
+        result = self.compute_step(micro_batches, targets, observer, prefetch, overlap_next_step)
+        count = result.target_count
         assert count == targets, f"{count:.0f} targets were trained on, {targets} were expected"
         self.state.advance(len(samples))
         # Without targets the mean is undefined, and not zero.
-        loss = done.loss_sum / targets if targets else None
+        loss = result.loss_sum / targets if targets else None
         step_s = time.perf_counter() - started
         self.events.write(
             "step",
             step=self.step,
             loss=loss,
-            grad_norm=done.grad_norm,
-            lr=done.lr,
-            noise_scale=self.noise_scale.estimate(done.noise_sums, len(samples), done.loss_scale),
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            noise_scale=self.noise_scale.estimate(result.noise_sums, len(samples), result.loss_scale),
             tokens=targets,
             step_s=step_s,
             **meter.read(targets / step_s),
-            **self.amp.step_fields(loss, done.grad_norm),
-            **({} if done.expert_load is None else done.expert_load.step_fields()),
+            **self.amp.step_fields(loss, result.grad_norm),
+            **({} if result.expert_load is None else result.expert_load.step_fields()),
         )
         report_load = self.mesh.rank == 0 and is_load_report_due(self.step, self.job.train.steps)
-        if done.expert_load is not None and report_load:
-            self.events.write("experts", step=self.step, layers=done.expert_load.layer_rows())
+        if result.expert_load is not None and report_load:
+            self.events.write("experts", step=self.step, layers=result.expert_load.layer_rows())
         self.amp.check_loss_scale(self.step, self.saver.has_checkpoint)
         if not self.amp.skipped:
             self._require_finite("loss", loss)
-            self._require_finite("gradient norm", done.grad_norm)
-        return done
+            self._require_finite("gradient norm", result.grad_norm)
+        return result
 
     def compute_step(
         self,

@@ -89,15 +89,15 @@ def add_rms_norm(
             torch.empty(x_ND.shape, dtype=dtype, device=x_ND.device),
             _scales(x_ND) if dtype == fp8.E4M3 else None,
         )
-        inverse_N = torch.empty(x_ND.shape[0], dtype=torch.float32, device=x_ND.device)
-        _triton().add_rms_norm(x_ND, delta_ND, weight_D, total_ND, *normed, inverse_N, eps)
-        return total_ND, normed, inverse_N
+        rstd_N = torch.empty(x_ND.shape[0], dtype=torch.float32, device=x_ND.device)
+        _triton().add_rms_norm(x_ND, delta_ND, weight_D, total_ND, *normed, rstd_N, eps)
+        return total_ND, normed, rstd_N
     total_ND = x_ND if delta_ND is None else (x_ND.float() + delta_ND.float()).to(x_ND.dtype)
     exact_ND = total_ND.float()
-    inverse_N = (exact_ND.square().mean(-1) + eps).rsqrt()
-    exact_ND = exact_ND * inverse_N.unsqueeze(1) * weight_D.float()
+    rstd_N = (exact_ND.square().mean(-1) + eps).rsqrt()
+    exact_ND = exact_ND * rstd_N.unsqueeze(1) * weight_D.float()
     normed = fp8.cast_rows(exact_ND) if dtype == fp8.E4M3 else GemmOperand(exact_ND.to(dtype))
-    return total_ND, normed, inverse_N
+    return total_ND, normed, rstd_N
 
 
 class NormGrads(NamedTuple):
@@ -114,9 +114,9 @@ class NormGrads(NamedTuple):
 def rms_norm_backward(
     grad_ND: Tensor,
     total_ND: Tensor,
-    inverse_N: Tensor,
+    rstd_N: Tensor,
     weight_D: Tensor,
-    beside_ND: Tensor | None,
+    residual_grad_ND: Tensor | None,
     normed: bool = True,
 ) -> NormGrads:
     """Gradients of a norm's input and weight; the residual branch's gradient is added to the input's.
@@ -124,9 +124,9 @@ def rms_norm_backward(
     Args:
         grad_ND: Of the norm's output, in the compute dtype.
         total_ND: Its input.
-        inverse_N: From :func:`add_rms_norm`.
+        rstd_N: From :func:`add_rms_norm`.
         weight_D: Of the norm.
-        beside_ND: Gradient of its input through the residual branch.
+        residual_grad_ND: Gradient of its input through the residual branch.
         normed: Whether to recompute the norm's output.
     """
     if on_gpu(grad_ND):
@@ -136,19 +136,19 @@ def rms_norm_backward(
         weight_grad_D = _triton().rms_norm_backward(
             grad_ND,
             total_ND,
-            inverse_N,
+            rstd_N,
             weight_D,
-            beside_ND,
+            residual_grad_ND,
             out_ND,
             None if low_ND is out_ND else low_ND,
             normed_ND,
         )
         return NormGrads(out_ND, low_ND, weight_grad_D, normed_ND)
-    exact_ND, inverse_N1 = grad_ND.float(), inverse_N.unsqueeze(1)
+    exact_ND, inverse_N1 = grad_ND.float(), rstd_N.unsqueeze(1)
     unit_ND, weighed_ND = total_ND.float() * inverse_N1, exact_ND * weight_D.float()
     out_ND = (weighed_ND - unit_ND * (weighed_ND * unit_ND).mean(-1, keepdim=True)) * inverse_N1
-    if beside_ND is not None:
-        out_ND = out_ND + beside_ND.float()
+    if residual_grad_ND is not None:
+        out_ND = out_ND + residual_grad_ND.float()
     return NormGrads(
         out_ND.to(total_ND.dtype),
         out_ND.to(grad_ND.dtype),
@@ -192,47 +192,47 @@ def rope_backward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, cos_TE: Tensor
     return out_NW
 
 
-def swiglu(both_NG: Tensor, dtype: torch.dtype) -> GemmOperand:
+def swiglu(gate_up_NG: Tensor, dtype: torch.dtype) -> GemmOperand:
     """SwiGLU, ``silu(gate) * up``, of concatenated gate and up, in the dtype that the next GEMM reads."""
-    rows, width = both_NG.shape[0], both_NG.shape[1] // 2
-    if not on_gpu(both_NG):
-        gate_NF, up_NF = both_NG.float().chunk(2, dim=-1)
+    rows, width = gate_up_NG.shape[0], gate_up_NG.shape[1] // 2
+    if not on_gpu(gate_up_NG):
+        gate_NF, up_NF = gate_up_NG.float().chunk(2, dim=-1)
         inner_NF = gate_NF * torch.sigmoid(gate_NF) * up_NF
         return fp8.cast_rows(inner_NF) if dtype == fp8.E4M3 else GemmOperand(inner_NF.to(dtype))
-    out_NF = torch.empty(rows, width, dtype=dtype, device=both_NG.device)
+    out_NF = torch.empty(rows, width, dtype=dtype, device=gate_up_NG.device)
     if dtype == fp8.E4M3:
         scale_N1 = _scales(out_NF)
-        _triton().swiglu_cast(both_NG, out_NF, scale_N1)
+        _triton().swiglu_cast(gate_up_NG, out_NF, scale_N1)
         return GemmOperand(out_NF, scale_N1)
-    _triton().swiglu(both_NG, out_NF)
+    _triton().swiglu(gate_up_NG, out_NF)
     return GemmOperand(out_NF)
 
 
-def swiglu_backward(both_NG: Tensor, grad_NF: Tensor, inner: bool = True) -> tuple[Tensor, Tensor | None]:
+def swiglu_backward(gate_up_NG: Tensor, grad_NF: Tensor, inner: bool = True) -> tuple[Tensor, Tensor | None]:
     """Gradients of gate and up, concatenated; with ``inner`` also the recomputed output of :func:`swiglu`."""
-    if not on_gpu(both_NG):
-        gate_NF, up_NF = both_NG.float().chunk(2, dim=-1)
+    if not on_gpu(gate_up_NG):
+        gate_NF, up_NF = gate_up_NG.float().chunk(2, dim=-1)
         exact_NF, share_NF = grad_NF.float(), torch.sigmoid(gate_NF)
         swish_NF = gate_NF * share_NF
         to_gate_NF = exact_NF * up_NF * (share_NF + swish_NF * (1 - share_NF))
         out_NG = torch.cat((to_gate_NF, exact_NF * swish_NF), dim=-1)
-        return out_NG.to(both_NG.dtype), (swish_NF * up_NF).to(both_NG.dtype) if inner else None
-    out_NG, inner_NF = torch.empty_like(both_NG), torch.empty_like(grad_NF) if inner else None
-    _triton().swiglu_backward(both_NG, grad_NF, out_NG, inner_NF)
+        return out_NG.to(gate_up_NG.dtype), (swish_NF * up_NF).to(gate_up_NG.dtype) if inner else None
+    out_NG, inner_NF = torch.empty_like(gate_up_NG), torch.empty_like(grad_NF) if inner else None
+    _triton().swiglu_backward(gate_up_NG, grad_NF, out_NG, inner_NF)
     return out_NG, inner_NF
 
 
-def swiglu_backward_amax(both_NG: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def swiglu_backward_amax(gate_up_NG: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same, and the largest magnitude of each column of both."""
-    if not on_gpu(both_NG):
-        out_NG, inner_NF = swiglu_backward(both_NG, grad_NF)
+    if not on_gpu(gate_up_NG):
+        out_NG, inner_NF = swiglu_backward(gate_up_NG, grad_NF)
         assert inner_NF is not None, "inner is true by default"
         return out_NG, inner_NF, column_amax(out_NG), column_amax(inner_NF)
-    out_NG, inner_NF = torch.empty_like(both_NG), torch.empty_like(grad_NF)
-    widths = (both_NG.shape[1], grad_NF.shape[1])
-    amax = torch.zeros(sum(widths), dtype=torch.float32, device=both_NG.device)
+    out_NG, inner_NF = torch.empty_like(gate_up_NG), torch.empty_like(grad_NF)
+    widths = (gate_up_NG.shape[1], grad_NF.shape[1])
+    amax = torch.zeros(sum(widths), dtype=torch.float32, device=gate_up_NG.device)
     amax_G, amax_F = amax.split(widths)
-    _triton().swiglu_backward_amax(both_NG, grad_NF, out_NG, inner_NF, amax_G, amax_F)
+    _triton().swiglu_backward_amax(gate_up_NG, grad_NF, out_NG, inner_NF, amax_G, amax_F)
     return out_NG, inner_NF, amax_G, amax_F
 
 

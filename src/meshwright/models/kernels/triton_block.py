@@ -59,10 +59,10 @@ def _store_row(values, row, cast_ptr, scale_ptr, at, there):
 
 
 @triton.jit
-def _load_both(both_ptr, at, width, there):
+def _load_gate_up(gate_up_ptr, at, width, there):
     """Gate and up, which are concatenated."""
-    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
-    return gate, tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + at, mask=there, other=0.0).to(tl.float32)
+    return gate, tl.load(gate_up_ptr + at + width, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _add_rms_norm(
     total_ptr,
     normed_ptr,
     scale_ptr,
-    inverse_ptr,
+    rstd_ptr,
     width,
     eps,
     ADD: tl.constexpr,
@@ -98,10 +98,10 @@ def _add_rms_norm(
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + at, rounded, mask=there)
         x = rounded.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    tl.store(inverse_ptr + row, inverse)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(rstd_ptr + row, rstd)
     weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
-    normed = x * inverse * weight
+    normed = x * rstd * weight
     if CAST:
         _store_row(normed, row, normed_ptr, scale_ptr, at, there)
     else:
@@ -115,7 +115,7 @@ def add_rms_norm(
     total: Tensor,
     normed: Tensor,
     scale: Tensor | None,
-    inverse: Tensor,
+    rstd: Tensor,
     eps: float,
 ) -> None:
     """See ``kernels.add_rms_norm``."""
@@ -128,7 +128,7 @@ def add_rms_norm(
         total,
         normed,
         scale,
-        inverse,
+        rstd,
         width,
         eps,
         ADD=delta is not None,
@@ -139,29 +139,31 @@ def add_rms_norm(
 
 
 @triton.jit
-def _load_row(grad_ptr, total_ptr, beside_ptr, inverse_ptr, row, rows, at, there, BESIDE: tl.constexpr):
+def _load_row(
+    grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, row, rows, at, there, ADD_RESIDUAL: tl.constexpr
+):
     """Load a row for a norm's backward pass; zeros behind the last one."""
     there = there & (row < rows)
     grad = tl.load(grad_ptr + at, mask=there, other=0.0)
     x = tl.load(total_ptr + at, mask=there, other=0.0)
-    beside = tl.load(beside_ptr + at, mask=there, other=0.0) if BESIDE else x
-    return grad, x, beside, tl.load(inverse_ptr + row, mask=row < rows, other=0.0)
+    residual_grad = tl.load(residual_grad_ptr + at, mask=there, other=0.0) if ADD_RESIDUAL else x
+    return grad, x, residual_grad, tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
 
 
 @triton.jit
 def _rms_norm_backward(
     grad_ptr,
     total_ptr,
-    inverse_ptr,
+    rstd_ptr,
     weight_ptr,
-    beside_ptr,
+    residual_grad_ptr,
     out_ptr,
     low_ptr,
     normed_ptr,
     parts_ptr,
     rows,
     width,
-    BESIDE: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
     LOW: tl.constexpr,
     NORMED: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -175,26 +177,34 @@ def _rms_norm_backward(
     at = program.to(tl.int64) * width + columns
     apart = programs.to(tl.int64) * width
     if AHEAD:
-        next_grad, next_x, next_beside, next_inverse = _load_row(
-            grad_ptr, total_ptr, beside_ptr, inverse_ptr, program, rows, at, there, BESIDE
+        next_grad, next_x, next_residual_grad, next_rstd = _load_row(
+            grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, program, rows, at, there, ADD_RESIDUAL
         )
     for row in range(program, rows, programs):  # all loads come before the reduction over the row
         if AHEAD:
-            grad, x, beside, inverse = next_grad, next_x, next_beside, next_inverse
-            next_grad, next_x, next_beside, next_inverse = _load_row(
-                grad_ptr, total_ptr, beside_ptr, inverse_ptr, row + programs, rows, at + apart, there, BESIDE
+            grad, x, residual_grad, rstd = next_grad, next_x, next_residual_grad, next_rstd
+            next_grad, next_x, next_residual_grad, next_rstd = _load_row(
+                grad_ptr,
+                total_ptr,
+                residual_grad_ptr,
+                rstd_ptr,
+                row + programs,
+                rows,
+                at + apart,
+                there,
+                ADD_RESIDUAL,
             )
         else:
-            grad, x, beside, inverse = _load_row(
-                grad_ptr, total_ptr, beside_ptr, inverse_ptr, row, rows, at, there, BESIDE
+            grad, x, residual_grad, rstd = _load_row(
+                grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, row, rows, at, there, ADD_RESIDUAL
             )
         grad = grad.to(tl.float32)
-        unit = x.to(tl.float32) * inverse
+        unit = x.to(tl.float32) * rstd
         sums += grad * unit
-        weighed = grad * weight
-        out = (weighed - unit * (tl.sum(weighed * unit, 0) / width)) * inverse
-        if BESIDE:
-            out += beside.to(tl.float32)
+        weighted = grad * weight
+        out = (weighted - unit * (tl.sum(weighted * unit, 0) / width)) * rstd
+        if ADD_RESIDUAL:
+            out += residual_grad.to(tl.float32)
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
         if LOW:
             tl.store(low_ptr + at, out.to(low_ptr.dtype.element_ty), mask=there)
@@ -207,9 +217,9 @@ def _rms_norm_backward(
 def rms_norm_backward(
     grad: Tensor,
     total: Tensor,
-    inverse: Tensor,
+    rstd: Tensor,
     weight: Tensor,
-    beside: Tensor | None,
+    residual_grad: Tensor | None,
     out: Tensor,
     low: Tensor | None,
     normed: Tensor | None,
@@ -224,16 +234,16 @@ def rms_norm_backward(
     _rms_norm_backward[(programs,)](
         grad,
         total,
-        inverse,
+        rstd,
         weight,
-        beside,
+        residual_grad,
         out,
         low,
         normed,
         parts,
         rows,
         width,
-        BESIDE=beside is not None,
+        ADD_RESIDUAL=residual_grad is not None,
         LOW=low is not None,
         NORMED=normed is not None,
         AHEAD=ahead,
@@ -347,45 +357,47 @@ def rotate(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Te
 
 
 @triton.jit
-def _swiglu(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
-    gate, up = _load_both(both_ptr, row * 2 * width + columns, width, there)
+    gate, up = _load_gate_up(gate_up_ptr, row * 2 * width + columns, width, there)
     inner = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + row * width + columns, inner.to(out_ptr.dtype.element_ty), mask=there)
 
 
-def swiglu(both: Tensor, out: Tensor) -> None:
+def swiglu(gate_up: Tensor, out: Tensor) -> None:
     """See ``kernels.swiglu``."""
     rows, width = out.shape
-    _swiglu[(rows, triton.cdiv(width, SWIGLU_BLOCK))](both, out, width, BLOCK=SWIGLU_BLOCK, num_warps=8)
+    _swiglu[(rows, triton.cdiv(width, SWIGLU_BLOCK))](gate_up, out, width, BLOCK=SWIGLU_BLOCK, num_warps=8)
 
 
 @triton.jit
-def _swiglu_cast(both_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
+def _swiglu_cast(gate_up_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     there = columns < width
-    gate, up = _load_both(both_ptr, row * 2 * width + columns, width, there)
+    gate, up = _load_gate_up(gate_up_ptr, row * 2 * width + columns, width, there)
     inner = gate * tl.sigmoid(gate) * up
     _store_row(inner, row, cast_ptr, scale_ptr, row * width + columns, there)
 
 
-def swiglu_cast(both: Tensor, cast: Tensor, scale: Tensor) -> None:
+def swiglu_cast(gate_up: Tensor, cast: Tensor, scale: Tensor) -> None:
     """See ``kernels.swiglu``."""
     rows, width = cast.shape
     block = triton.next_power_of_2(width)
-    _swiglu_cast[(rows,)](both, cast, scale, width, BLOCK=block, num_warps=_warps(block))
+    _swiglu_cast[(rows,)](gate_up, cast, scale, width, BLOCK=block, num_warps=_warps(block))
 
 
 @triton.jit
-def _swiglu_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(
+    gate_up_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
     at = row * 2 * width + columns
-    gate, up = _load_both(both_ptr, at, width, there)
+    gate, up = _load_gate_up(gate_up_ptr, at, width, there)
     grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
     inner, to_gate, to_up = _swiglu_gradients(gate, up, grad)
     kind = out_ptr.dtype.element_ty
@@ -395,19 +407,19 @@ def _swiglu_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.co
     tl.store(out_ptr + at + width, to_up.to(kind), mask=there)
 
 
-def swiglu_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
+def swiglu_backward(gate_up: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
     """See ``kernels.swiglu_backward``."""
     rows, width = grad.shape
     block = min(SWIGLU_BACKWARD_BLOCK, triton.next_power_of_2(width))
     grid, warps = (rows, triton.cdiv(width, block)), _warps(block)
     _swiglu_backward[grid](
-        both, grad, out, inner, width, INNER=inner is not None, BLOCK=block, num_warps=warps
+        gate_up, grad, out, inner, width, INNER=inner is not None, BLOCK=block, num_warps=warps
     )
 
 
 @triton.jit
 def _swiglu_backward_amax(
-    both_ptr,
+    gate_up_ptr,
     grad_ptr,
     out_ptr,
     inner_ptr,
@@ -430,7 +442,7 @@ def _swiglu_backward_amax(
         there = (row < rows)[:, None] & (columns < width)[None, :]
         at = row[:, None] * 2 * width + columns[None, :]
         half = row[:, None] * width + columns[None, :]
-        gate, up = _load_both(both_ptr, at, width, there)
+        gate, up = _load_gate_up(gate_up_ptr, at, width, there)
         grad = tl.load(grad_ptr + half, mask=there, other=0.0).to(tl.float32)
         inner, to_gate, to_up = _swiglu_gradients(gate, up, grad)
         inner, to_gate, to_up = inner.to(kind), to_gate.to(kind), to_up.to(kind)
@@ -447,13 +459,13 @@ def _swiglu_backward_amax(
 
 
 def swiglu_backward_amax(
-    both: Tensor, grad: Tensor, out: Tensor, inner: Tensor, out_amax: Tensor, inner_amax: Tensor
+    gate_up: Tensor, grad: Tensor, out: Tensor, inner: Tensor, out_amax: Tensor, inner_amax: Tensor
 ) -> None:
     """See ``kernels.swiglu_backward_amax``; amax starts as zeros."""
     rows, width = grad.shape
     grid = (triton.cdiv(rows, WIDE_ROWS * WIDE_STEPS), triton.cdiv(width, WIDE_COLUMNS))
     _swiglu_backward_amax[grid](
-        both,
+        gate_up,
         grad,
         out,
         inner,

@@ -61,7 +61,7 @@ BUDGET_S = 8.0
 TIE_BREAK = 1e-6
 """Weight of the tie break."""
 LOW_MEMORY_EVERY = 8
-"""While nothing fits, every so many checks the layout with the next smallest memory bound is checked, too."""
+"""While nothing fits, every n-th check is of the layout with the next smallest memory bound."""
 PRUNING_SHARE = 0.6
 """Share of the time budget for the first stage."""
 Progress = Callable[[int, int], None]

@@ -237,7 +237,7 @@ class _Step:
             return np.zeros(len(self.grid))
         sent = self.rows / self.tp * (model.experts_per_token or 1) * model.hidden_size
         sent = sent * self.workload.wire_bytes
-        copies = (model.experts_per_token or 1) if self.rules.one_copy_a_node else 1
+        copies = (model.experts_per_token or 1) if self.rules.one_copy_per_node else 1
         once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all, copies)
         # etp ranks all-gather the tokens of an expert before it and reduce-scatter its outputs.
         once = once + self.groups.etp.all_gather_s(sent * self.grid.etp)
