@@ -142,7 +142,7 @@ def _list_peak_lines(job: Job, peak: MemorySnapshot, grads_formula: str) -> list
     if fsdp:
         lines.append(Line("all-gathered parameters", peak.gathered, peak.gathered_formula))
     if fsdp and not pipelined:
-        formula = f"gradients on the wire, x {WIRE_BYTES[job.compression.kind]}"
+        formula = f"unreduced gradients as sent, x {WIRE_BYTES[job.compression.kind]}"
         lines.append(Line("reduce-scatter inputs", peak.reduce_inputs, formula))
     if pipelined:
         lines.append(Line("in-flight activations", peak.in_flight, peak.in_flight_formula))

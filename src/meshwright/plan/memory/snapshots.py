@@ -59,7 +59,7 @@ class MemorySnapshot:
     ``last`` (gradient), ``reduced``, ``root`` (outside of blocks); empty in forward."""
     gathered: int = 0
     """ZeRO-2 and 3: all-gathered parameters; in a pipeline with the inputs of reduce-scatters."""
-    gathered_formula: str = "ZeRO"
+    gathered_formula: str = "gathered by FSDP"
     reduce_inputs: int = 0
     """ZeRO-2 and 3: inputs of reduce-scatters."""
     in_flight: int = 0
