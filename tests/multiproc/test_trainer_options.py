@@ -91,7 +91,8 @@ def test_compiled_blocks_on_two_ranks_give_the_same_losses_and_say_compiled(trai
     assert "leaked" not in compiled.messages
 
 
-@pytest.mark.parametrize("layout", [REPLICATED, pytest.param("layout.dp_shard=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [REPLICATED, "layout.dp_shard=2"])
 def test_fp8_on_two_ranks_stays_near_bf16_and_its_state_is_audited(train, layout):
     """Products in 8 bits of kept copies, and of what ZeRO-3 gathers; the optimizer's state stays float32."""
     layout = (layout, "model.num_heads=8", "model.num_kv_heads=4")
@@ -138,6 +139,7 @@ def test_fp8_follows_the_bf16_curve_for_200_steps(train):
     assert sum(ratios) / 3 == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 def test_copies_and_a_stream_in_16_bits_follow_the_plain_curve(train):
     """Products read copies that the update has made stale: two ranks stay within what 16 bits round."""
     low = ("train.precision=bf16", "model.num_heads=8", "model.num_kv_heads=4")

@@ -46,31 +46,34 @@ def test_there_is_something_to_check():
     assert len(MODULES) > 40
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_file_is_not_too_long(path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MOST_LINES, f"{name_of(path)} has {lines} lines; {MOST_LINES} at most"
+def test_no_file_is_too_long():
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert {name: n for name, n in lengths.items() if n > MOST_LINES} == {}, f"{MOST_LINES} lines at most"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_function_is_too_long(path):
-    long = {
-        f.name: n for f in functions(path) if (n := (f.end_lineno or 0) - f.lineno + 1) > MOST_FUNCTION_LINES
+def test_no_function_is_too_long():
+    lengths = {
+        (name_of(path), f.name): (f.end_lineno or 0) - f.lineno + 1
+        for path in MODULES
+        for f in functions(path)
     }
-    assert long == {}, f"{MOST_FUNCTION_LINES} lines at most"
+    assert {name: n for name, n in lengths.items() if n > MOST_FUNCTION_LINES} == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_function_takes_too_many_arguments(path):
-    def count(function) -> int:
-        taken = function.args
-        return len(
-            [a for a in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs) if a.arg not in ("self", "cls")]
-        )
+def test_no_function_takes_too_many_arguments():
+    counts = {
+        (name_of(path), f.name): count_arguments(f)
+        for path in MODULES
+        for f in functions(path)
+        if not is_command(f) and not is_kernel(f)
+    }
+    assert {name: n for name, n in counts.items() if n > MOST_ARGUMENTS} == {}
 
-    spared = {f.name for f in functions(path) if is_command(f) or is_kernel(f)}
-    many = {f.name: count(f) for f in functions(path) if count(f) > MOST_ARGUMENTS}
-    assert {name: taken for name, taken in many.items() if name not in spared} == {}
+
+def count_arguments(function) -> int:
+    taken = function.args
+    named = (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)
+    return len([a for a in named if a.arg not in ("self", "cls")])
 
 
 def is_command(function) -> bool:
@@ -79,50 +82,60 @@ def is_command(function) -> bool:
 
 
 def is_kernel(function) -> bool:
-    """A kernel of a GPU: its arguments are pointers and sizes, and nothing could hold several of them."""
+    """A GPU kernel: its arguments are pointers and sizes, and no object could hold several of them."""
     return any(ast.unparse(d) == "triton.jit" for d in function.decorator_list)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_says_why_it_exists(path):
-    assert ast.get_docstring(parsed(path)), f"{name_of(path)} has no docstring"
+def test_every_module_has_a_docstring():
+    assert [name_of(path) for path in MODULES if not ast.get_docstring(parsed(path))] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_nothing_is_printed_past_the_output(path):
-    calls = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    assert [c.lineno for c in calls if c.func.id == "print"] == []
+def test_nothing_calls_print():
+    """``cli.output`` decides what goes to standard output."""
+    found = [
+        (name_of(path), node.lineno)
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert found == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_an_assert_carries_text(path):
-    assert [n.lineno for n in ast.walk(parsed(path)) if isinstance(n, ast.Assert) and n.msg is None] == []
+def test_every_assert_has_a_text():
+    found = [
+        (name_of(path), node.lineno)
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Assert) and node.msg is None
+    ]
+    assert found == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_all_is_sorted(path):
-    for node in parsed(path).body:
-        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__all__" for t in node.targets):
-            names = ast.literal_eval(node.value)
-            assert names == sorted(names)
+def test_all_is_sorted():
+    for path in MODULES:
+        for node in parsed(path).body:
+            if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__all__" for t in node.targets):
+                names = ast.literal_eval(node.value)
+                assert names == sorted(names), name_of(path)
 
 
-def test_no_module_is_a_drawer():
-    assert [
-        name_of(p) for p in MODULES if p.stem in ("utils", "util", "helpers", "helper", "common", "misc")
-    ] == []
+def test_no_module_is_called_utils():
+    names = ("utils", "util", "helpers", "helper", "common", "misc")
+    assert [name_of(path) for path in MODULES if path.stem in names] == []
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if p.parts[len(SOURCE.parts)] in NO_TORCH], ids=name_of)
-def test_layers_without_torch_import_it_nowhere_at_the_top(path):
+def test_packages_without_torch_import_it_nowhere_at_the_top():
     """``launch`` may do so lazily, inside a function; the others not even there (import-linter)."""
-    names = set()
-    for node in parsed(path).body:
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add((node.module or "").split(".")[0])
-    assert names & set(HEAVY) == set()
+    for path in MODULES:
+        if path.parts[len(SOURCE.parts)] not in NO_TORCH:
+            continue
+        names = set()
+        for node in parsed(path).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add((node.module or "").split(".")[0])
+        assert names & set(HEAVY) == set(), name_of(path)
 
 
 # Error codes
