@@ -97,11 +97,11 @@ def take_snapshot(state: CheckpointedState, has_checkpoint: Callable[[], bool]) 
         saved = partial(_gathered, state, holder)
         model[name] = saved(shape, partial(sharded.full_parameter, name))
         for key in state_keys(rule_of(name, len(shape), job.train), job.train):
-            own = state.optimizer.state[named[name]][key] if name in named else torch.empty(0)
+            local_tensor = state.optimizer.state[named[name]][key] if name in named else torch.empty(0)
             if key == STEP_COUNT:
-                optimizer[f"{name}:{key}"] = saved((), partial(torch.clone, own))
+                optimizer[f"{name}:{key}"] = saved((), partial(torch.clone, local_tensor))
             else:
-                optimizer[f"{name}:{key}"] = saved(shape, partial(sharded.full_tensor, name, own))
+                optimizer[f"{name}:{key}"] = saved(shape, partial(sharded.full_tensor, name, local_tensor))
     if job.mixes_samples:  # running statistics of batch norms
         model |= {name: SavedTensor.of(buffer) for name, buffer in state.model.named_buffers()}
     if state.expert_biases is not None and state.expert_biases.bias_LE is not None:

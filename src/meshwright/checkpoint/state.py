@@ -50,7 +50,7 @@ class ShardedTensors(Protocol):
     def full_parameter(self, name: str) -> Tensor:
         """All-gather a parameter."""
 
-    def full_tensor(self, name: str, own: Tensor) -> Tensor:
+    def full_tensor(self, name: str, local_tensor: Tensor) -> Tensor:
         """All-gather a tensor that is sharded like a parameter."""
 
     def shard_to(self, name: str, whole: Any, shape: torch.Size) -> Tensor:

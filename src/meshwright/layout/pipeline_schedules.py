@@ -116,8 +116,8 @@ def stage_pp_ranks(job: Job) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=512)
-def _build_pp_ranks(pp: int, virtual_stages: int, vee: bool) -> tuple[int, ...]:
-    return v_shaped_ranks(pp) if vee else loop_ranks(pp, virtual_stages)
+def _build_pp_ranks(pp: int, virtual_stages: int, v_shaped: bool) -> tuple[int, ...]:
+    return v_shaped_ranks(pp) if v_shaped else loop_ranks(pp, virtual_stages)
 
 
 class StageBoundaries(NamedTuple):

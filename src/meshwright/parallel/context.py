@@ -58,9 +58,9 @@ class ContextParallel(Context):
         return whole_BT
 
     @torch.no_grad()
-    def all_gather(self, own: Tensor, dim: int = 1) -> Tensor:
+    def all_gather(self, local_tensor: Tensor, dim: int = 1) -> Tensor:
         """Every rank sends the values of its tokens and gets those of whole sequences."""
-        by_rank = all_gather_rows(own.movedim(dim, 0), self.size, self.name)
+        by_rank = all_gather_rows(local_tensor.movedim(dim, 0), self.size, self.name)
         return self.restore_order(by_rank.unsqueeze(0))[0].movedim(0, dim)
 
 
@@ -73,17 +73,17 @@ def apply_context_parallel(decoder: Decoder, cp: ContextParallel | None) -> None
         block.attention.context = cp
 
 
-def gather_full_sequence(cp: ContextParallel, module: str, what: str, own: Tensor) -> Tensor:
+def gather_full_sequence(cp: ContextParallel, module: str, what: str, local_tensor: Tensor) -> Tensor:
     """The input or output that a module has for whole sequences. All ranks call it for the same module.
 
     Args:
         cp: The group.
         module: Its name.
         what: ``input`` or ``output``.
-        own: The local input or output.
+        local_tensor: The local input or output.
     """
     # Positions that are equal in all samples have no batch dim.
-    unbatched = module == "positions" and own.ndim == (1 if what == "input" else 2)
+    unbatched = module == "positions" and local_tensor.ndim == (1 if what == "input" else 2)
     dim = 0 if unbatched else 1
-    has_tokens = own.ndim > dim and own.shape[dim] == len(cp.positions)
-    return cp.all_gather(own, dim) if has_tokens else own
+    has_tokens = local_tensor.ndim > dim and local_tensor.shape[dim] == len(cp.positions)
+    return cp.all_gather(local_tensor, dim) if has_tokens else local_tensor

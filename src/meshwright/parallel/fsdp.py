@@ -172,13 +172,13 @@ class FsdpState(RowShardedState):
     def assign_shard_grads(self) -> None:
         """Set the gradients of the shards."""
         gradients = self._gradients()
-        for name, own in self._row_shards.items():
-            own.grad = gradients[name]
+        for name, row_shard in self._row_shards.items():
+            row_shard.grad = gradients[name]
 
     def zero_grads(self) -> None:
         """Drop all gradients."""
-        for name, own in self._row_shards.items():
-            own.grad = self._dtensors[name].grad = None
+        for name, row_shard in self._row_shards.items():
+            row_shard.grad = self._dtensors[name].grad = None
 
     def list_all_gather_outputs(self) -> Iterator[Tensor]:
         """The tensors that FSDP2 gathers into. Uses private attributes of torch 2.11 and 2.13."""

@@ -41,19 +41,19 @@ class ExpertShards:
     def shard(self, name: str, full: Any) -> Tensor:
         """This rank's shard of a parameter, or of a tensor of its shape, in memory of its own."""
         rows = (full.shape if isinstance(full, Tensor) else full.get_shape())[0] // self._ep
-        mine = full[self._ep_rank * rows : (self._ep_rank + 1) * rows]
+        local_rows = full[self._ep_rank * rows : (self._ep_rank + 1) * rows]
         dim = self._dim(name)
         if dim is None or self._etp == 1:
-            return mine.clone()
-        by_expert = mine.unflatten(0, (self._experts // self._ep, -1))
+            return local_rows.clone()
+        by_expert = local_rows.unflatten(0, (self._experts // self._ep, -1))
         return by_expert.chunk(self._etp, dim)[self._etp_rank].flatten(0, 1).clone()
 
     @torch.no_grad()
-    def all_gather(self, name: str, own: Tensor) -> Tensor:
+    def all_gather(self, name: str, local_tensor: Tensor) -> Tensor:
         """Every rank sends its shard and gets the full tensor."""
         if self.num_shards(name) == 1:  # a bias that all ranks hold
-            return own
-        parts = all_gather_rows(own, self.size, self._name).unflatten(0, (self._ep, self._etp, -1))
+            return local_tensor
+        parts = all_gather_rows(local_tensor, self.size, self._name).unflatten(0, (self._ep, self._etp, -1))
         dim = self._dim(name)
         if dim is None:
             return parts[:, self._etp_rank].flatten(0, 1)
@@ -100,8 +100,8 @@ class LocalShards:
             return full if self._experts is None else self._experts.shard(name, full)
         return full if self.tp is None else self.tp.shard(name, full)
 
-    def all_gather(self, name: str, own: Tensor) -> Tensor:
+    def all_gather(self, name: str, local_tensor: Tensor) -> Tensor:
         """The full tensor of which each rank has a shard. All ranks of the group call it."""
         if is_expert(name):
-            return own if self._experts is None else self._experts.all_gather(name, own)
-        return own if self.tp is None else self.tp.all_gather(name, own)
+            return local_tensor if self._experts is None else self._experts.all_gather(name, local_tensor)
+        return local_tensor if self.tp is None else self.tp.all_gather(name, local_tensor)

@@ -80,11 +80,11 @@ class ShardedState:
             return local
         return self._shard_rows(name, local)
 
-    def full_tensor(self, name: str, own: Tensor) -> Tensor:
+    def full_tensor(self, name: str, local_tensor: Tensor) -> Tensor:
         """All-gather the full tensor from the optimizer shards. All ranks call it together."""
         if self._mesh is not None:
-            own = own.to(self._mesh.device)  # from CPU memory, where it is offloaded
-        return self.unshard(name, self._gather_rows(name, own))
+            local_tensor = local_tensor.to(self._mesh.device)  # from CPU memory, where it is offloaded
+        return self.unshard(name, self._gather_rows(name, local_tensor))
 
     def unshard(self, name: str, local: Tensor) -> Tensor:
         """All-gather the full tensor from the tp or ep shards. All ranks call it together."""
@@ -106,9 +106,9 @@ class ShardedState:
         """The rows in the optimizer shard."""
         return local
 
-    def _gather_rows(self, name: str, own: Tensor) -> Tensor:
+    def _gather_rows(self, name: str, local_tensor: Tensor) -> Tensor:
         """All rows of a local parameter, from the optimizer shards."""
-        return own
+        return local_tensor
 
     def local_parameters(self) -> list[Tensor]:
         """The parameters in this rank's memory between steps."""
@@ -134,15 +134,15 @@ class ShardedState:
     def _all_reduce_tied_embedding(self) -> None:
         """First and last stage send their gradient of the tied embedding. Both get the sum."""
         assert self._mesh is not None, "a pipeline has ranks"
-        own = self._gradients()[TIED_NAME]
-        assert own is not None, "a tied embedding without gradient"
-        padded, device, rows = own, self._mesh.device, self._max_rows(TIED_NAME)
-        if len(own) < rows or own.device != device:  # a short shard, or one in CPU memory
-            padded = torch.zeros(rows, *own.shape[1:], device=device)
-            padded[: len(own)] = own
+        local_tensor = self._gradients()[TIED_NAME]
+        assert local_tensor is not None, "a tied embedding without gradient"
+        padded, device, rows = local_tensor, self._mesh.device, self._max_rows(TIED_NAME)
+        if len(local_tensor) < rows or local_tensor.device != device:  # a short shard, or one in CPU memory
+            padded = torch.zeros(rows, *local_tensor.shape[1:], device=device)
+            padded[: len(local_tensor)] = local_tensor
         dist.all_reduce(padded, group=self._mesh.group(TIED_AXIS))
-        if padded is not own:
-            own.copy_(padded[: len(own)])
+        if padded is not local_tensor:
+            local_tensor.copy_(padded[: len(local_tensor)])
 
     def _gradients(self) -> dict[str, Tensor | None]:
         """The gradients in memory, by parameter."""
@@ -239,14 +239,14 @@ class RowShardedState(ShardedState):
         return local[rows.start : rows.stop]
 
     @torch.no_grad()
-    def _gather_rows(self, name: str, own: Tensor) -> Tensor:
+    def _gather_rows(self, name: str, local_tensor: Tensor) -> Tensor:
         """All-gather: every rank sends its rows, padded to the longest chunk, and gets all rows."""
         shape, shards = self._shapes[name], self._shards(name)
         if shards == 1:
-            return own
+            return local_tensor
         size = -(-shape[0] // shards)
-        padded = own.new_zeros(size, *shape[1:])
-        padded[: len(own)] = own
-        full = own.new_empty(size * shards, *shape[1:])
+        padded = local_tensor.new_zeros(size, *shape[1:])
+        padded[: len(local_tensor)] = local_tensor
+        full = local_tensor.new_empty(size * shards, *shape[1:])
         all_gather_into(full, padded, group=self._group(name))
         return full[: shape[0]]

@@ -83,9 +83,9 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """The residual stream before the first block."""
         self._tp.batch = (tokens_BT.shape[0], tokens_BT.shape[1])
-        own_BT = tokens_BT - self._tp.rank * self.num_embeddings
-        elsewhere_BT = (own_BT < 0) | (own_BT >= self.num_embeddings)
-        found_BTD = F.embedding(own_BT.masked_fill_(elsewhere_BT, 0), self.weight)
+        local_BT = tokens_BT - self._tp.rank * self.num_embeddings
+        elsewhere_BT = (local_BT < 0) | (local_BT >= self.num_embeddings)
+        found_BTD = F.embedding(local_BT.masked_fill_(elsewhere_BT, 0), self.weight)
         return self._tp.reduce_output(found_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0.0))
 
 
@@ -101,8 +101,8 @@ class VocabParallelHead(Head):
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits (B, T, V), on every rank."""
-        own_BTV = F.linear(self._tp.prepare_input(x), self.get_weight())
-        return self._tp.all_gather_columns(own_BTV)[..., : self._tp.vocab_size]
+        local_BTV = F.linear(self._tp.prepare_input(x), self.get_weight())
+        return self._tp.all_gather_columns(local_BTV)[..., : self._tp.vocab_size]
 
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
         """The loss summed over the targets, on every rank."""
@@ -119,19 +119,19 @@ class VocabParallelHead(Head):
         """
         first = self._tp.rank * self.out_features
         logits_CV[:, max(0, self._tp.vocab_size - first) :] = float("-inf")  # padding of the vocabulary
-        own_C = targets_C - first
-        mine_C = (own_C >= 0) & (own_C < self.out_features)
-        own_C = own_C.clamp_(0, self.out_features - 1)
+        local_C = targets_C - first
+        is_local_C = (local_C >= 0) & (local_C < self.out_features)
+        local_C = local_C.clamp_(0, self.out_features - 1)
         logits_CV -= self._tp.all_reduce_max(logits_CV.amax(-1)).unsqueeze(1)
-        of_target_C = logits_CV.gather(1, own_C.unsqueeze(1)).squeeze(1).masked_fill_(~mine_C, 0.0)
+        of_target_C = logits_CV.gather(1, local_C.unsqueeze(1)).squeeze(1).masked_fill_(~is_local_C, 0.0)
         sum_C, of_target_C = self._tp.all_reduce(torch.stack((logits_CV.exp_().sum(-1), of_target_C)))
         counted_C = targets_C != IGNORE_INDEX
         loss = (sum_C.log() - of_target_C).masked_fill_(~counted_C, 0.0).sum()
         if not wanted:
             return loss, None
         grad_CV = logits_CV.div_(sum_C.unsqueeze(1))
-        rows_C = torch.arange(len(own_C), device=own_C.device)
-        grad_CV[rows_C, own_C] -= mine_C.to(grad_CV.dtype)
+        rows_C = torch.arange(len(local_C), device=local_C.device)
+        grad_CV[rows_C, local_C] -= is_local_C.to(grad_CV.dtype)
         return loss, grad_CV.mul_(counted_C.unsqueeze(1))
 
 

@@ -163,21 +163,23 @@ class TensorParallel:
         shards, index = self.size // replicas, self.rank // replicas
         total = self._shapes[name][dim]
         length = -(-total // shards)
-        own = slice(min(index * length, total), min((index + 1) * length, total))
-        part = full[own] if dim == 0 else full[:, own]  # of a memory-mapped file only this is read
+        rows = slice(min(index * length, total), min((index + 1) * length, total))
+        part = full[rows] if dim == 0 else full[:, rows]  # of a memory-mapped file only this is read
         missing = length - part.shape[dim]
         return F.pad(part, (0, 0) * (part.ndim - 1 - dim) + (0, missing)) if missing else part.clone()
 
     @torch.no_grad()
-    def all_gather(self, name: str, own: Tensor) -> Tensor:
+    def all_gather(self, name: str, local_tensor: Tensor) -> Tensor:
         """Every rank sends its shard of a tensor and gets the full tensor.
 
         A rank takes the shards of its own replica, so that replicas which differ are seen.
         """
         if is_tp_replicated(name):
-            return own
+            return local_tensor
         replicas, dim = self.replicas_of(name), self._shard_dim(name)
-        parts = all_gather_rows(own, self.size, self.name).chunk(self.size)[self.rank % replicas :: replicas]
+        parts = all_gather_rows(local_tensor, self.size, self.name).chunk(self.size)[
+            self.rank % replicas :: replicas
+        ]
         return torch.cat(parts, dim).narrow(dim, 0, self._shapes[name][dim])
 
     def _shard_dim(self, name: str) -> int:

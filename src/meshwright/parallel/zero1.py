@@ -48,9 +48,9 @@ class Zero1State(RowShardedState):
 
     def assign_shard_grads(self) -> None:
         """Set the gradients of the row shards: views of the full gradients."""
-        for name, own in self._row_shards.items():
+        for name, row_shard in self._row_shards.items():
             gradient = self._parameters[name].grad
-            own.grad = None if gradient is None else self._shard_rows(name, gradient)
+            row_shard.grad = None if gradient is None else self._shard_rows(name, gradient)
 
     @torch.no_grad()
     def all_gather_parameters(self) -> None:
@@ -77,6 +77,6 @@ class Zero1State(RowShardedState):
 
     def zero_grads(self) -> None:
         """Drop the gradients of the row shards and of the full parameters."""
-        for own in self._row_shards.values():
-            own.grad = None
+        for row_shard in self._row_shards.values():
+            row_shard.grad = None
         super().zero_grads()

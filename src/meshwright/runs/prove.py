@@ -148,16 +148,16 @@ def prepare_proof(job: LoadedJob, reporter: Reporter) -> ProofRuns:
         fix = "Use model.norm=group"
         raise UserError(Problem("prove-batch-norm", rule, path="model.norm", value="batch", fix=fix))
     memory = machine_memory_bytes()
-    asked = resolve_layout(job, reporter)
-    here = proof_job(asked, memory)
+    requested = resolve_layout(job, reporter)
+    here = proof_job(requested, memory)
     shrunk = shrink_to_fit(here, STEPS, memory, here.cluster.fp32_flops_per_s)
     require_runnable(shrunk.job)
     plan = build_plan(shrunk.job)[0]
     reference = build_plan(reference_job(plan.job))[0]
     # The tokenizer may be that of the model's folder, which a smaller model does not have.
-    whole = dataclasses.replace(plan.job, model=asked.model) if shrunk.reasons else plan.job
+    whole = dataclasses.replace(plan.job, model=requested.model) if shrunk.reasons else plan.job
     data_dir = prepare_data(whole, reporter)
-    runs = ProofRuns(plan, reference, data_dir, shrunk, explain_settings(asked))
+    runs = ProofRuns(plan, reference, data_dir, shrunk, explain_settings(requested))
     _announce(runs, reporter)
     return runs
 

@@ -51,18 +51,18 @@ def _clamp(x):
 
 
 @triton.jit
-def _store_row(values, row, cast_ptr, scale_ptr, at, there):
+def _store_row(values, row, cast_ptr, scale_ptr, at, mask):
     """Cast a whole row, and store its scale."""
     scale = tl.maximum(tl.max(tl.abs(values), 0), MIN_AMAX) / E4M3_MAX
     tl.store(scale_ptr + row, scale)
-    tl.store(cast_ptr + at, _clamp(values / scale).to(cast_ptr.dtype.element_ty), mask=there)
+    tl.store(cast_ptr + at, _clamp(values / scale).to(cast_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _load_gate_up(gate_up_ptr, at, width, there):
+def _load_gate_up(gate_up_ptr, at, width, mask):
     """Gate and up, which are concatenated."""
-    gate = tl.load(gate_up_ptr + at, mask=there, other=0.0).to(tl.float32)
-    return gate, tl.load(gate_up_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return gate, tl.load(gate_up_ptr + at + width, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -90,22 +90,22 @@ def _add_rms_norm(
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    there = columns < width
+    mask = columns < width
     at = row * width + columns
-    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        x += tl.load(delta_ptr + at, mask=there, other=0.0).to(tl.float32)
+        x += tl.load(delta_ptr + at, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + at, rounded, mask=there)
+        tl.store(total_ptr + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(rstd_ptr + row, rstd)
-    weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     normed = x * rstd * weight
     if CAST:
-        _store_row(normed, row, normed_ptr, scale_ptr, at, there)
+        _store_row(normed, row, normed_ptr, scale_ptr, at, mask)
     else:
-        tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=there)
+        tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
 def add_rms_norm(
@@ -140,13 +140,13 @@ def add_rms_norm(
 
 @triton.jit
 def _load_row(
-    grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, row, rows, at, there, ADD_RESIDUAL: tl.constexpr
+    grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, row, rows, at, mask, ADD_RESIDUAL: tl.constexpr
 ):
     """Load a row for a norm's backward pass; zeros behind the last one."""
-    there = there & (row < rows)
-    grad = tl.load(grad_ptr + at, mask=there, other=0.0)
-    x = tl.load(total_ptr + at, mask=there, other=0.0)
-    residual_grad = tl.load(residual_grad_ptr + at, mask=there, other=0.0) if ADD_RESIDUAL else x
+    mask = mask & (row < rows)
+    grad = tl.load(grad_ptr + at, mask=mask, other=0.0)
+    x = tl.load(total_ptr + at, mask=mask, other=0.0)
+    residual_grad = tl.load(residual_grad_ptr + at, mask=mask, other=0.0) if ADD_RESIDUAL else x
     return grad, x, residual_grad, tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
 
 
@@ -171,14 +171,14 @@ def _rms_norm_backward(
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
-    there = columns < width
-    weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
+    mask = columns < width
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     at = program.to(tl.int64) * width + columns
     apart = programs.to(tl.int64) * width
     if AHEAD:
         next_grad, next_x, next_residual_grad, next_rstd = _load_row(
-            grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, program, rows, at, there, ADD_RESIDUAL
+            grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, program, rows, at, mask, ADD_RESIDUAL
         )
     for row in range(program, rows, programs):  # all loads come before the reduction over the row
         if AHEAD:
@@ -191,12 +191,12 @@ def _rms_norm_backward(
                 row + programs,
                 rows,
                 at + apart,
-                there,
+                mask,
                 ADD_RESIDUAL,
             )
         else:
             grad, x, residual_grad, rstd = _load_row(
-                grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, row, rows, at, there, ADD_RESIDUAL
+                grad_ptr, total_ptr, residual_grad_ptr, rstd_ptr, row, rows, at, mask, ADD_RESIDUAL
             )
         grad = grad.to(tl.float32)
         unit = x.to(tl.float32) * rstd
@@ -205,13 +205,13 @@ def _rms_norm_backward(
         out = (weighted - unit * (tl.sum(weighted * unit, 0) / width)) * rstd
         if ADD_RESIDUAL:
             out += residual_grad.to(tl.float32)
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
         if LOW:
-            tl.store(low_ptr + at, out.to(low_ptr.dtype.element_ty), mask=there)
+            tl.store(low_ptr + at, out.to(low_ptr.dtype.element_ty), mask=mask)
         if NORMED:
-            tl.store(normed_ptr + at, (unit * weight).to(normed_ptr.dtype.element_ty), mask=there)
+            tl.store(normed_ptr + at, (unit * weight).to(normed_ptr.dtype.element_ty), mask=mask)
         at += apart
-    tl.store(parts_ptr + program * width + columns, sums, mask=there)
+    tl.store(parts_ptr + program * width + columns, sums, mask=mask)
 
 
 def rms_norm_backward(
@@ -258,10 +258,10 @@ def _embedding_lookup(table_ptr, tokens_ptr, out_ptr, vocab_size, width, BLOCK: 
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    there = columns < width
+    mask = columns < width
     known = (token >= 0) & (token < vocab_size)
-    x = tl.load(table_ptr + token * width + columns, mask=there & known, other=float("nan"))
-    tl.store(out_ptr + row * width + columns, x.to(out_ptr.dtype.element_ty), mask=there)
+    x = tl.load(table_ptr + token * width + columns, mask=mask & known, other=float("nan"))
+    tl.store(out_ptr + row * width + columns, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def embedding_lookup(table: Tensor, tokens: Tensor, out: Tensor) -> None:
@@ -277,9 +277,9 @@ def _embedding_grad(grad_ptr, tokens_ptr, table_ptr, vocab_size, width, BLOCK: t
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    there = (columns < width) & (token >= 0) & (token < vocab_size)
-    grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
-    tl.atomic_add(table_ptr + token * width + columns, grad, mask=there, sem="relaxed")
+    mask = (columns < width) & (token >= 0) & (token < vocab_size)
+    grad = tl.load(grad_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.atomic_add(table_ptr + token * width + columns, grad, mask=mask, sem="relaxed")
 
 
 def embedding_grad(grad: Tensor, tokens: Tensor, table: Tensor) -> None:
@@ -310,10 +310,10 @@ def _rotate(
     batch, token = row // length, row % length
     heads = tl.arange(0, HEAD_BLOCK).to(tl.int64)[:, None]
     pairs = tl.arange(0, HALF)[None, :]
-    there = heads < HEADS
+    mask = heads < HEADS
     source = in_ptr + batch * in_batch + token * in_token + heads * in_head + pairs
-    first = tl.load(source, mask=there, other=0.0)
-    second = tl.load(source + HALF, mask=there, other=0.0)
+    first = tl.load(source, mask=mask, other=0.0)
+    second = tl.load(source + HALF, mask=mask, other=0.0)
     if SIGN != 0:
         cos = tl.load(cos_ptr + token * 2 * HALF + pairs)
         sin = tl.load(sin_ptr + token * 2 * HALF + pairs) * SIGN
@@ -321,8 +321,8 @@ def _rotate(
         first = (a * cos - b * sin).to(first.dtype)
         second = (b * cos + a * sin).to(second.dtype)
     target = out_ptr + row * out_token + heads * (2 * HALF) + pairs
-    tl.store(target, first, mask=there)
-    tl.store(target + HALF, second, mask=there)
+    tl.store(target, first, mask=mask)
+    tl.store(target + HALF, second, mask=mask)
 
 
 def rotate(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Tensor, sign: int) -> None:
@@ -360,10 +360,10 @@ def rotate(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Te
 def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < width
-    gate, up = _load_gate_up(gate_up_ptr, row * 2 * width + columns, width, there)
+    mask = columns < width
+    gate, up = _load_gate_up(gate_up_ptr, row * 2 * width + columns, width, mask)
     inner = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + row * width + columns, inner.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + row * width + columns, inner.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def swiglu(gate_up: Tensor, out: Tensor) -> None:
@@ -376,10 +376,10 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
 def _swiglu_cast(gate_up_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    there = columns < width
-    gate, up = _load_gate_up(gate_up_ptr, row * 2 * width + columns, width, there)
+    mask = columns < width
+    gate, up = _load_gate_up(gate_up_ptr, row * 2 * width + columns, width, mask)
     inner = gate * tl.sigmoid(gate) * up
-    _store_row(inner, row, cast_ptr, scale_ptr, row * width + columns, there)
+    _store_row(inner, row, cast_ptr, scale_ptr, row * width + columns, mask)
 
 
 def swiglu_cast(gate_up: Tensor, cast: Tensor, scale: Tensor) -> None:
@@ -395,16 +395,16 @@ def _swiglu_backward(
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = columns < width
+    mask = columns < width
     at = row * 2 * width + columns
-    gate, up = _load_gate_up(gate_up_ptr, at, width, there)
-    grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
+    gate, up = _load_gate_up(gate_up_ptr, at, width, mask)
+    grad = tl.load(grad_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
     inner, to_gate, to_up = _swiglu_gradients(gate, up, grad)
     kind = out_ptr.dtype.element_ty
     if INNER:
-        tl.store(inner_ptr + row * width + columns, inner.to(kind), mask=there)
-    tl.store(out_ptr + at, to_gate.to(kind), mask=there)
-    tl.store(out_ptr + at + width, to_up.to(kind), mask=there)
+        tl.store(inner_ptr + row * width + columns, inner.to(kind), mask=mask)
+    tl.store(out_ptr + at, to_gate.to(kind), mask=mask)
+    tl.store(out_ptr + at + width, to_up.to(kind), mask=mask)
 
 
 def swiglu_backward(gate_up: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
@@ -439,23 +439,23 @@ def _swiglu_backward_amax(
     of_inner = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(STEPS):
         row = first + step * ROWS
-        there = (row < rows)[:, None] & (columns < width)[None, :]
+        mask = (row < rows)[:, None] & (columns < width)[None, :]
         at = row[:, None] * 2 * width + columns[None, :]
         half = row[:, None] * width + columns[None, :]
-        gate, up = _load_gate_up(gate_up_ptr, at, width, there)
-        grad = tl.load(grad_ptr + half, mask=there, other=0.0).to(tl.float32)
+        gate, up = _load_gate_up(gate_up_ptr, at, width, mask)
+        grad = tl.load(grad_ptr + half, mask=mask, other=0.0).to(tl.float32)
         inner, to_gate, to_up = _swiglu_gradients(gate, up, grad)
         inner, to_gate, to_up = inner.to(kind), to_gate.to(kind), to_up.to(kind)
-        tl.store(inner_ptr + half, inner, mask=there)
-        tl.store(out_ptr + at, to_gate, mask=there)
-        tl.store(out_ptr + at + width, to_up, mask=there)
+        tl.store(inner_ptr + half, inner, mask=mask)
+        tl.store(out_ptr + at, to_gate, mask=mask)
+        tl.store(out_ptr + at + width, to_up, mask=mask)
         of_inner = tl.maximum(of_inner, tl.abs(inner.to(tl.float32)))
         of_gate = tl.maximum(of_gate, tl.abs(to_gate.to(tl.float32)))
         of_up = tl.maximum(of_up, tl.abs(to_up.to(tl.float32)))
-    there = columns < width
-    tl.atomic_max(inner_amax_ptr + columns, tl.max(of_inner, 0), mask=there, sem="relaxed")
-    tl.atomic_max(out_amax_ptr + columns, tl.max(of_gate, 0), mask=there, sem="relaxed")
-    tl.atomic_max(out_amax_ptr + width + columns, tl.max(of_up, 0), mask=there, sem="relaxed")
+    mask = columns < width
+    tl.atomic_max(inner_amax_ptr + columns, tl.max(of_inner, 0), mask=mask, sem="relaxed")
+    tl.atomic_max(out_amax_ptr + columns, tl.max(of_gate, 0), mask=mask, sem="relaxed")
+    tl.atomic_max(out_amax_ptr + width + columns, tl.max(of_up, 0), mask=mask, sem="relaxed")
 
 
 def swiglu_backward_amax(
@@ -484,12 +484,12 @@ def swiglu_backward_amax(
 def _cast_rows(x_ptr, by_ptr, cast_ptr, scale_ptr, width, BY: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    there = columns < width
+    mask = columns < width
     at = row * width + columns
-    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if BY:
-        x *= tl.load(by_ptr + columns, mask=there, other=0.0)
-    _store_row(x, row, cast_ptr, scale_ptr, at, there)
+        x *= tl.load(by_ptr + columns, mask=mask, other=0.0)
+    _store_row(x, row, cast_ptr, scale_ptr, at, mask)
 
 
 def cast_rows(x: Tensor, by: Tensor | None, cast: Tensor, scale: Tensor) -> None:
@@ -510,8 +510,8 @@ def _column_amax(
     first = tl.program_id(0).to(tl.int64) * ROWS * STEPS + tl.arange(0, ROWS)
     for step in range(STEPS):
         row = first + step * ROWS
-        there = (row < rows)[:, None] & (columns < width)[None, :]
-        x = tl.load(x_ptr + row[:, None] * width + columns[None, :], mask=there, other=0.0)
+        mask = (row < rows)[:, None] & (columns < width)[None, :]
+        x = tl.load(x_ptr + row[:, None] * width + columns[None, :], mask=mask, other=0.0)
         best = tl.maximum(best, tl.abs(x.to(tl.float32)))
     tl.atomic_max(amax_ptr + columns, tl.max(best, 0), mask=columns < width, sem="relaxed")
 
@@ -522,14 +522,14 @@ def _cast_columns(
 ):
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (r < rows)[:, None] & (c < width)[None, :]
-    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0.0).to(tl.float32)
+    mask = (r < rows)[:, None] & (c < width)[None, :]
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=mask, other=0.0).to(tl.float32)
     amax = tl.maximum(tl.load(amax_ptr + c, mask=c < width, other=1.0), MIN_AMAX)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr + c, amax / E4M3_MAX, mask=c < width)
     x = x / (amax / E4M3_MAX)[None, :]
     x = _clamp(x).to(cast_ptr.dtype.element_ty)
-    tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
+    tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=mask)
 
 
 def column_amax(x: Tensor, amax: Tensor) -> None:
@@ -552,11 +552,11 @@ def cast_columns(x: Tensor, amax: Tensor, cast: Tensor, scale: Tensor) -> None:
 def _cast_transposed(x_ptr, scale_ptr, cast_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = (r < rows)[:, None] & (c < width)[None, :]
-    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0.0).to(tl.float32)
+    mask = (r < rows)[:, None] & (c < width)[None, :]
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=mask, other=0.0).to(tl.float32)
     x = x / tl.load(scale_ptr + r, mask=r < rows, other=1.0)[:, None]
     x = _clamp(x).to(cast_ptr.dtype.element_ty)
-    tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
+    tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=mask)
 
 
 def cast_transposed(x: Tensor, scale: Tensor, cast: Tensor) -> None:

@@ -37,14 +37,14 @@ def _cross_entropy(
         larger = largest
         for number in tl.static_range(BLOCKS):
             columns = start + number * BLOCK + tl.arange(0, BLOCK)
-            there = columns < vocab_size
-            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_last")
+            mask = columns < vocab_size
+            x = tl.load(logits_ptr + columns, mask=mask, other=LOWEST, eviction_policy="evict_last")
             larger = tl.maximum(larger, x.to(tl.float32) * LOG2_E)
         sums = sums * tl.exp2(largest - larger)
         for number in tl.static_range(BLOCKS):
             columns = start + number * BLOCK + tl.arange(0, BLOCK)
-            there = columns < vocab_size
-            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_last")
+            mask = columns < vocab_size
+            x = tl.load(logits_ptr + columns, mask=mask, other=LOWEST, eviction_policy="evict_last")
             sums += tl.exp2(x.to(tl.float32) * LOG2_E - larger)
         largest = larger
     top = tl.max(largest, 0)
@@ -54,11 +54,11 @@ def _cross_entropy(
         factor = tl.where(counted, factor, 0.0)
         for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            there = columns < vocab_size
-            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_first")
+            mask = columns < vocab_size
+            x = tl.load(logits_ptr + columns, mask=mask, other=LOWEST, eviction_policy="evict_first")
             grad = tl.exp2(x.to(tl.float32) * LOG2_E - top) / total
             grad = (grad - tl.where(columns == target, 1.0, 0.0)) * factor
-            tl.store(logits_ptr + columns, grad.to(logits_ptr.dtype.element_ty), mask=there)
+            tl.store(logits_ptr + columns, grad.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
 def cross_entropy(

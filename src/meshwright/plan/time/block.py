@@ -183,13 +183,13 @@ class BlockModel:
     def _experts(self) -> Passes:
         """Grouped GEMMs of a rank's experts; routing is balanced."""
         model, grid = self.model, self.grid
-        mine = np.maximum((model.num_experts or 1) / grid.ep, 1.0)
-        rows = self.rows / self.tp * (model.experts_per_token or 1) * grid.etp / mine
+        local_experts = np.maximum((model.num_experts or 1) / grid.ep, 1.0)
+        rows = self.rows / self.tp * (model.experts_per_token or 1) * grid.etp / local_experts
         rows = np.ceil(rows / EXPERT_ROW_MULTIPLE) * EXPERT_ROW_MULTIPLE
         entries = 2 if model.activation == "swiglu" else 1
         inner = model.expert_width / grid.etp
-        into = self.linear(rows, entries * inner, model.hidden_size, mine)
-        both = into + self.linear(rows, model.hidden_size, inner, mine)
+        into = self.linear(rows, entries * inner, model.hidden_size, local_experts)
+        both = into + self.linear(rows, model.hidden_size, inner, local_experts)
         return both.times(1 / self.device.rates.expert_matmul)
 
     def _attention(self) -> Passes:

@@ -361,11 +361,11 @@ class _Step:
 
     def _optimizer_s(self) -> Floats:
         """The optimizer step: memory traffic, and Muon's GEMMs."""
-        mine, rate = self.shares.updated(self.grid), self.workload.optimizer
-        moved = mine * (self.rules.optimizer_bytes if rate is None else rate.moved_bytes)
+        updated, rate = self.shares.updated(self.grid), self.workload.optimizer
+        moved = updated * (self.rules.optimizer_bytes if rate is None else rate.moved_bytes)
         on_device = moved / self.device.bytes_per_s
         if rate is not None and rate.flops:
-            on_device = on_device + mine * rate.flops / self.device.plain_flops_per_s
+            on_device = on_device + updated * rate.flops / self.device.plain_flops_per_s
         # A CPU optimizer step is limited by memory bandwidth per device, about that of the host link.
         on_host = moved / self.workload.cluster.host_bytes_per_s
         seconds = np.where(self.grid.offload > 0, on_host, on_device)

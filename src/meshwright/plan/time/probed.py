@@ -118,11 +118,11 @@ def is_probed(job: Job) -> bool:
         same = same and job.train.compile_backend == "inductor"
     same = same and probed.device == job.cluster.device
     known = {entry.precision for entry in probed.gemms} & {entry.precision for entry in probed.attention}
-    known_products = _precision(job) in known
+    are_gemms_probed = _precision(job) in known
     if job.train.precision == "fp8":  # probed as the Triton blocks cast and multiply
         scaled = any(entry.precision == "fp8" for entry in probed.gemms)
-        known_products = known_products and scaled and uses_triton_blocks(job)
-    return plain and whole and alone and same and job.data.mask == "causal" and known_products
+        are_gemms_probed = are_gemms_probed and scaled and uses_triton_blocks(job)
+    return plain and whole and alone and same and job.data.mask == "causal" and are_gemms_probed
 
 
 def with_probed(job: Job, probed: Probed) -> Job:

@@ -75,13 +75,13 @@ def count_end_layers(
         embedding: Cost of the embedding in blocks.
         head: Cost of the head in blocks.
     """
-    vee = np.isin(grid.schedule, V_SHAPED)
+    v_shaped = np.isin(grid.schedule, V_SHAPED)
     grains = [np.round(cost / GRAIN).astype(np.int64) for cost in (embedding, head)]
-    keys = np.stack((grid.pp, np.where(vee, 2, grid.virtual_stages), vee.astype(np.int64), *grains))
+    keys = np.stack((grid.pp, np.where(v_shaped, 2, grid.virtual_stages), v_shaped.astype(np.int64), *grains))
     distinct, indices = np.unique(keys, axis=1, return_inverse=True)
     rows = []
-    for pp, stages, vee_shaped, first, last in distinct.T.tolist():
-        stage_ranks = v_shaped_ranks(pp) if vee_shaped else loop_ranks(pp, stages)
+    for pp, stages, is_v_shaped, first, last in distinct.T.tolist():
+        stage_ranks = v_shaped_ranks(pp) if is_v_shaped else loop_ranks(pp, stages)
         split = _assign(layers, stage_ranks, first * GRAIN, last * GRAIN)
         ends = [
             [n for n, home in zip(split, stage_ranks, strict=True) if home == rank] for rank in (0, pp - 1)

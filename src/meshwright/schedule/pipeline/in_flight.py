@@ -129,9 +129,9 @@ def _count_rank(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints
     local = np.searchsorted(stages, row.stage)
     split = schedule.split_backward
     states = [_encode_state(row, stage, schedule.micro_batches, split) for stage in stages]
-    waiting = _count_waiting(row, stages, split)
+    in_flight = _count_in_flight(row, stages, split)
     table = np.column_stack(
-        [row.kind, local, *states, *waiting, *_count_tensors(schedule, rank, row, position)]
+        [row.kind, local, *states, *in_flight, *_count_tensors(schedule, rank, row, position)]
     )
     first, _ = _find_distinct(table)
     known = 2 + len(stages)
@@ -195,7 +195,7 @@ def _last_is(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.boo
     return np.asarray(ones > others)
 
 
-def _count_waiting(row: _Row, stages: tuple[int, ...], split: bool) -> list[Ints]:
+def _count_in_flight(row: _Row, stages: tuple[int, ...], split: bool) -> list[Ints]:
     """Per stage the micro-batches before backward; then those before weight gradients."""
     forwarded, halved = [], []
     for stage in stages:

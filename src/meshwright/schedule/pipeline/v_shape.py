@@ -19,7 +19,7 @@ class VShapedRow:
 
     def __init__(self, rank: int, pp: int, micro_batches: int) -> None:
         self.actions: list[Action] = []
-        self.waiting: deque[Action] = deque()
+        self.deferred: deque[Action] = deque()
         """Deferred weight gradients, first in first out."""
         self._stages = (rank, 2 * pp - 1 - rank)
         self._micro_batches = micro_batches
@@ -36,11 +36,11 @@ class VShapedRow:
         """
         for step in steps:
             if step in _PASSES:
-                self._add_pass(step, self.waiting)
+                self._add_pass(step, self.deferred)
             elif step in _FULL_BACKWARDS:
                 self._add_pass(_FULL_BACKWARDS[step], self.actions)
-            elif self.waiting:
-                self.actions.append(self.waiting.popleft())
+            elif self.deferred:
+                self.actions.append(self.deferred.popleft())
 
     def _add_pass(self, step: str, behind: list[Action] | deque[Action]) -> None:
         """Add one pass; the weight gradient of a backward pass goes to ``behind``."""

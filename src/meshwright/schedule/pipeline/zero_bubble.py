@@ -59,6 +59,6 @@ def _zbv_row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
     while row.left("B0") or row.left("B1"):
         row.add(("B0", "W"))
         row.add(("B1", "W") if row.left("B1") else ())
-    while row.waiting:
+    while row.deferred:
         row.add(("W",))
     return tuple(row.actions)
