@@ -149,21 +149,21 @@ def is_exact(job: Job) -> bool:
 
 def predict(job: Job, layout: Layout) -> Prediction:
     """Memory, collectives and time of one layout, which is completed first."""
-    placed = with_layout(job, complete_layout(job, layout))
-    exact = is_exact(placed)
-    return predict_with_memory(placed, predict_memory(placed, exact), exact)
+    settled = with_layout(job, complete_layout(job, layout))
+    exact = is_exact(settled)
+    return predict_with_memory(settled, predict_memory(settled, exact), exact)
 
 
-def predict_with_memory(placed: Job, memory: Memory, exact: bool) -> Prediction:
+def predict_with_memory(settled: Job, memory: Memory, exact: bool) -> Prediction:
     """The prediction of a job with a complete layout and known memory."""
-    micro_batches = count_micro_batches(placed)
+    micro_batches = count_micro_batches(settled)
     traffic: tuple[CollectiveTraffic, ...] = ()
-    if placed.train.runtime == "meshwright":  # for plan-only models: what they would send
-        rows = [predict_traffic(placed, pp_rank) for pp_rank in range(placed.layout.pp)]
+    if settled.train.runtime == "meshwright":  # for plan-only models: what they would send
+        rows = [predict_traffic(settled, pp_rank) for pp_rank in range(settled.layout.pp)]
         traffic = tuple(merge_pp_ranks(rows))
     touched = sum(ledger.touched_bytes for ledger in memory.ledgers)
-    time = predict_step(placed, micro_batches, touched, traffic)
-    return Prediction(placed, micro_batches, memory, traffic, time, exact)
+    time = predict_step(settled, micro_batches, touched, traffic)
+    return Prediction(settled, micro_batches, memory, traffic, time, exact)
 
 
 def predict_memory(job: Job, exact: bool) -> Memory:
@@ -250,8 +250,8 @@ def _with_micro_batch(job: Job, layout: Layout, micro: int) -> Layout:
 
 def _needed_bytes(job: Job, layout: Layout, micro: int, exact: bool) -> int:
     """Memory of the rank that needs most with this micro-batch."""
-    placed = with_layout(job, _with_micro_batch(job, layout, micro))
-    return predict_memory(placed, exact).need.needed_bytes
+    settled = with_layout(job, _with_micro_batch(job, layout, micro))
+    return predict_memory(settled, exact).need.needed_bytes
 
 
 def _largest_micro_batch(job: Job, layout: Layout) -> int:

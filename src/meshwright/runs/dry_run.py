@@ -75,11 +75,11 @@ def dry_run_job(job: LoadedJob, rank: int, reporter: Reporter) -> DryRun:
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="a dry run")
     spec = _resolve(job, rank, reporter)
     prediction = predict(spec, spec.layout)
-    placed = prediction.job
+    settled = prediction.job
     on_cpu = dataclasses.replace(
-        placed, cluster=dataclasses.replace(spec.cluster, device="cpu"), train=with_eager_blocks(spec.train)
+        settled, cluster=dataclasses.replace(spec.cluster, device="cpu"), train=with_eager_blocks(spec.train)
     )
-    plan = plan_from(predict(on_cpu, placed.layout))
+    plan = plan_from(predict(on_cpu, settled.layout))
     prepare_environment(threads=1)
     started = time.perf_counter()
     record = _run_step(plan, rank, reporter)

@@ -404,21 +404,21 @@ class _Search:
 
     def _predict(self, layout: Layout) -> Prediction | None:
         """Predict one layout; None if it is illegal or does not fit. Memory is predicted first."""
-        placed = with_layout(self.job, complete_layout(self.job, layout))
-        exact = is_exact(placed)
+        settled = with_layout(self.job, complete_layout(self.job, layout))
+        exact = is_exact(settled)
         if self.exact and not exact:
             return None
         self.found.checked += 1
-        share = needed_at_ends(placed) / self.usable if exact and placed.layout.pp > 1 else 0.0
+        share = needed_at_ends(settled) / self.usable if exact and settled.layout.pp > 1 else 0.0
         if share <= 1:
-            memory = predict_memory(placed, exact)
-            if does_fit(placed, memory):
-                return predict_with_memory(placed, memory, exact)
+            memory = predict_memory(settled, exact)
+            if does_fit(settled, memory):
+                return predict_with_memory(settled, memory, exact)
             share = memory.need.needed_bytes / self.usable
             host = memory.host_bytes / (self.job.cluster.host_memory_bytes or math.inf)
             share = max(share, host) + TIE_BREAK * share  # ties: the one that needs less device memory
         if self._closest is None or share < self._closest[0]:
-            self._closest = share, placed.layout
+            self._closest = share, settled.layout
         return None
 
 

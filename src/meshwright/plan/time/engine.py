@@ -366,7 +366,7 @@ class _Step:
         on_device = moved / self.device.bytes_per_s
         if rate is not None and rate.flops:
             on_device = on_device + updated * rate.flops / self.device.plain_flops_per_s
-        # A CPU optimizer step is limited by memory bandwidth per device, about that of the host link.
+        # A CPU optimizer step is limited by memory bandwidth per device, about that of the CPU link.
         on_host = moved / self.workload.cluster.host_bytes_per_s
         seconds = np.where(self.grid.offload > 0, on_host, on_device)
         if self.probed is None:

@@ -204,8 +204,8 @@ def probe_steps(workload: Workload, grid: Grid) -> ProbedSteps | None:
     for index in np.flatnonzero(whole):
         key = tuple(int(column[index]) for column in columns)
         if key not in found:
-            placed = dataclasses.replace(job, layout=grid.layout(int(index)))
-            found[key] = _probe_step(placed, probed, key[1], float(touched[index]))
+            settled = dataclasses.replace(job, layout=grid.layout(int(index)))
+            found[key] = _probe_step(settled, probed, key[1], float(touched[index]))
         seconds = found[key]
         if seconds is not None:
             known[index], (compute_s[index], update_s[index]) = True, seconds
