@@ -312,8 +312,8 @@ def _largest_that_fits(job: Job, layout: Layout, room_bytes: int) -> Prediction 
     legal = [tried for tried in tries if not find_problems(with_layout(job, tried), to_run=to_run)]
 
     def needed(tried: Layout) -> int:
-        placed = with_layout(job, complete_layout(job, tried))
-        return predict_memory(placed, to_run).need.needed_bytes
+        completed = with_layout(job, complete_layout(job, tried))
+        return predict_memory(completed, to_run).need.needed_bytes
 
     fitting = bisect.bisect_right(legal, room_bytes, key=needed)
     found = predict(job, legal[fitting - 1]) if fitting else None
