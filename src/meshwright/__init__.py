@@ -10,7 +10,22 @@ from typing import TYPE_CHECKING, Any
 from meshwright.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from meshwright.api import Job, Plan, Reporter, Run, generate, list_runs, load_job, load_run
+    from meshwright.api import (
+        Job,
+        Plan,
+        Reporter,
+        Run,
+        export_checkpoint,
+        generate,
+        list_checkpoints,
+        list_runs,
+        load_job,
+        load_run,
+        prepare_corpus,
+        probe,
+        prune_checkpoints,
+        validate,
+    )
     from meshwright.core.errors import (
         CheckFailedError,
         InterruptedRunError,
@@ -29,10 +44,16 @@ __all__ = [
     "Run",
     "RunFailedError",
     "UserError",
+    "export_checkpoint",
     "generate",
+    "list_checkpoints",
     "list_runs",
     "load_job",
     "load_run",
+    "prepare_corpus",
+    "probe",
+    "prune_checkpoints",
+    "validate",
 ]
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.core.errors import Problem, UserError
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.reporter import SILENT, Reporter
 from meshwright.spec.job import Job as JobSpec
@@ -78,6 +79,8 @@ def load_job(source: str | Path, *overrides: str, on: str | None = None, to_run:
     Raises:
         UserError: The job has mistakes; the error lists all of them.
     """
+    for override in overrides:
+        _require(isinstance(override, str), "override", override, "is a text such as 'train.steps=20'")
     return Job(LoadedJob.load(str(source), overrides, on, to_run=to_run))
 
 
@@ -113,6 +116,8 @@ class Job:
         """
         from meshwright.runs.planning import plan_job  # noqa: PLC0415
 
+        _require(by in ("time", "cost", "memory"), "by", by, "is one of 'time', 'cost' and 'memory'")
+        _require(top >= 1, "top", top, "is at least 1")
         return Plan(*plan_job(self.loaded, by, top, explain, reporter))
 
     def explain(self, *layout: str, reporter: Reporter = SILENT) -> LayoutExplanation:
@@ -414,6 +419,9 @@ def generate(
     """
     from meshwright.runs.generate import generate_from  # noqa: PLC0415
 
+    _require(tokens >= 1, "tokens", tokens, "is at least 1")
+    _require(temperature >= 0, "temperature", temperature, "is not negative")
+    _require(top_k >= 0, "top_k", top_k, "is not negative")
     settings = {
         "prompt": prompt,
         "tokens": tokens,
@@ -520,3 +528,13 @@ def validate(tables: Sequence[str | Path] = ()) -> list[Outcome]:
     from meshwright.validation.evaluate import bundled_table, evaluate_tables  # noqa: PLC0415
 
     return evaluate_tables([Path(table) for table in tables] or [bundled_table()])
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Refuse a bad argument.
+
+    Raises:
+        UserError: The rule does not hold.
+    """
+    if not holds:
+        raise UserError(Problem("api-argument", rule, path=name, value=value))

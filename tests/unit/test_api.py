@@ -108,3 +108,25 @@ def test_a_folder_without_runs_and_one_that_is_no_run(tmp_path):
     with pytest.raises(mw.UserError) as caught:
         mw.load_run(tmp_path)
     assert caught.value.problems[0].code == "run-missing"
+
+
+def test_the_package_exports_the_whole_api():
+    from meshwright import api
+
+    assert set(api.__all__) <= set(mw.__all__)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda job: job.plan(by="speed"),
+        lambda job: job.plan(top=0),
+        lambda job: mw.generate("nowhere", tokens=0),
+        lambda job: mw.generate("nowhere", temperature=-1.0),
+        lambda job: mw.load_job("job.toml", {"train.steps": 3}),
+    ],
+)
+def test_a_bad_argument_is_refused_by_its_name(job_path, call):
+    with pytest.raises(mw.UserError) as caught:
+        call(mw.load_job(job_path))
+    assert caught.value.problems[0].code == "api-argument"

@@ -62,7 +62,7 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         if context is not None:
             sys.stderr.write(f"{context.get_usage()}\n")
-        message = error.format_message()
+        message = error.format_message().rstrip(".")
         if context is not None and message.startswith("Missing command"):
             message = f"missing command; one of: {', '.join(context.command.list_commands(context))}"
         wrong = UserError(Problem("cli-usage", message))

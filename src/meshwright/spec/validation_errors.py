@@ -86,10 +86,11 @@ def _unknown_key(path: str, owner: Any = None) -> Problem:
     *parents, leaf = path.split(".")
     owner = owner or section_type(parents)
     keys = [f.name for f in dataclasses.fields(owner)] if owner else []
-    near = difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5)
+    near = [key for key in keys if leaf.startswith(f"{key}_") or key.startswith(f"{leaf}_")]
+    near = near or difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5)
     table = f"[{'.'.join(parents)}]" if parents else "a job"
     meant = ".".join((*parents, near[0])) if near else ""
-    fix = f"Did you mean {meant}?" if near else f"{table} has {', '.join(keys)}"
+    fix = f"Did you mean {meant}?" if near else f"Keys of {table}: {', '.join(keys)}"
     return Problem("job-unknown-key", f"Unknown key {path}", path=path, fix=fix)
 
 

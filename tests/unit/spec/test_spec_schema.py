@@ -22,7 +22,7 @@ from meshwright.spec.job import (
     Layout,
     Train,
 )
-from meshwright.spec.load import build_job, load_job
+from meshwright.spec.load import SpecError, build_job, load_job
 from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.probed import AttentionTime, GemmTime, Probed
 from meshwright.spec.validation_errors import job_schema, section_type
@@ -166,3 +166,12 @@ def test_every_annotation_of_a_job_resolves():
     """Pydantic and the documentation read them; a name missing at run time would show only there."""
     for section in (*SECTIONS, Job):
         assert typing.get_type_hints(section, include_extras=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("lr_rate", "train.lr"), ("grad", "train.grad_noise"), ("stepz", "train.steps")]
+)
+def test_an_unknown_key_is_answered_with_the_nearest_one(tree, wrong, meant):
+    with pytest.raises(SpecError) as caught:
+        build_job(tree(train={wrong: 1}))
+    assert f"Did you mean {meant}?" in str(caught.value)
