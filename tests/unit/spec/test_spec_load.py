@@ -243,7 +243,7 @@ def test_a_cluster_file_gives_the_figures_and_the_job_may_change_them(tree, tmp_
     [
         ({"train": {"step": 4}}, "job-unknown-key", "train.step", "Did you mean train.steps?"),
         ({"lyout": {"tp": 2}}, "job-unknown-key", "lyout", "Did you mean layout?"),
-        ({"train": {"zzz": 4}}, "job-unknown-key", "train.zzz", "[train] has steps, global_batch"),
+        ({"train": {"zzz": 4}}, "job-unknown-key", "train.zzz", "Keys of [train]: steps, global_batch"),
         ({"train": {"steps": "4"}}, "job-wrong-type", "train.steps", "whole number. Write it without quotes"),
         ({"train": {"steps": 1.5}}, "job-wrong-type", "train.steps", "must be a whole number"),
         ({"train": {"steps": True}}, "job-wrong-type", "train.steps", "must be a whole number"),
