@@ -24,7 +24,7 @@ SIZES = (1, 8, 64, 512)
 """Devices; 8 stands for one whole node, whatever its size."""
 SAMPLE = 40
 """Cases that have every model, cluster and size."""
-QUICK = 14
+QUICK = 10
 """Of those, cases in ``make test``."""
 TOO_LARGE = 6
 """Of those, cases whose model is too large for the cluster."""

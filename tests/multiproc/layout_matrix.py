@@ -274,6 +274,11 @@ Meetings = Callable[[Cell], Iterable[tuple[Any, ...]]]
 """What of a cell a covering set must have."""
 
 
+def list_values(cell: Cell) -> Iterable[tuple[Any, ...]]:
+    """Each setting of a cell by itself, with the model and the ways to share sequences and experts."""
+    return [("work", cell.work), *cell.settings, ("sharing", cell.sharing), ("dealing", cell.dealing)]
+
+
 def list_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
     """Settings that meet in a cell, two by two; the model is one of them."""
     return itertools.combinations((("work", cell.work), *cell.settings, *cell.routing), 2)
