@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.runs.loaded_job import LoadedJob
@@ -80,7 +80,7 @@ def load_job(source: str | Path, *overrides: str, on: str | None = None, to_run:
         UserError: The job has mistakes; the error lists all of them.
     """
     for override in overrides:
-        _require(isinstance(override, str), "override", override, "is a text such as 'train.steps=20'")
+        _require(isinstance(override, str), "override", override, "must be a text such as 'train.steps=20'")
     return Job(LoadedJob.load(str(source), overrides, on, to_run=to_run))
 
 
@@ -114,10 +114,12 @@ class Job:
         Raises:
             UserError: No layout fits; the error names changes that would.
         """
+        from meshwright.plan.search.find import Objective  # noqa: PLC0415
         from meshwright.runs.planning import plan_job  # noqa: PLC0415
 
-        _require(by in ("time", "cost", "memory"), "by", by, "is one of 'time', 'cost' and 'memory'")
-        _require(top >= 1, "top", top, "is at least 1")
+        objectives = get_args(Objective)
+        _require(by in objectives, "by", by, f"must be one of {', '.join(objectives)}")
+        _require(top >= 1, "top", top, "must be at least 1")
         return Plan(*plan_job(self.loaded, by, top, explain, reporter))
 
     def explain(self, *layout: str, reporter: Reporter = SILENT) -> LayoutExplanation:
@@ -419,9 +421,9 @@ def generate(
     """
     from meshwright.runs.generate import generate_from  # noqa: PLC0415
 
-    _require(tokens >= 1, "tokens", tokens, "is at least 1")
-    _require(temperature >= 0, "temperature", temperature, "is not negative")
-    _require(top_k >= 0, "top_k", top_k, "is not negative")
+    _require(tokens >= 1, "tokens", tokens, "must be at least 1")
+    _require(temperature >= 0, "temperature", temperature, "must not be negative")
+    _require(top_k >= 0, "top_k", top_k, "must not be negative")
     settings = {
         "prompt": prompt,
         "tokens": tokens,

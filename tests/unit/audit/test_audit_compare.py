@@ -106,7 +106,7 @@ def test_a_group_of_another_size_than_promised_fails(plan, kept, record_of, find
 
 @pytest.fixture(scope="module")
 def own_plan():
-    """One GPU whose blocks our own kernels compute."""
+    """One GPU with Triton blocks."""
     sizes = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4}
     job = build_job(
         {

@@ -52,7 +52,7 @@ def test_steps_are_those_of_a_run_and_its_blocks_can_be_called_alone(monkeypatch
     assert all(gradient is not None for gradient in gradients), "both passes of every block ran"
     trainer.model.weight_copies = WeightCopies(trainer.model, torch.bfloat16)
     convert_to_triton(trainer.model)
-    assert machine.time_block_launch(trainer) > 0, "our own kernels' blocks hand on two tensors"
+    assert machine.time_block_launch(trainer) > 0, "Triton blocks return two tensors"
 
 
 def test_random_words_are_targets_all():
