@@ -20,7 +20,7 @@ from unittest import mock
 from meshwright.cli import main
 from meshwright.layout.text import layout_overrides
 from meshwright.plan.build import summarize_plan
-from meshwright.plan.contract import Plan, read_plan
+from meshwright.plan.contract import PlanContract, read_plan
 from meshwright.plan.search.find import SIMPLICITY_MARGIN
 from meshwright.spec.layout import Layout
 from planner_matrix import Case, is_built
@@ -140,7 +140,7 @@ def _refused(case: Case, written: Ran, path: Path) -> Iterator[str]:
         yield "a plan was written although nothing fits"
 
 
-def _shown_differs_from_written(best: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+def _shown_differs_from_written(best: Mapping[str, Any], plan: PlanContract) -> Iterator[str]:
     """The first layout in JSON and the plan file: layout, memory, collectives, step."""
     summary = json.loads(json.dumps(summarize_plan(plan)))
     yield from _compare("layout", best["layout"], summary["layout"])
@@ -153,7 +153,7 @@ def _shown_differs_from_written(best: Mapping[str, Any], plan: Plan) -> Iterator
     yield from _compare_times("breakdown_s", best["breakdown_s"], plan.breakdown_s)
 
 
-def _not_exact(case: Case, plan: Plan) -> Iterator[str]:
+def _not_exact(case: Case, plan: PlanContract) -> Iterator[str]:
     """A model that runs is planned with a layout that runs, to the byte."""
     if not plan.exact and is_built(case.model):
         yield "the written plan is not exact: train does not run its layout"

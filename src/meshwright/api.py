@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.hf.export import Exported
     from meshwright.checkpoint.inventory import PruneResult, StoredCheckpoint
     from meshwright.data.prepare import PrepareReport
-    from meshwright.plan.contract import CollectiveTraffic, RankPrediction
-    from meshwright.plan.contract import Plan as Contract
+    from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
     from meshwright.plan.search.find import Objective, SearchResult
     from meshwright.report.pipeline_run import PipelineRun
     from meshwright.report.run_list import RunSummary
@@ -222,7 +221,7 @@ class Job:
 class Plan:
     """A chosen layout with its predictions, and the alternatives. Made by :meth:`Job.plan`."""
 
-    contract: Contract
+    contract: PlanContract
     """The plan as it is written to ``plan.toml`` and audited."""
     search: SearchResult
     """All predicted layouts, best first, and how many were searched."""
@@ -292,7 +291,8 @@ class Run:
     """A run folder: what was planned and what was measured. Made by :meth:`Job.train` or :func:`load_run`."""
 
     run_dir: Path
-    plan: Contract
+    contract: PlanContract
+    """The plan that the run was started with: ``plan.toml`` of the folder."""
     record: RunRecord
     """What the ranks of the newest attempt reported."""
     _audit: Audit
@@ -340,7 +340,7 @@ class Run:
         """Planned, simulated and measured pipeline bubble; None without pipeline parallelism."""
         from meshwright.report.pipeline_run import find_pipeline  # noqa: PLC0415
 
-        return find_pipeline(self.plan, self.record)
+        return find_pipeline(self.contract, self.record)
 
     def report(self) -> RunReport:
         """Curves, memory and audit over all attempts in the folder."""
@@ -361,7 +361,7 @@ class Run:
         """The object of ``meshwright train --json``."""
         from meshwright.runs.summary import summarize_run  # noqa: PLC0415
 
-        return summarize_run(self.plan, self.record, self._audit, self.run_dir)
+        return summarize_run(self.contract, self.record, self._audit, self.run_dir)
 
     def __repr__(self) -> str:
         return f"Run({str(self.run_dir)!r}, status={self.status!r}, steps={len(self.losses)})"

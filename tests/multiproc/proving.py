@@ -15,7 +15,7 @@ from meshwright.audit.record import RunRecord, read_record
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.layout.stages import StageSpec, local_parameters, local_stages, pp_rank_of
 from meshwright.plan.build import build_plan
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.runs.prove import ENTRY, REFERENCE_ENTRY, run_proof_side
 from meshwright.runs.reporter import SILENT
 from meshwright.spec.cluster import machine_memory_bytes
@@ -46,7 +46,7 @@ class Step:
 class Proof:
     """One layout beside the reference, with all that its ranks wrote."""
 
-    plan: Plan
+    plan: PlanContract
     verdict: Verdict
     findings: list[RankFindings]
     notes: ReferenceRecord

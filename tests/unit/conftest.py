@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.audit.record import RunRecord
 from meshwright.plan.build import build_plan
-from meshwright.plan.contract import PLAN_FILE, Plan, write_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, write_plan
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import PROFILES
@@ -144,7 +144,7 @@ Events = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def plan() -> Plan:
+def plan() -> PlanContract:
     """Two replicas of the tiny model; three buckets."""
     job = build_job(
         {
@@ -159,7 +159,7 @@ def plan() -> Plan:
 
 
 @pytest.fixture(scope="session")
-def pipeline_plan() -> Plan:
+def pipeline_plan() -> PlanContract:
     """Two stages of the tiny model."""
     job = build_job(
         {
@@ -174,7 +174,7 @@ def pipeline_plan() -> Plan:
 
 
 @pytest.fixture
-def kept(plan: Plan, events_of: Callable[..., Events]) -> Callable[..., Events]:
+def kept(plan: PlanContract, events_of: Callable[..., Events]) -> Callable[..., Events]:
     """Events of a run that did what the plan promised, on every rank."""
     return functools.partial(events_of, plan)
 
@@ -183,7 +183,7 @@ def kept(plan: Plan, events_of: Callable[..., Events]) -> Callable[..., Events]:
 def events_of() -> Callable[..., Events]:
     """The same of any plan."""
 
-    def events(plan: Plan, generation: int = 0) -> Events:
+    def events(plan: PlanContract, generation: int = 0) -> Events:
         found: Events = []
         times = {"setup": 1, "step": STEPS, "eval": EVALUATIONS, "save": 0}
         for promised in plan.ranks:
@@ -238,7 +238,7 @@ def record_of() -> Callable[[Events], RunRecord]:
 
 
 @pytest.fixture
-def run_folder(plan: Plan, tmp_path: Path) -> Callable[[Events], Path]:
+def run_folder(plan: PlanContract, tmp_path: Path) -> Callable[[Events], Path]:
     """A run's folder with the plan and these events."""
 
     def write(events: Events) -> Path:

@@ -445,7 +445,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
         folder = relative.parent if relative.name == "index" else relative
         assert (tmp_path / "site" / folder / "index.html").is_file(), page.name
     built = (tmp_path / "site" / "api" / "index.html").read_text()
-    assert "meshwright.plan.contract.Plan" in built, "the reference was not filled in"
+    assert "meshwright.plan.contract.PlanContract" in built, "the reference was not filled in"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from meshwright.audit.expert_load import describe_load, find_effect
 from meshwright.audit.record import RunRecord
 from meshwright.core.units import format_bytes
 from meshwright.layout.stages import pp_rank_of
-from meshwright.plan.contract import CollectiveTraffic, Plan
+from meshwright.plan.contract import CollectiveTraffic, PlanContract
 from meshwright.plan.memory.compiled import has_exact_peak
 
 PEAK_TOLERANCE = 0.05
@@ -98,7 +98,7 @@ class Audit:
         }
 
 
-def audit_run(plan: Plan, record: RunRecord) -> Audit:
+def audit_run(plan: PlanContract, record: RunRecord) -> Audit:
     """Compare a run with its plan."""
     state = _state_rows(plan, record)
     collectives = _collective_rows(plan, record)
@@ -116,7 +116,7 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
     return Audit(tuple(state), tuple(collectives), tuple(differences), tuple(load))
 
 
-def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
+def audit_rank(plan: PlanContract, rank: int, record: RunRecord) -> Audit:
     """Compare the one rank of a dry run with the plan; phases that did not run are left out."""
     state = _state_rows(dataclasses.replace(plan, ranks=(plan.ranks[rank],)), record)
     collectives = [row for row in _collective_rows(plan, record) if row.calls or row.predicted_calls]
@@ -125,7 +125,7 @@ def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
     return Audit(tuple(state), tuple(collectives), tuple(differences))
 
 
-def describe_match(plan: Plan) -> str:
+def describe_match(plan: PlanContract) -> str:
     """What matches, for a run that matches its plan."""
     totals = [sum(rank.state_bytes.values()) for rank in plan.classes().values()]
     total = f"{format_bytes(min(totals))} to " * (min(totals) < max(totals)) + format_bytes(max(totals))
@@ -134,7 +134,7 @@ def describe_match(plan: Plan) -> str:
     return f"State ({total} per rank) and all collectives match the plan exactly."
 
 
-def _describe_incomplete(plan: Plan, record: RunRecord) -> str:
+def _describe_incomplete(plan: PlanContract, record: RunRecord) -> str:
     """One sentence about what an unfinished run did not measure; empty for a finished run."""
     everywhere = set(range(plan.world_size))
     missing = [
@@ -151,7 +151,7 @@ def _describe_incomplete(plan: Plan, record: RunRecord) -> str:
     return ""
 
 
-def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
+def _state_rows(plan: PlanContract, record: RunRecord) -> list[StateRow]:
     rows: list[StateRow] = []
     for expected in plan.ranks:
         found = record.state.get(expected.rank)
@@ -190,7 +190,7 @@ Kind = tuple[str, str, str, int]
 """Axis, operation, phase and number of ranks in the group."""
 
 
-def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
+def _collective_rows(plan: PlanContract, record: RunRecord) -> list[CollectiveRow]:
     """For each kind of collective the rank that differs most from the prediction."""
     rows: dict[tuple[Kind, int | None], CollectiveRow] = {}
     alone = {(row.axis, row.op, row.phase, row.ranks) for row in plan.collectives if row.pp_rank is not None}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshwright.audit.record import MeasuredMemory, RunRecord
 from meshwright.core.units import format_bytes
 from meshwright.layout.stages import pp_rank_of
-from meshwright.plan.contract import Plan, RankPrediction
+from meshwright.plan.contract import PlanContract, RankPrediction
 from meshwright.plan.memory.ledger import predict_ledger
 
 
@@ -28,7 +28,7 @@ class LoadEffect:
 EVEN = LoadEffect(0.0, 0, 0)
 
 
-def find_effect(plan: Plan, predicted: RankPrediction, found: MeasuredMemory | None) -> LoadEffect:
+def find_effect(plan: PlanContract, predicted: RankPrediction, found: MeasuredMemory | None) -> LoadEffect:
     """The effect on one rank; zero for a dense model or if rows were not counted.
 
     A pipeline keeps several micro-batches in flight: its peak is that of the mean.
@@ -44,7 +44,7 @@ def find_effect(plan: Plan, predicted: RankPrediction, found: MeasuredMemory | N
     return LoadEffect(share, full.activation_bytes - even.activation_bytes, peaks[1] - peaks[0])
 
 
-def describe_load(plan: Plan, record: RunRecord) -> list[str]:
+def describe_load(plan: PlanContract, record: RunRecord) -> list[str]:
     """Sentences about the ranks with the most and the fewest rows; none for an even load."""
     effects = {p.rank: find_effect(plan, p, record.state.get(p.rank)) for p in plan.ranks}
     ranks = sorted(effects, key=lambda rank: effects[rank].share)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event, read_events
 from meshwright.core.units import format_plural
-from meshwright.plan.contract import CollectiveTraffic, Plan
+from meshwright.plan.contract import CollectiveTraffic, PlanContract
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class RunRecord:
         times = self.step_times_s[2:] or self.step_times_s
         return self.tokens_per_step / statistics.median(times) if times else None
 
-    def flops_per_s(self, plan: Plan) -> float | None:
+    def flops_per_s(self, plan: PlanContract) -> float | None:
         """Achieved FLOP/s of all ranks: tokens/s times the FLOPs per token that MFU counts."""
         rate = self.tokens_per_s
         return None if rate is None else rate * plan.flops_per_token

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 
 
 @dataclass
@@ -84,7 +84,7 @@ GatherToFirstStage = Callable[[int, tuple[int, ...], torch.dtype, Callable[[], T
 class CheckpointedState:
     """The tensors and counters of one rank."""
 
-    plan: Plan
+    plan: PlanContract
     counters: TrainState
     model: nn.Module
     sharded: ShardedTensors

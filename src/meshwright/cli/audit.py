@@ -85,7 +85,7 @@ def show_collectives(output: Output, verdict: Audit, title: str) -> None:
 
 def describe_audit(output: Output, run: Run) -> None:
     """Predicted and measured side by side, then the verdict."""
-    plan, record, verdict = run.plan, run.record, run.audit()
+    plan, record, verdict = run.contract, run.record, run.audit()
     if verdict.measured:
         show_state(output, verdict)
     else:
@@ -112,7 +112,7 @@ def describe_audit(output: Output, run: Run) -> None:
 
 def _describe_times(output: Output, run: Run) -> None:
     """Print step time and pipeline bubble, which are not audited."""
-    plan, record = run.plan, run.record
+    plan, record = run.contract, run.record
     if record.tokens_per_s:
         measured_s = record.tokens_per_step / record.tokens_per_s
         rate = format_throughput(record.tokens_per_s, plan.job.unit)

@@ -9,7 +9,7 @@ from meshwright.core.units import format_bytes, format_count, format_seconds, fo
 from meshwright.layout.flops import peak_rate
 from meshwright.layout.placement import tier_of
 from meshwright.layout.text import describe_layout, layout_overrides
-from meshwright.plan.contract import Plan, RankPrediction
+from meshwright.plan.contract import PlanContract, RankPrediction
 from meshwright.plan.memory.fit import MemoryNeed, describe_usable
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import SearchResult
@@ -26,7 +26,7 @@ MOST_STAGES = 16
 FORMULA_WIDTH = 90
 
 
-def describe_plan(output: Output, plan: Plan) -> None:
+def describe_plan(output: Output, plan: PlanContract) -> None:
     """Print the layout, its reasons, memory, step time and collectives."""
     job = plan.job
     cluster = f"{job.cluster.device_name}, {job.cluster.preset or job.cluster.file or 'given'}"
@@ -59,7 +59,7 @@ def describe_plan(output: Output, plan: Plan) -> None:
     _describe_collectives(output, plan)
 
 
-def _describe_memory(output: Output, plan: Plan) -> None:
+def _describe_memory(output: Output, plan: PlanContract) -> None:
     """Print the memory of the rank with the highest need, and the need of the other ranks."""
     classes = plan.classes()
     name, rank = max(classes.items(), key=lambda item: item[1].needed_bytes)
@@ -75,7 +75,7 @@ def _describe_memory(output: Output, plan: Plan) -> None:
         output.print(f"needed by the other ranks: {', '.join(others)}")
 
 
-def _needed_rows(plan: Plan, rank: RankPrediction) -> list[tuple[str, str, str]]:
+def _needed_rows(plan: PlanContract, rank: RankPrediction) -> list[tuple[str, str, str]]:
     need = MemoryNeed.of(plan.job, rank.peak_bytes, rank.first_peak_bytes, rank.checkpoint_bytes)
     rows = [
         ("peak, steady step", format_bytes(need.steady_step), f"at: {rank.peak_at}"),
@@ -99,7 +99,7 @@ def shorten_formula(formula: str) -> str:
     return short if len(short) <= FORMULA_WIDTH else f"{short[: FORMULA_WIDTH - 4].rstrip()} ..."
 
 
-def _describe_step(output: Output, plan: Plan) -> None:
+def _describe_step(output: Output, plan: PlanContract) -> None:
     rows = [
         (name, format_seconds(value), f"{value / plan.step_s:.1%}")
         for name, value in sorted(plan.breakdown_s.items(), key=lambda part: -part[1])
@@ -109,7 +109,7 @@ def _describe_step(output: Output, plan: Plan) -> None:
     output.table("Step time", ("", "time", "share"), rows)
 
 
-def _describe_collectives(output: Output, plan: Plan) -> None:
+def _describe_collectives(output: Output, plan: PlanContract) -> None:
     """Print the collectives, with a column of pp ranks under pipeline parallelism."""
     if not plan.collectives:
         if plan.world_size > 1:

@@ -12,7 +12,7 @@ from meshwright.core.events import Event
 
 if TYPE_CHECKING:
     from meshwright.cli.progress import ProgressView
-    from meshwright.plan.contract import Plan
+    from meshwright.plan.contract import PlanContract
     from meshwright.spec.job import Job
 
 LONG_SEARCH = 300_000
@@ -39,7 +39,7 @@ class ConsoleReporter(Reporter):
         """A warning, on standard error."""
         self._output.warn(text)
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: PlanContract) -> None:
         """Print the plan of the run."""
         from meshwright.cli.plan_text import describe_plan  # noqa: PLC0415
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from meshwright.core.errors import MeshwrightError, RunFailedError
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.plan.search.alternatives import find_alternatives, memory_budget_after_oom
 
 
 def explain_oom(
-    plan: Plan, memory: Mapping[str, Any], error: MeshwrightError
+    plan: PlanContract, memory: Mapping[str, Any], error: MeshwrightError
 ) -> tuple[dict[str, Any], RunFailedError]:
     """Add the fastest changes that fit to the facts of a rank, and to its error as the fix.
 

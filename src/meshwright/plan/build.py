@@ -14,7 +14,7 @@ from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.parameters import count_parameters
 from meshwright.layout.stages import pp_rank_of
 from meshwright.layout.tensor_parallel import local_model
-from meshwright.plan.contract import Plan, RankPrediction, layout_keys
+from meshwright.plan.contract import PlanContract, RankPrediction, layout_keys
 from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes
 from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
 from meshwright.plan.memory.ledger import Ledger
@@ -27,7 +27,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 
-def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, SearchResult]:
+def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[PlanContract, SearchResult]:
     """Search the layouts of a job and build the contract of the best one.
 
     Args:
@@ -38,7 +38,9 @@ def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, SearchResult]
     return plan_from(found.best[0], explain_choice(job, found), job.layout.stage_layers is None), found
 
 
-def plan_from(prediction: Prediction, reasons: Sequence[str] = (), layers_assigned: bool = True) -> Plan:
+def plan_from(
+    prediction: Prediction, reasons: Sequence[str] = (), layers_assigned: bool = True
+) -> PlanContract:
     """The contract for one layout.
 
     Args:
@@ -49,7 +51,7 @@ def plan_from(prediction: Prediction, reasons: Sequence[str] = (), layers_assign
     return _build(prediction, reasons, layers_assigned, tuple(_list_ranks(prediction)))
 
 
-def summarize_plan(plan: Plan) -> dict[str, Any]:
+def summarize_plan(plan: PlanContract) -> dict[str, Any]:
     """A plan for ``--json``."""
     return _summarize(plan, plan.classes())
 
@@ -65,7 +67,7 @@ def summarize(prediction: Prediction, reasons: Sequence[str] = ()) -> dict[str, 
     return _summarize(plan, {name: ranks[pp_rank] for name, pp_rank in prediction.classes.items()})
 
 
-def _summarize(plan: Plan, ranks: dict[str, RankPrediction]) -> dict[str, Any]:
+def _summarize(plan: PlanContract, ranks: dict[str, RankPrediction]) -> dict[str, Any]:
     """The layout with the memory of one rank per class."""
     spread = step_interval(plan.job)
     needed = max(rank.needed_bytes for rank in ranks.values())
@@ -97,10 +99,10 @@ def _build(
     reasons: Sequence[str],
     layers_assigned: bool,
     ranks: tuple[RankPrediction, ...],
-) -> Plan:
+) -> PlanContract:
     job, layout = prediction.job, prediction.layout
     whole = prediction.exact and reduces_full_grads(job)
-    return Plan(
+    return PlanContract(
         job=job,
         micro_batches=prediction.micro_batches,
         step_s=prediction.step_s,

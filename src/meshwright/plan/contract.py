@@ -145,8 +145,8 @@ class StageRow:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A job with a complete layout, and the predictions."""
+class PlanContract:
+    """The contract that the audit checks: a job with a complete layout, and its predictions."""
 
     job: Job
     micro_batches: int
@@ -228,9 +228,9 @@ def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[Plan]:
+def _adapter() -> TypeAdapter[PlanContract]:
     """Built when a plan is first read: it takes 0.1 s, and planning does not need it."""
-    return TypeAdapter(Plan)
+    return TypeAdapter(PlanContract)
 
 
 def layout_keys(job: Job) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def layout_keys(job: Job) -> dict[str, Any]:
     return {k: v for k, v in dataclasses.asdict(job.layout).items() if v is not None}
 
 
-def plan_tree(plan: Plan) -> dict[str, Any]:
+def plan_tree(plan: PlanContract) -> dict[str, Any]:
     """The plan as TOML tables."""
     tree: dict[str, Any] = {
         PLAN_KEY: PLAN_VERSION,
@@ -268,7 +268,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
     return tree
 
 
-def write_plan(plan: Plan, path: Path) -> None:
+def write_plan(plan: PlanContract, path: Path) -> None:
     """Write the plan atomically. A custom schedule file is copied beside it."""
     tree = plan_tree(plan)
     try:
@@ -289,7 +289,7 @@ def is_plan(path: Path) -> bool:
         return False
 
 
-def read_plan(path: Path, *, to_run: bool = True) -> Plan:
+def read_plan(path: Path, *, to_run: bool = True) -> PlanContract:
     """Read a plan back, checking its version and its job.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from meshwright.layout.gemms import list_linears
 from meshwright.plan.build import plan_from
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.plan.predict import predict
 from meshwright.plan.time.probed import MeasuredStep
 from meshwright.plan.time.triton_block_bytes import block_bytes
@@ -160,7 +160,7 @@ PROBE_SUITES = {
 class ProbeRun:
     """A small model in one process, with one micro-batch per step."""
 
-    plan: Plan
+    plan: PlanContract
     touched_bytes: int
 
     @property

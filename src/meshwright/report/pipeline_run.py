@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.audit.record import RecordedTimeline, RunRecord
 from meshwright.core.units import format_seconds
 from meshwright.layout.pipeline_schedules import schedule_of, stage_pp_ranks
-from meshwright.plan.contract import PipelineTime, Plan
+from meshwright.plan.contract import PipelineTime, PlanContract
 from meshwright.plan.time.stage_layers import assign_layers, rank_costs, stage_costs
 from meshwright.plan.time.stages import part_costs
 from meshwright.report.timeline import Timeline, build_timeline, measured_timeline
@@ -107,7 +107,7 @@ class PipelineRun:
         }
 
 
-def find_pipeline(plan: Plan, record: RunRecord) -> PipelineRun | None:
+def find_pipeline(plan: PlanContract, record: RunRecord) -> PipelineRun | None:
     """The first pipeline of a run; None without pipeline parallelism or recorded times."""
     layout = plan.job.layout
     if plan.pipeline is None or layout.stage_layers is None:
@@ -142,7 +142,7 @@ def _mean(spans: Spans, kind: Kind, stage: int) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
-def _find_better(plan: Plan, stage_s: tuple[float, ...]) -> tuple[int, ...] | None:
+def _find_better(plan: PlanContract, stage_s: tuple[float, ...]) -> tuple[int, ...] | None:
     """Assign the layers by the measured stage times.
 
     The time of a block comes from stages without embedding and head; with two stages the embedding's share is

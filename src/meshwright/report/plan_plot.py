@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.layout.text import describe_layout
-from meshwright.plan.contract import Plan, RankPrediction
+from meshwright.plan.contract import PlanContract, RankPrediction
 from meshwright.plan.memory.fit import MemoryNeed
 from meshwright.plan.search.find import SearchResult
 from meshwright.plan.time.pipeline import walk_pipeline
@@ -51,7 +51,7 @@ class PlanPicture:
     """Ranks of the best layout's pipeline, each with the kind, start and end of its passes, in seconds."""
 
 
-def gather_picture(plan: Plan, found: SearchResult) -> PlanPicture:
+def gather_picture(plan: PlanContract, found: SearchResult) -> PlanPicture:
     """What is drawn of a plan and of its search."""
     job = plan.job
     device_s = (
@@ -82,7 +82,7 @@ def _memory_bar(job: Job, rank: RankPrediction) -> dict[str, float]:
     return bar | {name: float(size) for name, size in more.items() if size}
 
 
-def _planned_passes(plan: Plan) -> list[tuple[str, list[tuple[str, float, float]]]]:
+def _planned_passes(plan: PlanContract) -> list[tuple[str, list[tuple[str, float, float]]]]:
     """Passes of each pp rank in the simulated schedule; none without a pipeline."""
     if plan.pipeline is None:
         return []

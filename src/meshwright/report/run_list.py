@@ -12,7 +12,7 @@ from meshwright.core.errors import MeshwrightError, Problem, UserError
 from meshwright.core.events import EVENTS_FILE
 from meshwright.core.files import folder_bytes
 from meshwright.launch.lock import is_held
-from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
 
 FINISHED = ("complete", "interrupted")
 
@@ -84,7 +84,7 @@ def summarise_run(folder: Path) -> RunSummary:
             damage.append(f"{torn} lines of {EVENTS_FILE} are truncated or of another version")
     except OSError as error:
         damage.append(f"{EVENTS_FILE} cannot be read: {error.strerror or error}")
-    plan: Plan | None = None
+    plan: PlanContract | None = None
     try:
         plan = read_plan(folder / PLAN_FILE)
     except MeshwrightError as error:

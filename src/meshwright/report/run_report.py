@@ -15,7 +15,7 @@ import tomli_w
 
 from meshwright.audit.compare import Audit, audit_run, describe_match
 from meshwright.core.units import format_count, format_plural, format_rate, format_seconds, format_throughput
-from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
 from meshwright.report.event_text import format_loss
 from meshwright.report.history import History, read_history
 from meshwright.report.pipeline_run import PipelineRun, find_pipeline
@@ -47,7 +47,7 @@ class RunReport:
     """A run with its history and audit."""
 
     run_dir: Path
-    plan: Plan
+    plan: PlanContract
     history: History
     verdict: Audit
     status: str

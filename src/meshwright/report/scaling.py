@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.core.units import format_plural
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.report.plot import Chart, Series
 
 WARM_UP = 3
@@ -67,7 +67,7 @@ def slowest(times: Sequence[Times]) -> list[float]:
 
 
 def build_row(
-    plan: Plan, times: Sequence[Times], tokens_per_step: int, audit_ok: bool, base: ScalingRow | None
+    plan: PlanContract, times: Sequence[Times], tokens_per_step: int, audit_ok: bool, base: ScalingRow | None
 ) -> ScalingRow:
     """Summarise the times of the ranks.
 

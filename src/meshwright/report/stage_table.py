@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 
 STAGE_COLUMNS = ("stage", "on", "layers", "with", "forward", "backward", "peak memory")
 
 
-def stage_cells(plan: Plan) -> list[tuple[str, ...]]:
+def stage_cells(plan: PlanContract) -> list[tuple[str, ...]]:
     """One row per stage; times are per micro-batch. Empty without a pipeline."""
     if plan.pipeline is None:
         return []

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.audit.record import RunRecord
 from meshwright.layout.text import layout_overrides
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.report.scaling import Times, quartiles, slowest
 
 
@@ -32,7 +32,7 @@ class Measurement:
 class TuneRow:
     """One layout."""
 
-    plan: Plan
+    plan: PlanContract
     measured: Measurement | None
     """None: it did not run."""
     reason: str = ""

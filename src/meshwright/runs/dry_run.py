@@ -15,7 +15,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.packages import require_packages
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.build import plan_from
-from meshwright.plan.contract import Plan, layout_keys
+from meshwright.plan.contract import PlanContract, layout_keys
 from meshwright.plan.predict import Prediction, predict
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.planning import resolve_layout
@@ -31,7 +31,7 @@ class DryRun:
     """One rank, predicted and measured."""
 
     rank: int
-    plan: Plan
+    plan: PlanContract
     """For a CPU, as fake tensors are, with eager blocks."""
     prediction: Prediction
     """The same layout on the devices that the job names."""
@@ -103,7 +103,7 @@ def _resolve(job: LoadedJob, rank: int, reporter: Reporter) -> Job:
     return spec
 
 
-def _run_step(plan: Plan, rank: int, reporter: Reporter) -> RunRecord:
+def _run_step(plan: PlanContract, rank: int, reporter: Reporter) -> RunRecord:
     """Run the step; the rank's events become the record."""
     name = f"rank {rank} of {plan.world_size}"
     record = RunRecord()

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.core.errors import Problem, UserError
 from meshwright.layout.text import describe_layout
 from meshwright.plan.build import plan_from, summarize, summarize_plan
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.plan.predict import Prediction, predict
 from meshwright.plan.search.alternatives import (
     NearestLegal,
@@ -44,7 +44,7 @@ class LayoutExplanation:
     """Rules that forbid it; none if it is legal."""
     nearest: tuple[NearestLegal, ...]
     """The nearest legal layouts, if it is not."""
-    plan: Plan | None
+    plan: PlanContract | None
     """Its predictions, if it is legal; the reasons compare it with the best layout."""
     requested: Prediction | None
     best: Prediction | None

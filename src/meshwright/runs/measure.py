@@ -14,7 +14,7 @@ from meshwright.audit.event_scan import Attempt
 from meshwright.core.errors import InterruptedRunError, Problem
 from meshwright.core.events import Event
 from meshwright.launch.assignment import Assignment
-from meshwright.plan.contract import PLAN_FILE, Plan, write_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, write_plan
 from meshwright.runs.ranks import build_launch
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.execution import uses_torch_compile
@@ -39,7 +39,9 @@ class MeasuredRun:
             self.steps += 1
 
 
-def measure_plan(plan: Plan, data_dir: Path, name: str, show: Callable[[str, int], None]) -> MeasuredRun:
+def measure_plan(
+    plan: PlanContract, data_dir: Path, name: str, show: Callable[[str, int], None]
+) -> MeasuredRun:
     """Run a plan's steps. The folder stays only if a rank died: the error names its log.
 
     Args:
@@ -71,7 +73,7 @@ def measure_plan(plan: Plan, data_dir: Path, name: str, show: Callable[[str, int
     return measured
 
 
-def describe_machine(plan: Plan, attempt: Attempt) -> dict[str, Any]:
+def describe_machine(plan: PlanContract, attempt: Attempt) -> dict[str, Any]:
     """The machine that the figures were measured on."""
     cluster = plan.job.cluster
     return {

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.plan.build import plan_from, summarize, summarize_plan
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.plan.memory.fit import USABLE_MEMORY
 from meshwright.plan.search.alternatives import compare
 from meshwright.plan.search.find import CHECKED, Objective, SearchResult
@@ -22,7 +22,7 @@ from meshwright.spec.model import DecoderModel
 
 def plan_job(
     job: LoadedJob, by: Objective, top: int, explain: bool, reporter: Reporter
-) -> tuple[Plan, SearchResult]:
+) -> tuple[PlanContract, SearchResult]:
     """Search the layouts of a job and predict the best one.
 
     Raises:
@@ -40,7 +40,7 @@ def plan_job(
     return plan_from(found.best[0], reasons, spec.layout.stage_layers is None), found
 
 
-def summarize_search(plan: Plan, found: SearchResult, top: int) -> dict[str, Any]:
+def summarize_search(plan: PlanContract, found: SearchResult, top: int) -> dict[str, Any]:
     """The plan and its alternatives as plain values."""
     best = found.best[0]
     others = [summarize(p, [compare(best, p, found.objective)]) for p in found.best[1:top]]

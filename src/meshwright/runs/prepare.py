@@ -21,7 +21,7 @@ from meshwright.core.packages import require_packages
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
 from meshwright.plan.build import build_plan
-from meshwright.plan.contract import PLAN_FILE, Plan, is_plan, read_plan, write_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan, write_plan
 from meshwright.runs.data import prepare_data
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.ranks import require_compiler, require_devices
@@ -38,7 +38,7 @@ ResumeMode = Literal["no", "must", "may"]
 class PreparedRun:
     """A run that is ready to start."""
 
-    plan: Plan
+    plan: PlanContract
     assignment: Assignment
     lock: RunLock
     """Held during the run: no second process writes into its folder."""
@@ -94,7 +94,7 @@ def _require_trackers(job: Job) -> None:
 
 
 def _write_run(
-    plan: Plan, data_dir: Path, resume: ResumeMode, weights: InitialWeights, reporter: Reporter
+    plan: PlanContract, data_dir: Path, resume: ResumeMode, weights: InitialWeights, reporter: Reporter
 ) -> PreparedRun:
     """Choose the run folder and the checkpoint to resume from; lock the folder; write plan and assignment."""
     job = plan.job

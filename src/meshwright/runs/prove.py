@@ -18,7 +18,7 @@ from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LOGS
 from meshwright.layout.text import describe_layout
 from meshwright.plan.build import build_plan
-from meshwright.plan.contract import PLAN_FILE, Plan, layout_keys, write_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, layout_keys, write_plan
 from meshwright.runs.data import prepare_data
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.planning import resolve_layout
@@ -49,8 +49,8 @@ NOT_FINITE = "train-not-finite"
 class ProofRuns:
     """The two runs of a proof, ready to start."""
 
-    plan: Plan
-    reference: Plan
+    plan: PlanContract
+    reference: PlanContract
     data_dir: Path
     shrunk: ShrunkJob
     settings: list[str]
@@ -163,7 +163,7 @@ def prepare_proof(job: LoadedJob, reporter: Reporter) -> ProofRuns:
 
 
 def run_proof_side(
-    entry: str, plan: Plan, folder: Path, task: ProofTask, data_dir: Path, reporter: Reporter
+    entry: str, plan: PlanContract, folder: Path, task: ProofTask, data_dir: Path, reporter: Reporter
 ) -> list[float | None]:
     """Run the reference or the layout; returns its losses, fewer if those of the layout stop being finite.
 
@@ -205,7 +205,7 @@ def _with_log(problem: Problem, folder: Path) -> Problem:
     return dataclasses.replace(problem, fix=f"The output of the ranks is in {folder / LOGS}")
 
 
-def name_layout(plan: Plan) -> str:
+def name_layout(plan: PlanContract) -> str:
     """The layout and its number of ranks."""
     if plan.world_size == 1:
         return "one process"

@@ -10,7 +10,7 @@ from meshwright.core.events import Event
 from meshwright.report.event_text import EventText
 
 if TYPE_CHECKING:
-    from meshwright.plan.contract import Plan
+    from meshwright.plan.contract import PlanContract
     from meshwright.spec.job import Job
 
 
@@ -40,7 +40,7 @@ class Reporter:
         """Something that the user should look at."""
         self.message(f"warning: {text}")
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: PlanContract) -> None:
         """The plan of a run is ready; nothing has been started."""
         for reason in plan.reasons:
             self.message(reason)

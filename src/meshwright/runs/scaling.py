@@ -14,7 +14,7 @@ from meshwright.core.packages import require_packages
 from meshwright.core.units import format_plural
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.build import build_plan
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.report.plot import Chart
 from meshwright.report.scaling import FEWEST_STEPS, WARM_UP, ScalingRow, basis, build_row, scaling_chart
 from meshwright.runs.data import prepare_data
@@ -30,7 +30,7 @@ from meshwright.spec.load import apply_override, read_tree
 class ScalingResult:
     """A row for each number of ranks."""
 
-    plans: list[Plan]
+    plans: list[PlanContract]
     rows: list[ScalingRow]
     weak: bool
     steps: int
@@ -92,7 +92,7 @@ def bench_scaling(
     return ScalingResult(plans, rows, weak, steps, describe_machine(plans[0], measured.attempt), date)
 
 
-def plan_rows(job: LoadedJob, ranks: Sequence[int] | None, steps: int, weak: bool) -> list[Plan]:
+def plan_rows(job: LoadedJob, ranks: Sequence[int] | None, steps: int, weak: bool) -> list[PlanContract]:
     """A plan for each number of ranks; nothing starts before all of them are legal."""
     given = ["layout.mode=given", f"train.steps={steps}"]
     alone = job.with_overrides(*given, "layout.dp_replicate=1").spec
@@ -130,7 +130,7 @@ def _check_degrees(job: LoadedJob, reporter: Reporter) -> None:
         reporter.warning(f"layout.dp_replicate={replicas} of the job is replaced by each number of ranks")
 
 
-def _measure_row(plan: Plan, data_dir: Path, reporter: Reporter) -> MeasuredRun:
+def _measure_row(plan: PlanContract, data_dir: Path, reporter: Reporter) -> MeasuredRun:
     """Run one number of ranks."""
     name = format_plural(plan.world_size, "rank")
     reporter.progress(f"measuring {name}: {plan.job.train.steps} steps")

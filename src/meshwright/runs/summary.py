@@ -7,10 +7,10 @@ from typing import Any
 
 from meshwright.audit.compare import Audit
 from meshwright.audit.record import RunRecord
-from meshwright.plan.contract import Plan, layout_keys
+from meshwright.plan.contract import PlanContract, layout_keys
 
 
-def summarize_run(plan: Plan, record: RunRecord, audit: Audit, run_dir: Path) -> dict[str, Any]:
+def summarize_run(plan: PlanContract, record: RunRecord, audit: Audit, run_dir: Path) -> dict[str, Any]:
     """Status, losses, rates, memory and collectives."""
     kinds = list(plan.ranks[0].state_bytes)
     found = [record.state.get(rank) for rank in range(plan.world_size)]

@@ -18,7 +18,7 @@ from meshwright.core.events import Event
 from meshwright.diagnose.out_of_memory import explain_oom
 from meshwright.launch.environment import loopback_interface, prepare_environment
 from meshwright.launch.exits import EXIT_OK
-from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.prepare import ResumeMode, prepare_run
 from meshwright.runs.reporter import Reporter
@@ -114,7 +114,7 @@ def _problems(failures: list[Event], rank: int) -> list[Problem]:
     return [Problem("run-rank-died", f"rank {rank} ended: {reason}")]
 
 
-def _suggest_changes(plan: Plan, failures: list[Event], rank: int, reporter: Reporter) -> None:
+def _suggest_changes(plan: PlanContract, failures: list[Event], rank: int, reporter: Reporter) -> None:
     """After an out-of-memory error on a rank other than 0: report what would fit, which needs the planner."""
     for memory in (failure["memory"] for failure in failures if failure["memory"]):
         _, error = explain_oom(plan, memory, RunFailedError(*_problems(failures, rank)))

@@ -13,7 +13,7 @@ from meshwright.audit.record import RunRecord
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError
 from meshwright.core.events import Event
 from meshwright.diagnose.out_of_memory import explain_oom
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.report.html import write_page
 from meshwright.report.run_report import PAGE_FILE, read_report
 from meshwright.report.tensorboard import TensorBoardSink
@@ -32,7 +32,7 @@ ENTRY = "meshwright.train.worker:run_rank"
 class TrainedRun:
     """A run that ended as it should, or was interrupted with a checkpoint."""
 
-    plan: Plan
+    plan: PlanContract
     record: RunRecord
     run_dir: Path
     audit: Audit
@@ -121,7 +121,7 @@ def _train_prepared(prepared: PreparedRun, reporter: Reporter) -> TrainedRun:
 
 
 def fail_run(
-    plan: Plan, error: RunFailedError, listeners: EventListeners, run_dir: Path, reporter: Reporter
+    plan: PlanContract, error: RunFailedError, listeners: EventListeners, run_dir: Path, reporter: Reporter
 ) -> TrainingFailedError:
     """Write the page of a failed run and close its trackers; returns the error to raise.
 
@@ -138,7 +138,7 @@ def fail_run(
 
 
 def finish_run(
-    plan: Plan, record: RunRecord, run_dir: Path, listeners: EventListeners, reporter: Reporter
+    plan: PlanContract, record: RunRecord, run_dir: Path, listeners: EventListeners, reporter: Reporter
 ) -> TrainedRun:
     """Audit a run that ended, write its page, close its trackers."""
     audit = audit_run(plan, record)

@@ -18,7 +18,7 @@ from meshwright.core.units import format_plural
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.build import plan_from
 from meshwright.plan.calibrate import Calibration, MeasuredLayout, calibrate
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.plan.predict import predict
 from meshwright.plan.search.planner import search_job
 from meshwright.report.scaling import FEWEST_STEPS, WARM_UP
@@ -139,7 +139,9 @@ def _require_auto_layout(job: Job) -> None:
         raise UserError(Problem("tune-layout-given", rule, path="layout", fix=fix))
 
 
-def _measure_all(plans: Sequence[Plan], data_dir: Path, reporter: Reporter) -> tuple[list[TuneRow], Attempt]:
+def _measure_all(
+    plans: Sequence[PlanContract], data_dir: Path, reporter: Reporter
+) -> tuple[list[TuneRow], Attempt]:
     """Run each plan; one that fails is a row with its reason."""
     rows: list[TuneRow] = []
     attempt = Attempt(0)

@@ -16,7 +16,7 @@ import torch
 
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.core.units import format_bytes
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.train.step_audit import StepAudit
 from meshwright.train.trainer import Trainer
@@ -57,7 +57,7 @@ def requested_bytes(message: str) -> int | None:
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
-def measure_free_memory(plan: Plan) -> tuple[int, int]:
+def measure_free_memory(plan: PlanContract) -> tuple[int, int]:
     """Bytes that this rank can still allocate, and bytes of its device; before the model is built."""
     if plan.job.cluster.device == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -81,7 +81,7 @@ def _process_bytes(field: str) -> int:
 
 
 def report_out_of_memory(
-    error: Exception, plan: Plan, rank: int, free: tuple[int, int], trainer: Trainer | None
+    error: Exception, plan: PlanContract, rank: int, free: tuple[int, int], trainer: Trainer | None
 ) -> OutOfMemoryRunError:
     """Turn an allocator's error into one with the predicted and the free memory.
 
@@ -108,7 +108,7 @@ def report_out_of_memory(
     return OutOfMemoryRunError(_problem(plan, memory), memory)
 
 
-def _live_bytes(plan: Plan, trainer: Trainer | None) -> int | None:
+def _live_bytes(plan: PlanContract, trainer: Trainer | None) -> int | None:
     """Bytes of live tensors; on a CPU they are known in the audited step only."""
     if plan.job.cluster.device == "cuda":
         return int(torch.cuda.memory_allocated())
@@ -116,7 +116,7 @@ def _live_bytes(plan: Plan, trainer: Trainer | None) -> int | None:
     return observer.live_bytes() if isinstance(observer, StepAudit) else None
 
 
-def _problem(plan: Plan, memory: dict[str, Any]) -> Problem:
+def _problem(plan: PlanContract, memory: dict[str, Any]) -> Problem:
     when = "before the first step" if memory["step"] is None else f"in step {memory['step'] + 1}"
     rule = f"rank {memory['rank']} of {plan.world_size} on {socket.gethostname()} ran out of memory {when}: "
     if memory["requested_bytes"] is not None:

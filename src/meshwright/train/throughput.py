@@ -12,7 +12,7 @@ import torch
 
 from meshwright.layout.flops import peak_rate
 from meshwright.models.dtypes import AUTOCAST_DTYPES
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.spec.job import Job
 
 PROBE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
@@ -49,7 +49,7 @@ def find_peak_flops(job: Job, device: torch.device) -> tuple[float, str]:
 class ThroughputMeter:
     """Computes the throughput fields of the ``step`` event."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: PlanContract, device: torch.device) -> None:
         """Measure or look up the peak.
 
         Args:

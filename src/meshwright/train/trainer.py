@@ -34,7 +34,7 @@ from meshwright.parallel.mesh import ControlAllReduce, Mesh
 from meshwright.parallel.parallel_context import ParallelContext
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.sharded_state import ShardedState
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.spec.job import Job
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.data import TrainData
@@ -50,7 +50,7 @@ from meshwright.train.throughput import ThroughputMeter
 class RankContext:
     """What the launcher passes to a rank: its plan and mesh, and where it reports."""
 
-    plan: Plan
+    plan: PlanContract
     assignment: Assignment
     mesh: Mesh
     counter: CollectiveCounter

@@ -21,7 +21,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.train.batches import Batcher, Samples
 from meshwright.train.build import build_trainer
 from meshwright.train.loop import report_end
@@ -35,7 +35,9 @@ ProgressCallback = Callable[[str], None]
 """Called with a description of the current work."""
 
 
-def dry_run_step(plan: Plan, rank: int, listener: Listener, report_progress: ProgressCallback) -> None:
+def dry_run_step(
+    plan: PlanContract, rank: int, listener: Listener, report_progress: ProgressCallback
+) -> None:
     """Run one audited step as a rank.
 
     Args:

@@ -6,12 +6,12 @@ import pytest
 
 from meshwright.audit.compare import audit_run
 from meshwright.plan.build import build_plan
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.spec.load import build_job
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> PlanContract:
     """Two ranks with two experts each, in two layers."""
     tree = {
         "model": {"preset": "tiny", "num_experts": 4, "experts_per_token": 2},

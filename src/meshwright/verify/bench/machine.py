@@ -31,7 +31,7 @@ from meshwright.models.linear import weight_grad
 from meshwright.models.rope import build_rope
 from meshwright.models.triton_block import LinearGemms
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import PlanContract
 from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -227,7 +227,7 @@ class StepTimings:
     """CPU time to launch both passes of a block on a GPU; None on a CPU."""
 
 
-def time_steps(plan: Plan) -> StepTimings:
+def time_steps(plan: PlanContract) -> StepTimings:
     """Run ``train.steps`` steps of a one-process plan in this process; the first three are warm-up."""
     try:
         return _time_steps(plan)
@@ -235,7 +235,7 @@ def time_steps(plan: Plan) -> StepTimings:
         _release_memory()
 
 
-def _time_steps(plan: Plan) -> StepTimings:
+def _time_steps(plan: PlanContract) -> StepTimings:
     counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), 0, 0)
     assignment = Assignment(os.devnull, os.devnull, os.devnull)
     mesh = init_mesh(plan.job, counter, rank=0)
