@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.cli import main
 
+GOLDEN_RUN = Path(__file__).parents[2] / "golden" / "run-v1"
 GOOD = """
 [model]
 preset = "tiny"
@@ -78,3 +81,11 @@ def good(tmp_path) -> str:
     path = tmp_path / "good.toml"
     path.write_text(GOOD)
     return str(path)
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    """A copy of the golden run, which a test may change."""
+    folder = tmp_path / "run"
+    shutil.copytree(GOLDEN_RUN, folder)
+    return folder

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.dataset import IGNORE_INDEX
+from meshwright.data.dataset import IGNORE_INDEX, TokenDataset
+from meshwright.data.shard_writer import ShardWriter
+from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.layout.parameters import list_parameters
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import RandomWeights, fill, parameter_seed
 from meshwright.models.rope import apply_rope, build_rope, scale_rope_frequencies
+from meshwright.parallel.build import build_model
+from meshwright.spec.load import load_job
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 
@@ -184,3 +189,36 @@ def test_low_rope_frequencies_are_scaled_and_high_ones_are_not():
     assert scaled[0] == 1.0
     assert scaled[3] == pytest.approx(0.0001 / 8)
     assert 0.2 / 8 < scaled[1] < 0.2
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_packed_rows_of_a_dataset_train_as_separate_documents(positions, tmp_path):
+    """Loss and gradients of packed rows, against one document per row."""
+    rng = np.random.default_rng(0)
+    with ShardWriter(tmp_path, ByteTokenizer(), has_loss_mask=True) as writer:
+        for size in (5, 3, 20, 1, 9, 12, 2):
+            marks = (np.arange(size) >= size // 2).astype(np.uint8)
+            writer.add("train", rng.integers(0, 256, size), marks)
+        writer.finish()
+    packed = TokenDataset.open(tmp_path, "train", 16, "document", prompt_masking=True).read([0, 1, 2, 3])
+    assert packed.segments.max() >= 2, "several documents share a row"
+    learned = ["model.positions=learned", "model.max_positions=16"] if positions == "learned" else []
+    job = load_job("tiny", ["data.seq_len=16", *learned])
+    losses, gradients = [], []
+    for alone in (False, True):
+        net = build_model(job, torch.device("cpu"))
+        rows = [(packed.tokens, packed.targets, packed.segments)]
+        if alone:
+            pieces = [
+                (row, packed.segments[row] == number)
+                for row in range(len(packed.tokens))
+                for number in range(packed.segments[row].max() + 1)
+            ]
+            rows = [(packed.tokens[r][None, at], packed.targets[r][None, at]) for r, at in pieces]
+        loss = sum(net(*map(torch.from_numpy, arrays)) for arrays in rows)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in net.named_parameters()})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-5, msg=name)

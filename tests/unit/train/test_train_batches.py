@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.events import EVENTS_FILE, EventWriter
-from meshwright.data.dataset import TokenDataset
+from meshwright.data.dataset import IGNORE_INDEX, SampleBatch, TokenDataset
 from meshwright.data.order import SampleOrder
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
@@ -19,7 +22,7 @@ from meshwright.parallel.mesh import ControlAllReduce, Mesh, init_mesh
 from meshwright.plan.build import build_plan
 from meshwright.spec.load import load_job
 from meshwright.train import loop
-from meshwright.train.batches import Batcher, BatchPrefetcher
+from meshwright.train.batches import Batcher, BatchPrefetcher, assign_samples
 from meshwright.train.build import build_trainer
 from meshwright.train.trainer import RankContext, Trainer
 
@@ -161,3 +164,54 @@ def test_values_of_the_host_and_of_the_device_are_added_up():
     mesh = Mesh(0, 1, CPU)
     found = mesh.all_reduce_scalars([torch.tensor(0.1, dtype=torch.float64), 3, 0.25, torch.tensor(2.0)])
     assert found == [0.1, 3.0, 0.25, 2.0]
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+def test_samples_are_dealt_once_each_and_evenly(count, ranks):
+    hands = [assign_samples(count, rank, ranks) for rank in range(ranks)]
+    assert [s for hand in hands for s in hand] == list(range(count))
+    assert max(map(len, hands)) - min(map(len, hands)) <= 1
+    assert len(hands[0]) == max(map(len, hands)), "rank 0 is the fullest: it sets the number of micro-batches"
+
+
+class Counting:
+    """Stands in for a dataset: row i holds i, i+1, ..., and is document 3 of something."""
+
+    seq_len = 4
+
+    def __init__(self, mask="causal"):
+        self.mask = mask
+
+    def read(self, indices):
+        tokens = np.asarray(indices)[:, None] + np.arange(4)
+        return SampleBatch(tokens, tokens + 1, np.full_like(tokens, 3) if self.mask == "document" else None)
+
+    def count_targets(self, indices):
+        return 4 * len(indices)
+
+
+@pytest.mark.parametrize("mask", ["causal", "document"])
+@given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 6))
+def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mask, count, ranks, micro):
+    samples = np.arange(100, 100 + count)
+    shapes, seen = set(), []
+    for rank in range(ranks):
+        batches = list(
+            Batcher(Counting(mask), rank, ranks, micro, sample_weight=1 / count).micro_batches(samples)
+        )
+        shapes.add((len(batches), micro))
+        for tokens, targets, segments, weights in batches:
+            assert tokens.shape == targets.shape == (micro, 4)
+            assert tokens.dtype == targets.dtype == torch.int64
+            assert (segments is not None) == (mask == "document")
+            real = targets[:, 0] != IGNORE_INDEX
+            assert weights.tolist() == pytest.approx((real / count).tolist()), "a share of the global batch"
+            seen += tokens[real][:, 0].tolist()
+            assert (targets[~real] == IGNORE_INDEX).all()
+            assert (tokens[~real] == 0).all()
+            if segments is not None:
+                assert (segments[real] == 3).all()
+                assert (segments[~real] == 0).all()
+    assert len(shapes) == 1
+    assert sorted(seen) == samples.tolist()
+    assert Batcher(Counting(), 0, ranks, micro).count_targets(samples) == 4 * count

@@ -236,3 +236,23 @@ def test_newton_schulz_makes_a_matrix_nearly_orthogonal(shape):
 def test_a_zero_gradient_is_no_danger(job_file):
     """Newton-Schulz of a zero matrix is zero, not a division by zero."""
     assert torch.equal(orthogonalise(torch.zeros(3, 5), torch.float32), torch.zeros(3, 5))
+
+
+def test_state_made_at_once_equals_state_made_by_torch(job_file):
+    """Three steps with our optimizer and with torch's lazy one: the same bits."""
+    job = load_job(str(job_file))
+    ours, theirs = (build_model(job, torch.device("cpu")) for _ in range(2))
+    eager = build_optimizer(ours, job.train)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    lazy = torch.optim.AdamW(groups, lr=job.train.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    tokens = torch.arange(32).view(1, 32)
+    for _ in range(3):
+        for model, optimizer in ((ours, eager), (theirs, lazy)):
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b), name

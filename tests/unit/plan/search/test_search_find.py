@@ -64,9 +64,9 @@ def price_everything(job, by):
 @pytest.mark.parametrize(
     "kind", ["dense", "experts", *(pytest.param(k, marks=pytest.mark.slow) for k in LARGE)]
 )
-def test_the_shortlist_is_that_of_pricing_everything(make_job, kind, by):
+def test_the_shortlist_is_that_of_pricing_everything(make_decoder_job, kind, by):
     """No bound of time or memory takes a layout away that belongs on it, and every layout is counted once."""
-    job = make_job(kind, **LARGE.get(kind, {"cluster": {"devices_per_node": 4}}))
+    job = make_decoder_job(kind, **LARGE.get(kind, {"cluster": {"devices_per_node": 4}}))
     found = find_layouts(job, {"offload": "none"} if by != "memory" else {}, top=4, objective=by)
     expected, count = price_everything(job, by)
     kept = rank_values(by, found.shortlist)
@@ -78,9 +78,9 @@ def test_the_shortlist_is_that_of_pricing_everything(make_job, kind, by):
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_the_recommended_layout_is_the_best_of_all_predicted_one_by_one(make_job, kind):
+def test_the_recommended_layout_is_the_best_of_all_predicted_one_by_one(make_decoder_job, kind):
     """But for the margin of simplicity, and what the closed form of a bubble is off."""
-    job = make_job(kind, cluster={"devices_per_node": 4})
+    job = make_decoder_job(kind, cluster={"devices_per_node": 4})
     steps = []
     for world in world_sizes(job):
         for chunk in LayoutSpace(job, world).chunks():
@@ -94,8 +94,8 @@ def test_the_recommended_layout_is_the_best_of_all_predicted_one_by_one(make_job
 
 
 @pytest.mark.parametrize("by", ["time", "cost", "memory"])
-def test_what_is_shown_is_predicted_exactly_fits_and_is_in_order(make_job, by):
-    found = find_layouts(make_job("llama3-8b", **LARGE["llama3-8b"]), {}, 20, by)
+def test_what_is_shown_is_predicted_exactly_fits_and_is_in_order(make_decoder_job, by):
+    found = find_layouts(make_decoder_job("llama3-8b", **LARGE["llama3-8b"]), {}, 20, by)
     assert len(found.best) == 20
     assert all(p.exact and p.fits for p in found.best)
     first, *rest = [score(by, p) for p in found.best]
@@ -105,8 +105,8 @@ def test_what_is_shown_is_predicted_exactly_fits_and_is_in_order(make_job, by):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "llama3-70b", "deepseek-v3", "gpt3-175b", "gpt-oss-120b"])
-def test_no_step_is_faster_than_its_bounds(make_job, kind):
-    job = make_job(kind, cluster={"nodes": 8}, data={"seq_len": 2048}, train={"global_batch": 64})
+def test_no_step_is_faster_than_its_bounds(make_decoder_job, kind):
+    job = make_decoder_job(kind, cluster={"nodes": 8}, data={"seq_len": 2048}, train={"global_batch": 64})
     workload = Workload.of(job)
     for number, chunk in enumerate(LayoutSpace(job, 64).chunks(1 << 14)):
         grid, rows = chunk.expand_schedules(), np.repeat(np.arange(len(chunk.sizes)), chunk.sizes)
@@ -119,10 +119,10 @@ def test_no_step_is_faster_than_its_bounds(make_job, kind):
 
 
 @pytest.mark.parametrize("runtime", ["megatron-lm", "deepspeed-zero"])
-def test_the_counts_hold_for_every_reach(make_job, runtime):
+def test_the_counts_hold_for_every_reach(make_decoder_job, runtime):
     """Runtimes of other frameworks have no exact ledger: their memory is the estimate."""
     tables = {**LARGE["llama3-8b"], "train": {"global_batch": 64, "runtime": runtime}}
-    job = make_job("llama3-8b", **tables)
+    job = make_decoder_job("llama3-8b", **tables)
     found = find_layouts(job, {"offload": "none"}, 20)
     assert found.evaluated + found.pruned == sum(len(LayoutSpace(job, world)) for world in world_sizes(job))
     assert found.best
@@ -131,8 +131,8 @@ def test_the_counts_hold_for_every_reach(make_job, runtime):
 
 
 @pytest.mark.parametrize("pins", [{"schedule": "zbv"}, {"virtual_stages": 2}, {"schedule": "1f1b"}], ids=str)
-def test_a_given_schedule_is_the_only_one_that_is_counted_and_kept(make_job, pins):
-    job = make_job("llama3-8b", **LARGE["llama3-8b"])
+def test_a_given_schedule_is_the_only_one_that_is_counted_and_kept(make_decoder_job, pins):
+    job = make_decoder_job("llama3-8b", **LARGE["llama3-8b"])
     found = find_layouts(job, {**pins, "offload": "none"}, 20)
     assert found.evaluated + found.pruned == sum(
         len(LayoutSpace(job, world, pins)) for world in world_sizes(job)
@@ -141,9 +141,9 @@ def test_a_given_schedule_is_the_only_one_that_is_counted_and_kept(make_job, pin
     assert all(getattr(p.layout, key) == value for p in found.best for key, value in pins.items())
 
 
-def test_offloading_is_tried_only_where_nothing_else_fits(make_job):
+def test_offloading_is_tried_only_where_nothing_else_fits(make_decoder_job):
     one = {"devices_per_node": 1, "memory_bytes": 90 * 10**9}
-    job = make_job("llama3-8b", cluster=one, train={"global_batch": 4})
+    job = make_decoder_job("llama3-8b", cluster=one, train={"global_batch": 4})
     room = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, memory_bytes=10**12))
     assert {p.layout.offload for p in find_layouts(room, {}, 5).best} == {"none"}
     found = find_layouts(job, {}, 5)
@@ -152,9 +152,9 @@ def test_offloading_is_tried_only_where_nothing_else_fits(make_job):
     assert find_layouts(job, {"offload": "none"}, 5).best == []
 
 
-def test_nothing_fits_leaves_the_layout_that_is_closest(make_job):
+def test_nothing_fits_leaves_the_layout_that_is_closest(make_decoder_job):
     """It is predicted, does not fit, and needs less than layouts that anyone would try first."""
-    job = make_job("llama3-8b", cluster={"memory_bytes": 2 * 10**9, "devices_per_node": 2})
+    job = make_decoder_job("llama3-8b", cluster={"memory_bytes": 2 * 10**9, "devices_per_node": 2})
     found = find_layouts(job, {}, 5)
     assert found.best == []
     assert found.closest is not None
@@ -163,22 +163,24 @@ def test_nothing_fits_leaves_the_layout_that_is_closest(make_job):
         assert found.closest.needed_bytes < predict(job, layout).needed_bytes
 
 
-def test_progress_ends_at_the_total(make_job):
+def test_progress_ends_at_the_total(make_decoder_job):
     told = []
-    find_layouts(make_job("dense"), {}, 3, progress=lambda done, total: told.append((done, total)))
+    find_layouts(make_decoder_job("dense"), {}, 3, progress=lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-def test_a_search_without_time_stops_early_and_says_so(make_job):
+def test_a_search_without_time_stops_early_and_says_so(make_decoder_job):
     """It counts what it did not see; a search with time sees all."""
-    job = make_job("llama3-70b", cluster={"nodes": 16}, train={"global_batch": 1024}, data={"seq_len": 4096})
+    job = make_decoder_job(
+        "llama3-70b", cluster={"nodes": 16}, train={"global_batch": 1024}, data={"seq_len": 4096}
+    )
     early = find_layouts(job, {}, 64, budget_s=0.001)
     assert early.stopped_early
     assert early.counts()["stopped_early"] is True
     assert early.unseen > 0
     assert len(early.best) < 64
-    small = find_layouts(make_job("dense"), {}, 3)
+    small = find_layouts(make_decoder_job("dense"), {}, 3)
     assert not small.stopped_early
     assert small.unseen == 0
 
@@ -199,9 +201,9 @@ OTHER = Layout("given", dp_shard=4, tp=2, zero=1, sequence_parallel=True, micro_
     ("slower", "first"), [(1.0, SIMPLE), (1.009, SIMPLE), (1.011, OTHER)], ids=["equal", "0.9%", "1.1%"]
 )
 @pytest.mark.parametrize("by", ["time", "cost"])
-def test_the_simplest_within_1_percent_of_the_best_is_recommended(make_job, by, slower, first):
+def test_the_simplest_within_1_percent_of_the_best_is_recommended(make_decoder_job, by, slower, first):
     """On GPUs; the rest stays in order of its score."""
-    job = make_job("dense")
+    job = make_decoder_job("dense")
     worst = timed(job, Layout("given", dp_shard=8, zero=1, micro_batch=1), 3.0)
     found = [worst, timed(job, OTHER, 1.0), timed(job, SIMPLE, slower)]
     ordered = order_best(by, found)
@@ -210,23 +212,23 @@ def test_the_simplest_within_1_percent_of_the_best_is_recommended(make_job, by, 
     assert ordered[-1] is worst
 
 
-def test_on_cpus_where_times_are_a_guess_the_margin_is_wider(make_job):
-    job = make_job("dense", cluster={"preset": "local", "device": "cpu", "devices_per_node": 8})
+def test_on_cpus_where_times_are_a_guess_the_margin_is_wider(make_decoder_job):
+    job = make_decoder_job("dense", cluster={"preset": "local", "device": "cpu", "devices_per_node": 8})
     near, far = (order_best("time", [timed(job, OTHER, 1.0), timed(job, SIMPLE, t)]) for t in (1.09, 1.11))
     assert near[0].layout.dp_replicate == 8
     assert far[0].layout.tp == 2
 
 
-def test_by_memory_simplicity_does_not_count(make_job):
-    job = make_job("dense")
+def test_by_memory_simplicity_does_not_count(make_decoder_job):
+    job = make_decoder_job("dense")
     found = [predict(job, layout) for layout in (SIMPLE, OTHER)]
     assert order_best("memory", found)[0].needed_bytes == min(p.needed_bytes for p in found)
     assert order_best("memory", []) == []
 
 
-def test_ties_go_to_the_simpler_layout(make_job):
+def test_ties_go_to_the_simpler_layout(make_decoder_job):
     """Layouts of the shortlist whose steps are equal come in order of simplicity."""
-    found = find_layouts(make_job("dense"), {}, 4).shortlist
+    found = find_layouts(make_decoder_job("dense"), {}, 4).shortlist
     digits = np.array([float(f"{value:.8e}") for value in found.step_s])
     simple = complexity(found.grid)
     equal = np.flatnonzero(found.step_s[:-1] == found.step_s[1:])

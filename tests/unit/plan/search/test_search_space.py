@@ -78,16 +78,16 @@ def brute_force(job, world: int):
 
 
 @pytest.mark.parametrize(("kind", "world"), [("dense", 4), ("dense", 6), ("experts", 2), ("latent", 4)])
-def test_the_space_is_exactly_what_the_table_allows(make_job, kind, world):
-    job = make_job(kind, cluster={"devices_per_node": world}, train={"global_batch": 4})
+def test_the_space_is_exactly_what_the_table_allows(make_decoder_job, kind, world):
+    job = make_decoder_job(kind, cluster={"devices_per_node": world}, train={"global_batch": 4})
     found = layouts_of(LayoutSpace(job, world))
     assert len(found) == len(set(found)), "no layout twice"
     assert set(found) == set(brute_force(job, world))
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts", "latent", "llama3-70b", "deepseek-v3", "gpt3-175b"])
-def test_samples_of_large_spaces_are_legal(make_job, kind):
-    job = make_job(kind, cluster={"nodes": 12}, data={"seq_len": 2048}, train={"global_batch": 96})
+def test_samples_of_large_spaces_are_legal(make_decoder_job, kind):
+    job = make_decoder_job(kind, cluster={"nodes": 12}, data={"seq_len": 2048}, train={"global_batch": 96})
     dice = random.Random(kind)
     for world in (96, 24, 1):
         chunks = list(itertools.islice(LayoutSpace(job, world).chunks(), 12))
@@ -99,8 +99,8 @@ def test_samples_of_large_spaces_are_legal(make_job, kind):
                 assert find_problems(with_layout(job, layout), to_run=False) == [], layout
 
 
-def test_counts_are_known_before_anything_is_made(make_job):
-    space = LayoutSpace(make_job("experts", cluster={"nodes": 2}), 16)
+def test_counts_are_known_before_anything_is_made(make_decoder_job):
+    space = LayoutSpace(make_decoder_job("experts", cluster={"nodes": 2}), 16)
     for size in (64, 1 << 14):
         chunks = list(space.chunks(size))
         assert sum(len(chunk.expand_schedules()) for chunk in chunks) == len(space)
@@ -126,8 +126,8 @@ def test_counts_are_known_before_anything_is_made(make_job):
     ],
     ids=str,
 )
-def test_keys_that_were_given_keep_their_value_and_stay_legal(make_job, pins):
-    job = make_job("dense")
+def test_keys_that_were_given_keep_their_value_and_stay_legal(make_decoder_job, pins):
+    job = make_decoder_job("dense")
     found = layouts_of(LayoutSpace(job, 8, pins))
     assert found
     for layout in found:
@@ -156,28 +156,28 @@ def test_virtual_stages_are_the_fewest_for_their_layers():
     assert virtual_stage_choices(6, 8) == ()
 
 
-def test_even_parts_of_the_cluster_are_tried(make_job):
-    assert world_sizes(make_job("dense", cluster={"nodes": 6})) == [48, 24, 16, 8, 4, 2, 1]
+def test_even_parts_of_the_cluster_are_tried(make_decoder_job):
+    assert world_sizes(make_decoder_job("dense", cluster={"nodes": 6})) == [48, 24, 16, 8, 4, 2, 1]
 
 
-def test_offloading_is_only_in_a_space_that_asks_for_it(make_job):
-    job = make_job("dense")
+def test_offloading_is_only_in_a_space_that_asks_for_it(make_decoder_job):
+    job = make_decoder_job("dense")
     plain, away = LayoutSpace(job, 8), LayoutSpace(job, 8, offloads=("optimizer", "all"))
     assert {layout.offload for layout in layouts_of(plain)} == {"none"}
     assert {layout.offload for layout in layouts_of(away)} == {"optimizer", "all"}
     assert len(away) == 2 * len(plain)
 
 
-def test_more_data_ranks_than_samples_are_legal_and_there(make_job):
+def test_more_data_ranks_than_samples_are_legal_and_there(make_decoder_job):
     """The rest of the ranks run zero-weight samples; it is slow, and not forbidden."""
-    job = make_job("dense", train={"global_batch": 2})
+    job = make_decoder_job("dense", train={"global_batch": 2})
     assert any(layout.data_degree == 8 for layout in layouts_of(LayoutSpace(job, 8)))
 
 
-def test_columns_survive_the_way_to_layouts_and_back(make_job):
+def test_columns_survive_the_way_to_layouts_and_back(make_decoder_job):
     from meshwright.plan.estimate.grid import Grid
 
-    chunk = next(iter(LayoutSpace(make_job("experts"), 8).chunks()))
+    chunk = next(iter(LayoutSpace(make_decoder_job("experts"), 8).chunks()))
     grid = chunk.expand_schedules()
     again = Grid.of([grid.layout(n) for n in range(0, len(grid), 97)])
     for field in dataclasses.fields(grid):
@@ -185,8 +185,8 @@ def test_columns_survive_the_way_to_layouts_and_back(make_job):
 
 
 @pytest.mark.parametrize("runtime", get_args(Runtime))
-def test_the_search_for_a_framework_stays_within_what_it_knows(make_job, runtime):
-    job = make_job("dense", train={"runtime": runtime})
+def test_the_search_for_a_framework_stays_within_what_it_knows(make_decoder_job, runtime):
+    job = make_decoder_job("dense", train={"runtime": runtime})
     found = layouts_of(LayoutSpace(job, 8))
     reach = runtime_support(job)
     assert any(runtime.startswith(name) for name in RUNTIME_SUPPORT), "every runtime is listed"
@@ -200,8 +200,8 @@ def test_the_search_for_a_framework_stays_within_what_it_knows(make_job, runtime
 
 
 @pytest.mark.parametrize("runtime", get_args(Runtime))
-def test_experts_are_spread_where_the_framework_can(make_job, runtime):
-    job = make_job("experts", train={"runtime": runtime})
+def test_experts_are_spread_where_the_framework_can(make_decoder_job, runtime):
+    job = make_decoder_job("experts", train={"runtime": runtime})
     found = layouts_of(LayoutSpace(job, 4))
     assert {axis for layout in found for axis in ("ep", "etp") if getattr(layout, axis) > 1} == {
         axis for axis in ("ep", "etp") if axis in runtime_support(job).axes
@@ -216,13 +216,15 @@ LITTLE = 1.05
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("dense", "bf16"), ("dense", "fp32"), ("llama3-8b", "bf16")])
-def test_sequence_parallel_is_not_slower_nor_more_needy_than_without(make_job, kind, precision):
+def test_sequence_parallel_is_not_slower_nor_more_needy_than_without(make_decoder_job, kind, precision):
     """So the space has it wherever tp takes it. Of 40 random layouts with tp, every one that runs, on GPUs.
 
     Never slower without cp, never more memory without a pipeline; by 5% at most with them.
     """
     seq_len = 2048 if kind == "llama3-8b" else 64
-    job = make_job(kind, train={"precision": precision, "global_batch": 16}, data={"seq_len": seq_len})
+    job = make_decoder_job(
+        kind, train={"precision": precision, "global_batch": 16}, data={"seq_len": seq_len}
+    )
     dice, seen = random.Random(f"{kind} {precision}"), 0
     layouts = [layout for layout in layouts_of(LayoutSpace(job, 8)) if layout.sequence_parallel]
     for layout in dice.sample(layouts, 40):
@@ -237,10 +239,10 @@ def test_sequence_parallel_is_not_slower_nor_more_needy_than_without(make_job, k
 
 @pytest.mark.parametrize("seq_len", [256, 2048, 16384])
 @pytest.mark.parametrize("kind", ["llama3.2-1b", "llama3-8b", "mixtral-8x7b"])
-def test_no_layout_without_sequence_parallel_would_be_recommended(make_job, kind, seq_len):
+def test_no_layout_without_sequence_parallel_would_be_recommended(make_decoder_job, kind, seq_len):
     """With tp=2 and tp=4, the best without it is not faster than the best of the space by more than 1%."""
     cluster = {"preset": "h200-sxm", "nodes": 2}
-    job = make_job(kind, cluster=cluster, train={"global_batch": 32}, data={"seq_len": seq_len})
+    job = make_decoder_job(kind, cluster=cluster, train={"global_batch": 32}, data={"seq_len": seq_len})
     for tp in (2, 4):
         with_it, without = (
             find_layouts(job, {"tp": tp, "sequence_parallel": flag}, 8).best[:1] for flag in (True, False)
@@ -250,15 +252,15 @@ def test_no_layout_without_sequence_parallel_would_be_recommended(make_job, kind
             assert with_it[0].step_s <= without[0].step_s * 1.01, tp
 
 
-def test_sequence_parallel_off_is_searched_where_it_is_named(make_job):
-    job = make_job("dense")
+def test_sequence_parallel_off_is_searched_where_it_is_named(make_decoder_job):
+    job = make_decoder_job("dense")
     assert all(layout.sequence_parallel for layout in layouts_of(LayoutSpace(job, 8)) if layout.tp > 1)
     named = layouts_of(LayoutSpace(job, 8, {"sequence_parallel": False, "tp": 2}))
     assert named
     assert not any(layout.sequence_parallel for layout in named)
 
 
-def test_experts_are_split_as_all_matrices_are_or_as_named(make_job):
-    job = make_job("experts")
+def test_experts_are_split_as_all_matrices_are_or_as_named(make_decoder_job):
+    job = make_decoder_job("experts")
     assert {layout.etp for layout in layouts_of(LayoutSpace(job, 4, {"tp": 4}))} == {1, 4}
     assert {layout.etp for layout in layouts_of(LayoutSpace(job, 4, {"tp": 4, "etp": 2}))} == {2}

@@ -37,9 +37,9 @@ def test_what_is_no_duration_is_refused(text):
     assert caught.value.problems[0].code == "plan-bad-deadline"
 
 
-def test_the_interval_between_checkpoints_is_the_best_one(make_job):
+def test_the_interval_between_checkpoints_is_the_best_one(make_decoder_job):
     """Any other interval loses more: write / t + t / (2 M) + restart / M is smallest at sqrt(2 write M)."""
-    job = with_cluster(make_job("llama3-8b"), failure_hours=1000.0, storage_bytes_per_s=1e10)
+    job = with_cluster(make_decoder_job("llama3-8b"), failure_hours=1000.0, storage_bytes_per_s=1e10)
     devices = 64
     between = 1000 * 3600 / devices
     write = CHECKPOINT_BYTES * count_parameters(job.model) / 1e10
@@ -49,15 +49,15 @@ def test_the_interval_between_checkpoints_is_the_best_one(make_job):
     assert lost <= min(others)
 
 
-def test_more_devices_fail_more_often(make_job):
-    job = make_job("llama3-8b")
+def test_more_devices_fail_more_often(make_decoder_job):
+    job = make_decoder_job("llama3-8b")
     lost = [lost_to_failures(job, 8 * nodes, nodes) for nodes in (1, 16, 256, 4096)]
     assert lost == sorted(lost)
     assert all(0 < share <= 1 for share in lost)
 
 
-def test_the_answer_keeps_the_deadline_and_half_of_it_does_not(make_job):
-    job = with_cluster(make_job("llama3-8b", **TABLES), cost_per_hour=2.0)
+def test_the_answer_keeps_the_deadline_and_half_of_it_does_not(make_decoder_job):
+    job = with_cluster(make_decoder_job("llama3-8b", **TABLES), cost_per_hour=2.0)
     sizing = size_cluster(job, 1e11, 20 * DAY, {})
     answer = sizing.answer
     assert answer is not None
@@ -73,15 +73,15 @@ def test_the_answer_keeps_the_deadline_and_half_of_it_does_not(make_job):
     assert sizing.summary()["devices"] == answer.devices
 
 
-def test_one_device_is_the_answer_where_it_is_enough(make_job):
-    sizing = size_cluster(make_job("tiny", data={"seq_len": 32}), 1e6, 30 * DAY, {})
+def test_one_device_is_the_answer_where_it_is_enough(make_decoder_job):
+    sizing = size_cluster(make_decoder_job("tiny", data={"seq_len": 32}), 1e6, 30 * DAY, {})
     assert sizing.answer is not None
     assert sizing.answer.devices == 1
     assert explain_size(sizing, "H100")[0].startswith("use one device")
 
 
-def test_a_deadline_that_no_number_of_devices_keeps_is_said_so(make_job):
-    job = make_job("tiny", data={"seq_len": 32}, train={"global_batch": 2})
+def test_a_deadline_that_no_number_of_devices_keeps_is_said_so(make_decoder_job):
+    job = make_decoder_job("tiny", data={"seq_len": 32}, train={"global_batch": 2})
     sizing = size_cluster(job, 1e12, 3600, {})
     assert sizing.answer is None
     assert sizing.summary()["devices"] is None
@@ -89,8 +89,10 @@ def test_a_deadline_that_no_number_of_devices_keeps_is_said_so(make_job):
     assert len(sizing.tried) < 14, "it stops when more devices no longer help"
 
 
-def test_what_stands_in_for_missing_figures_is_named(make_job):
-    bare = with_cluster(make_job("dense"), failure_hours=None, storage_bytes_per_s=None, cost_per_hour=None)
+def test_what_stands_in_for_missing_figures_is_named(make_decoder_job):
+    bare = with_cluster(
+        make_decoder_job("dense"), failure_hours=None, storage_bytes_per_s=None, cost_per_hour=None
+    )
     told = " ".join(list_assumptions(bare))
     assert "failure_hours" in told
     assert "price unknown" in told

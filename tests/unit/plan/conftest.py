@@ -47,8 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def make_job() -> Callable[..., Job]:
-    """``make_job("dense", cluster={"devices_per_node": 4})``: tables laid over a small job."""
+def make_decoder_job() -> Callable[..., Job]:
+    """``make_decoder_job("dense", cluster={"devices_per_node": 4})``: tables laid over a small job."""
 
     def make(kind: str = "dense", **tables: Any) -> Job:
         tree: dict[str, Any] = {

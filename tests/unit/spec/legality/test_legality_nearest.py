@@ -9,7 +9,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_spec_legality import CASES
+from test_legality_table import CASES
 
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality.nearest import SETTINGS, layout_distance, nearest_legal_layout

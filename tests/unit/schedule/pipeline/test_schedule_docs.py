@@ -13,7 +13,7 @@ from meshwright.schedule.pipeline.files import load_schedule
 from meshwright.schedule.pipeline.proof import prove_schedule
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
-PAGE = (Path(__file__).parents[3] / "docs" / "pipeline-schedules.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs" / "pipeline-schedules.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> list[list[str]]:

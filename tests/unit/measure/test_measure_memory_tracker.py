@@ -1,0 +1,72 @@
+"""Measured live bytes of one process: storage is counted once; the predicted peak is within 5%."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.measure.memory_tracker import PeakTracker, state_bytes, unique_bytes
+from meshwright.parallel.build import build_model
+from meshwright.parallel.sharded_state import ShardedState
+from meshwright.plan.memory.ledger import predict_ledger
+from meshwright.spec.load import load_job
+from meshwright.train.optimizer import build_optimizer
+from model_shapes import gpt_overrides
+
+
+def test_shared_storage_counts_once():
+    whole = torch.zeros(10)
+    assert unique_bytes([whole[:4], whole[4:], whole[:4], None]) == 40
+
+
+GPT = dict(text.split("=") for text in gpt_overrides(max_positions=64))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"layout.recompute": "selective", "model.num_layers": 5},
+        {"layout.recompute": "full", "model.num_layers": 5},
+        {"layout.recompute": "full", "model.vocab_size": 4096},
+        {"layout.recompute": "selective", "data.mask": "document", "model.num_layers": 4},
+        GPT,
+        {**GPT, "layout.recompute": "selective", "data.mask": "document", "model.vocab_size": 3000},
+        {**GPT, "layout.recompute": "full", "model.num_kv_heads": 4},
+        {"data.mask": "document", "data.seq_len": 64},
+        {"model.head_dim": 64, "model.ffn_size": 16},
+        {"model.head_dim": 64, "model.ffn_size": 16, "layout.recompute": "selective"},
+        {"model.head_dim": 64, "model.ffn_size": 16, "layout.recompute": "full"},
+        {"model.vocab_size": 4096, "model.tied_embeddings": "false"},
+        {"model.num_layers": 6, "model.hidden_size": 192, "model.ffn_size": 512, "data.seq_len": 128},
+        {"model.num_layers": 5, "model.num_heads": 8, "model.num_kv_heads": 8, "model.hidden_size": 128},
+        {"model.hidden_size": 64, "model.head_dim": 32, "model.ffn_size": 1024},
+    ],
+    ids=str,
+)
+def test_predicted_peak_is_within_five_per_cent(job_file, shape, micro_batches, precision):
+    """The torch-free ledger against every tensor that one eager step really holds; the state to the byte."""
+    overrides = [f"{k}={v}" for k, v in shape.items()] + [f"train.precision={precision}"]
+    job = load_job(str(job_file), overrides)
+    model = build_model(job, torch.device("cpu"))
+    optimizer = build_optimizer(model, job.train)
+    moments = [v for state in optimizer.state.values() for v in state.values()]
+    batch = torch.randint(0, job.model.vocab_size, (4, job.data.seq_len + 1))
+    with PeakTracker([*model.parameters(), *model.buffers(), *moments]) as tracker:
+        for _ in range(micro_batches):
+            inputs = [batch[:, :-1].clone(), batch[:, 1:].clone()]
+            if job.data.mask == "document":
+                inputs.append(torch.arange(job.data.seq_len).div(5, rounding_mode="floor").repeat(4, 1))
+            before = tracker.live_bytes
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                loss = model(*inputs)
+            kept = tracker.live_bytes - before
+            (loss / 7).backward()
+            del inputs, loss
+    ledger = predict_ledger(job, 4, micro_batches)
+    assert state_bytes(ShardedState(model), optimizer) == ledger.state_bytes
+    assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.05), ledger.peak_at
+    assert ledger.activation_bytes == pytest.approx(kept, rel=0.05)
+    assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes
