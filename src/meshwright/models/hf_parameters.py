@@ -19,12 +19,14 @@ class HfWeightSource:
         self._places = list_hf_locations(model)
 
     def full_tensor(self, name: str) -> Tensor:
-        """A parameter as a float32 tensor on the CPU; nothing else is allocated."""
+        """A parameter as a float32 tensor on the CPU, with storage of its own size."""
         place = self._places[name]
         parts = [self._read(piece, place.columns) for piece in place.names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Contiguous: optimizers and shards need row-major parameters.
-        return (tensor.T if place.transposed else tensor).float().contiguous()
+        values = (tensor.T if place.transposed else tensor).float().contiguous()
+        # A slice of a vector, such as a GPT-2 query bias, keeps the storage of the whole vector.
+        return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
     def _read(self, name: str, columns: slice | None) -> Tensor:
         stored = self._weights.tensors[name]
