@@ -25,7 +25,8 @@ from meshwright.layout.stages import list_stages, pp_rank_of
 from meshwright.schedule.pipeline.files import write_schedule
 from meshwright.schedule.pipeline.walk import StageTimes
 from meshwright.spec.job import Job
-from meshwright.spec.load import LAYERS_ASSIGNED, PLAN_KEY, build_job, find_schedule, job_tree
+from meshwright.spec.load import LAYERS_ASSIGNED, PLAN_KEY, build_job, job_tree
+from meshwright.spec.paths import resolve_paths
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.toml"
@@ -309,7 +310,7 @@ def read_plan(path: Path, *, to_run: bool = True) -> PlanContract:
     if not isinstance(job, dict) or not isinstance(predicted, dict):
         rule = "is not a complete plan: it has no job or no predictions"
         raise UserError(Problem("plan-unreadable", rule, path=str(path)))
-    find_schedule(job, path)
+    resolve_paths(job, path.parent)
     content = {
         "job": build_job(job, settled=True, to_run=to_run),
         "reasons": tree.get("reasons"),

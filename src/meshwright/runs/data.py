@@ -24,6 +24,8 @@ from meshwright.spec.hf_config import find_weights_file
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.model import DecoderModel, ResNetModel
 
+DEFAULT_CACHE = ".meshwright/data"
+"""Folder of prepared data, in the working folder."""
 MOST_NAMED = 5
 """Unreadable documents that are named; ``--json`` has all."""
 
@@ -150,7 +152,7 @@ def _prepare_cached(data: Data, reporter: Reporter) -> Path:
     for key in ("eval_fraction", "template", "prompt_field", "answer_field"):
         if getattr(data, key) is not None:
             settings[key] = getattr(data, key)
-    folder = Path(data.cache) / _fingerprint(settings, base, template.identity if template else "")
+    folder = Path(data.cache or DEFAULT_CACHE) / _fingerprint(settings, base, template.identity if template else "")
     if looks_prepared(folder):
         return folder
     spec = parse_corpus_spec({**settings, "out": str(folder)})

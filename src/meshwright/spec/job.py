@@ -68,8 +68,9 @@ class Data:
     """Field of a .jsonl line with the answer; `answer` if left out."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Fraction of the documents or images held out for evaluation; 0.01 if left out."""
-    cache: Location = ".meshwright/data"
-    """Folder for the prepared shards of data that are not prepared yet."""
+    cache: Location | None = None
+    """Folder for the prepared shards of data that are not prepared yet; `.meshwright/data` in the working folder
+    if left out."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Loads a ``Job`` from a TOML file and ``key.path=value`` overrides.
 
-Overrides win over the file, the file over presets, presets over defaults. Validation comes last, and one
-error reports all mistakes.
+Overrides win over the file, the file over presets, presets over defaults. Paths in the file are relative to
+its folder, and those in overrides to the working folder. Validation comes last, and one error reports all
+mistakes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.layout import DEGREES, V_SCHEDULES
 from meshwright.spec.legality.table import find_problems
 from meshwright.spec.model import READ_WITH
+from meshwright.spec.paths import resolve_paths
 from meshwright.spec.presets import preset_names, read_preset
 from meshwright.spec.validation_errors import JOB, takes_text, translate_errors
 
@@ -113,13 +115,14 @@ def build_job(
     """Fill in presets and defaults, then validate.
 
     Args:
-        tree: The raw tables.
+        tree: The raw tables; relative paths start from the working folder.
         problems: Found earlier, to be reported too.
         settled: The model comes from a plan: its Hugging Face folder is not read again.
         to_run: False for a job that is only planned.
     """
     found = list(problems)
     tree = copy.deepcopy(tree)
+    resolve_paths(tree, Path.cwd())
     found += _fill_presets(tree, settled)
     found += _settle_layout(tree)
     job, wrong = _validate(tree)
@@ -167,7 +170,10 @@ def named_layout_keys(source: str, overrides: Sequence[str]) -> list[str]:
 
 
 def read_tree(source: str) -> Tree:
-    """The raw tables of a job file, of the job inside a plan, or of a bare model preset."""
+    """The raw tables of a job file, of the job inside a plan, or of a bare model preset.
+
+    Paths in the file are relative to its folder; here they become absolute.
+    """
     path = Path(source)
     if not path.exists() and source in preset_names("models"):
         tree = {"name": source, "model": {"preset": source}, **copy.deepcopy(PRESET_JOB)}
@@ -191,19 +197,13 @@ def read_tree(source: str) -> Tree:
         if not isinstance(tree.get("job"), dict):
             raise UserError(Problem("plan-unreadable", "is not a complete plan: it has no job", path=source))
         job = copy.deepcopy(tree["job"])
-        find_schedule(job, path)
+        resolve_paths(job, path.parent)
         if tree.get("predicted", {}).get(LAYERS_ASSIGNED):  # assigned again, as overrides may change the cost
             job.get("layout", {}).pop("stage_layers", None)
         return dict(job)
+    resolve_paths(tree, path.parent)
     tree.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "job")
     return tree
-
-
-def find_schedule(job: Tree, plan: Path) -> None:
-    """Resolve the schedule file of a plan, which is relative to the plan."""
-    layout = job.get("layout")
-    if isinstance(layout, dict) and isinstance(layout.get("schedule_file"), str):
-        layout["schedule_file"] = str(plan.parent / layout["schedule_file"])
 
 
 def apply_override(tree: Tree, text: str) -> Problem | None:

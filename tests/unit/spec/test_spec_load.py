@@ -72,9 +72,9 @@ def test_preset_fields_lie_under_the_file_and_the_file_under_overrides(tmp_path)
         ("train.deterministic=true", "train.deterministic", True),
         ("train.precision=bf16", "train.precision", "bf16"),
         ('train.precision="bf16"', "train.precision", "bf16"),
-        ("data.path=a/b c=d", "data.path", "a/b c=d"),
+        ("data.path=/a/b c=d", "data.path", "/a/b c=d"),
         ("data.path=builtin:python-stdlib", "data.path", "builtin:python-stdlib"),
-        ("checkpoint.dir=007", "checkpoint.dir", "007"),
+        ("train.wandb=007", "train.wandb", "007"),
     ],
 )
 def test_an_override_is_a_toml_value_where_it_is_one_and_else_a_text(job_file, override, path, value):
