@@ -152,7 +152,9 @@ def _prepare_cached(data: Data, reporter: Reporter) -> Path:
     for key in ("eval_fraction", "template", "prompt_field", "answer_field"):
         if getattr(data, key) is not None:
             settings[key] = getattr(data, key)
-    folder = Path(data.cache or DEFAULT_CACHE) / _fingerprint(settings, base, template.identity if template else "")
+    folder = Path(data.cache or DEFAULT_CACHE) / _fingerprint(
+        settings, base, template.identity if template else ""
+    )
     if looks_prepared(folder):
         return folder
     spec = parse_corpus_spec({**settings, "out": str(folder)})

@@ -69,8 +69,8 @@ class Data:
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Fraction of the documents or images held out for evaluation; 0.01 if left out."""
     cache: Location | None = None
-    """Folder for the prepared shards of data that are not prepared yet; `.meshwright/data` in the working folder
-    if left out."""
+    """Folder for the shards of data that are not prepared yet; if left out, `.meshwright/data` in the working
+    folder."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Paths in a job: relative to the job file in the file, to the working folder in overrides, absolute after."""
+"""Paths in a job: relative to the job file, in overrides to the working folder; absolute once loaded."""
 
 from __future__ import annotations
 
