@@ -480,15 +480,17 @@ def prune_checkpoints(path: str | Path, keep: int) -> PruneResult:
 def export_checkpoint(
     path: str | Path,
     out: str | Path,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> Exported:
     """Write a checkpoint as a Hugging Face folder.
 
+    A run that started from one (``model.hf``) gives the same kind of folder back, with its files.
+
     Args:
         path: A checkpoint, a folder of checkpoints, or a run.
         out: New or empty folder.
-        dtype: Type of the weights.
+        dtype: Of the weights; None for the dtypes of the run's Hugging Face folder, float32 without one.
         shard_bytes: Largest file of weights.
     """
     from meshwright.runs.checkpoints import export_to  # noqa: PLC0415

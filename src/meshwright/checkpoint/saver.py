@@ -25,7 +25,6 @@ from meshwright.checkpoint.manifest import (
     Manifest,
     checkpoint_name,
     describe_sharding,
-    file_sha256,
     list_checkpoints,
     mark_best,
     rotate,
@@ -97,10 +96,9 @@ class CheckpointSaver:
         if self._rank != 0:
             snapshot.drain()
             return
-        tokenizer = self._state.tokenizer
         try:
             manifest = build_manifest(self._state, eval_loss)
-            path = save_checkpoint(self._root, manifest, snapshot, () if tokenizer is None else (tokenizer,))
+            path = save_checkpoint(self._root, manifest, snapshot, self._state.small_files)
             if best:
                 mark_best(path.parent, path)
             rotate(path.parent, self._settings.keep_last, path)
@@ -137,7 +135,7 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
 
 
 def save_checkpoint(
-    root: Path, manifest: Manifest, snapshot: Snapshot, extra_files: tuple[Path, ...] = ()
+    root: Path, manifest: Manifest, snapshot: Snapshot, small_files: Mapping[str, bytes] | None = None
 ) -> Path:
     """Write one checkpoint; on any failure the draft is removed and the error raised."""
     final = root / checkpoint_name(manifest.step)
@@ -148,9 +146,9 @@ def save_checkpoint(
             name: _write_tensors(draft / name, header, snapshot.tensors())
             for name, header in snapshot.headers().items()
         }
-        for extra in extra_files:
-            copy = Path(shutil.copyfile(extra, draft / extra.name))
-            files[extra.name] = FileFacts(copy.stat().st_size, file_sha256(copy))
+        for name, file_content in (small_files or {}).items():
+            (draft / name).write_bytes(file_content)
+            files[name] = FileFacts(len(file_content), hashlib.sha256(file_content).hexdigest())
         content = asdict(replace(manifest, files=files))
         (draft / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
         for written in draft.iterdir():

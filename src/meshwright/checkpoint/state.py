@@ -6,9 +6,8 @@ This package is below ``models`` and ``parallel``. It sees their objects through
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -94,5 +93,5 @@ class CheckpointedState:
     gather_to_first_stage: GatherToFirstStage
     data_sha256: str
     """Identity of the data that the position counts in."""
-    tokenizer: Path | None
-    """Tokenizer file that is copied into the checkpoint."""
+    small_files: Mapping[str, bytes]
+    """Files that every checkpoint holds besides the tensors: the tokenizer, the Hugging Face source."""

@@ -392,7 +392,10 @@ def export(
         Path, typer.Argument(help="Checkpoint, folder of checkpoints, or run folder.", metavar="DIR")
     ],
     out: Annotated[Path, typer.Argument(help="New or empty folder to write.", metavar="OUT")],
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights.")] = Dtype.float32,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Dtype of the weights. Default: as in model.hf; float32 without it."),
+    ] = None,
     shard_gb: Annotated[float, typer.Option(min=1e-9, help="Largest weight file, in 10^9 bytes.")] = 5.0,
     as_json: Json = False,
 ) -> None:
@@ -400,7 +403,7 @@ def export(
     from meshwright.cli.checkpoint import export_folder  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: export_folder(output, path, out, dtype.value, shard_gb))
+    guarded(output, lambda: export_folder(output, path, out, dtype.value if dtype else None, shard_gb))
 
 
 @bench.command()

@@ -83,13 +83,17 @@ def _facts(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def export_folder(
-    output: Output, path: Path, out: Path, dtype: Literal["float32", "bfloat16", "float16"], shard_gb: float
+    output: Output,
+    path: Path,
+    out: Path,
+    dtype: Literal["float32", "bfloat16", "float16"] | None,
+    shard_gb: float,
 ) -> int:
     """Export a checkpoint as a Hugging Face folder."""
     checkpoint = find_checkpoint(path)
     done = export_checkpoint(checkpoint, out, dtype, int(shard_gb * BYTES_PER_GB))
     output.print(f"{checkpoint}, step {done.step}, as {done.architecture} in {out}")
-    output.print(f"{format_bytes(done.bytes)} of {dtype}; files: {', '.join(done.files)}")
+    output.print(f"{format_bytes(done.bytes)} of {done.dtype}; files: {', '.join(done.files)}")
     facts = dataclasses.asdict(done)
-    output.result({"checkpoint": str(checkpoint), "out": str(out), "dtype": dtype, **facts})
+    output.result({"checkpoint": str(checkpoint), "out": str(out), **facts})
     return 0

@@ -56,7 +56,7 @@ def _lock_run(run_dir: Path) -> RunLock:
         raise UserError(Problem("checkpoint-not-removed", rule, path=str(run_dir), fix=fix)) from None
 
 
-def export_to(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> Exported:
+def export_to(checkpoint: Path, out: Path, dtype: str | None, shard_bytes: int) -> Exported:
     """Write a checkpoint as a Hugging Face folder."""
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="exporting a checkpoint")
     prepare_environment(threads=count_cores())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.checkpoint.hf.source import SOURCE_FILE, load_source, read_hf_folder
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
@@ -20,8 +21,9 @@ from meshwright.parallel.pipeline.build import build_pipeline
 from meshwright.parallel.pipeline.p2p import gather_to_first_stage
 from meshwright.spec.execution import uses_fused_adamw
 from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
 from meshwright.train.amp import MixedPrecision
-from meshwright.train.data import OpenSplit, open_data
+from meshwright.train.data import OpenSplit, TrainData, open_data
 from meshwright.train.expert_balance import build_expert_balancer
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.optimizer_offload import build_offloaded_state
@@ -62,7 +64,7 @@ def build_trainer(
         expert_biases=balancer,
         gather_to_first_stage=partial(gather_to_first_stage, mesh),
         data_sha256=data.sha256,
-        tokenizer=data.tokenizer,
+        small_files=_read_small_files(context, data) if mesh.rank == 0 else {},
     )
     if assignment.resume_from is not None:
         notes = resume(state, Path(assignment.resume_from))
@@ -75,6 +77,17 @@ def build_trainer(
     return Trainer(
         context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop or StopSignal()
     )
+
+
+def _read_small_files(context: RankContext, data: TrainData) -> dict[str, bytes]:
+    """Files of every checkpoint besides the tensors; read now, as their folders may be gone later."""
+    model, resume_from = context.plan.job.model, context.assignment.resume_from
+    files = {} if data.tokenizer is None else {data.tokenizer.name: data.tokenizer.read_bytes()}
+    if resume_from is not None:
+        source = load_source(Path(resume_from))
+    else:
+        source = read_hf_folder(model) if isinstance(model, DecoderModel) and model.hf else None
+    return files if source is None else {**files, SOURCE_FILE: source.to_zip()}
 
 
 def _set_determinism(job: Job) -> None:

@@ -20,6 +20,7 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
+from meshwright.checkpoint.hf.source import SOURCE_FILE, read_hf_folder  # noqa: E402
 from meshwright.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
 from meshwright.checkpoint.saver import save_checkpoint  # noqa: E402
 from meshwright.checkpoint.snapshot import SavedTensor, Snapshot  # noqa: E402
@@ -135,9 +136,11 @@ def from_hf(job: Any) -> Any:
 
 
 def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
-    """A checkpoint of a model as it stands, with the byte tokenizer."""
+    """A checkpoint of a model as it stands, with the byte tokenizer and the files of its folder."""
     root.mkdir()
     ByteTokenizer().save(root)
+    files = {"tokenizer.json": (root / "tokenizer.json").read_bytes()}
+    files[SOURCE_FILE] = read_hf_folder(job.model).to_zip()
     manifest = Manifest(
         step=7,
         position=0,
@@ -150,7 +153,7 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
     )
     pieces = {name: SavedTensor.of(parameter.detach()) for name, parameter in model.named_parameters()}
     snapshot = Snapshot({MODEL_FILE: pieces, OPTIMIZER_FILE: {}})
-    return save_checkpoint(root, manifest, snapshot, (root / "tokenizer.json",))
+    return save_checkpoint(root, manifest, snapshot, files)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,194 @@
+"""A Hugging Face folder that is imported and exported comes back as the same folder, judged by transformers.
+
+The runs train one step with a learning rate that changes no float32 weight. The source folder is removed
+before the export.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the library is imported: no test asks the network
+
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
+from meshwright.data.tokenizer import BpeTokenizer  # noqa: E402
+
+MARKERS = ("<|im_start|>", "<|im_end|>", "<pad>", "<s>")
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 64}),
+    "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "rope_theta": 5e5}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+}
+UNCHANGED = ("layout.dp_replicate=1", "train.steps=1", "train.lr=1e-30", "train.weight_decay=0.0")
+MESSAGES = [{"role": "user", "content": "the quick brown fox"}, {"role": "assistant", "content": "line 3"}]
+
+
+def write_source(family: str, folder: Path, corpus: Path, dtype: torch.dtype = torch.float32) -> None:
+    """A random model of transformers with a chat tokenizer and a list of eos ids."""
+    texts = [path.read_text() for path in sorted(corpus.glob("*.txt"))[:8]]
+    trained = BpeTokenizer.train(texts, 340, MARKERS)
+    folder.mkdir()
+    (folder / "raw.json").write_text(trained.serialized)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "raw.json"),
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        pad_token="<pad>",
+        padding_side="left",
+        chat_template=CHAT,
+    )
+    (folder / "raw.json").unlink()
+    tokenizer.save_pretrained(folder)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ends = [tokenizer.eos_token_id, trained.special_tokens["<|endoftext|>"]]
+    name, settings = FAMILIES[family]
+    torch.manual_seed(1)
+    of_class = getattr(transformers, name)
+    model = of_class(of_class.config_class(vocab_size=384, eos_token_id=ends, **ids, **settings))
+    model.generation_config.update(max_new_tokens=12, repetition_penalty=1.3, eos_token_id=ends, **ids)
+    with torch.no_grad():  # no zeros: the smallest step would change them
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape))
+    model.to(dtype).save_pretrained(folder)
+    (folder / "LICENSE").write_text("You may use it.")
+    (folder / "README.md").write_text("This describes another model.")
+
+
+def import_and_export(train, job_file: Path, corpus: Path, folder: Path, *overrides: str, dtype=None) -> Path:
+    """Train on the folder's own tokenizer without changing a weight, remove the folder, export."""
+    text = job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"')
+    job_file.write_text(text)
+    run = train(*UNCHANGED, f"data.path={corpus}", *overrides)
+    shutil.move(folder, folder.with_name("moved"))
+    export_checkpoint(Path(run.result["checkpoint"]), folder.with_name("out"), dtype, 10**9)
+    return folder.with_name("out")
+
+
+def answers(folder: Path) -> dict[str, Any]:
+    """What a user of the folder gets from transformers."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    batch = tokenizer(
+        ["the quick", "document 3 line 4: the quick brown fox"], padding=True, return_tensors="pt"
+    )
+    generated = model.generate(**batch, do_sample=False)
+    with torch.no_grad():
+        logits = model(**batch).logits
+    return {
+        "class": type(model).__name__,
+        "dtype": model.dtype,
+        "config": {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"},
+        "generation config": model.generation_config.to_dict(),
+        "chat": tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True),
+        "chat ids": tokenizer.apply_chat_template(MESSAGES)["input_ids"],
+        "special tokens": tokenizer.special_tokens_map,
+        "padding": {key: value.tolist() for key, value in batch.items()},
+        "generated": generated.tolist(),
+        "text": tokenizer.batch_decode(generated),
+        "logits": logits.tolist(),
+    }
+
+
+@pytest.mark.parametrize(
+    "family", ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mixtral", "gpt2"))]
+)
+def test_transformers_cannot_tell_the_exported_folder_from_the_source(
+    train, job_file, corpus, tmp_path, family
+):
+    """Class, configs, chat, padding, generated text and logits are equal; small files bit for bit."""
+    write_source(family, tmp_path / "base", corpus)
+    before = answers(tmp_path / "base")
+    out = import_and_export(train, job_file, corpus, tmp_path / "base")
+    moved = tmp_path / "moved"
+    names = {path.name for path in moved.iterdir()} - {"model.safetensors", "README.md"}
+    assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in out.iterdir()} == names | {"model.safetensors"}
+    for name in names:
+        assert (out / name).read_bytes() == (moved / name).read_bytes(), name
+    stored, exported = load_file(moved / "model.safetensors"), load_file(out / "model.safetensors")
+    assert stored.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in stored.items())
+    after = answers(out)
+    for what, value in before.items():
+        assert after[what] == value, what
+
+
+def test_dtypes_and_names_of_the_source_are_kept(train, job_file, corpus, tmp_path):
+    """bf16 with float32 norms, names without prefix, a tied head stored twice: as they were.
+
+    Another dtype changes one key of the config and nothing else.
+    """
+    folder = tmp_path / "base"
+    write_source("gpt2", folder, corpus, torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    tensors |= {name: tensor.float() for name, tensor in tensors.items() if "ln_" in name}
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    out = import_and_export(train, job_file, corpus, folder)
+    exported = load_file(out / "model.safetensors")
+    assert {n: t.dtype for n, t in exported.items()} == {n: t.dtype for n, t in tensors.items()}
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in tensors.items())
+    (checkpoint,) = Path("runs").glob("*/checkpoints/step-*")
+    export_checkpoint(checkpoint, tmp_path / "wide", "float32", 10**9)
+    assert {t.dtype for t in load_file(tmp_path / "wide" / "model.safetensors").values()} == {torch.float32}
+    config, wide = (json.loads((path / "config.json").read_text()) for path in (out, tmp_path / "wide"))
+    assert wide == {**config, "dtype": "float32"}
+
+
+def test_another_tokenizer_replaces_the_files_of_the_source(train, job_file, corpus, tmp_path):
+    """A run on bytes: the exported folder has the byte tokenizer, and token ids that belong to it."""
+    write_source("mistral", tmp_path / "base", corpus)
+    out = import_and_export(train, job_file, corpus, tmp_path / "base", "data.tokenizer=byte")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    config = transformers.AutoConfig.from_pretrained(out)
+    assert (config.model_type, config.sliding_window) == ("mistral", 64)
+    assert tokenizer("abc")["input_ids"] == [97, 98, 99]
+    assert tokenizer.chat_template is None
+    assert tokenizer.eos_token_id == config.eos_token_id == config.bos_token_id == 256
+    assert (out / "LICENSE").is_file()
+
+
+def test_resumed_run_keeps_the_files_of_the_source(train, job_file, corpus, tmp_path):
+    """The folder is gone when the run is resumed; the checkpoint passes its files on."""
+    write_source("mistral", tmp_path / "base", corpus)
+    text = job_file.read_text().replace('preset = "tiny"', f'hf = "{tmp_path / "base"}"')
+    job_file.write_text(text)
+    data = f"data.path={corpus}"
+    first = train(*UNCHANGED, data, f"data.tokenizer={tmp_path / 'base'}/tokenizer.json")
+    shutil.copy(tmp_path / "base" / "tokenizer.json", tmp_path / "tokenizer.json")
+    config = (tmp_path / "base" / "config.json").read_bytes()
+    for path in (tmp_path / "base").iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    prepared = next(Path(".meshwright/data").iterdir())
+    resumed = train(*UNCHANGED, "train.steps=2", f"data.path={prepared}", resume=True)
+    assert resumed.run_dir == first.run_dir
+    export_checkpoint(Path(resumed.result["checkpoint"]), tmp_path / "out", None, 10**9)
+    assert (tmp_path / "out" / "config.json").read_bytes() == config
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT
