@@ -1,4 +1,4 @@
-"""Jobs for the planner's tests; a plan for two ranks, and the events of a run that kept it."""
+"""Jobs for the planner's tests; a plan for two ranks, and the events of a run that matches it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def make_workload() -> Callable[..., Workload]:
 
 @pytest.fixture
 def make_grid() -> Callable[..., Grid]:
-    """``make_grid(tp=[1, 2])``: layouts in columns; what is not named is one process."""
+    """``make_grid(tp=[1, 2])``: layouts in columns; degrees that are not given are 1."""
 
     def make(**columns: Any) -> Grid:
         count = max((len(column) for column in columns.values()), default=1)
@@ -126,7 +126,7 @@ def make_grid() -> Callable[..., Grid]:
 
 @pytest.fixture
 def random_grid() -> Grid:
-    """Four hundred layouts of all kinds, the same in every run."""
+    """Four hundred random layouts, the same in every run."""
     generator = np.random.default_rng(7)
     options: dict[str, tuple[int, ...]] = {
         "pp": (1, 2, 4, 8), "dp_replicate": (1, 2), "dp_shard": (1, 4, 16), "cp": (1, 2), "tp": (1, 2, 4),
@@ -174,27 +174,27 @@ def pipeline_plan() -> PlanContract:
 
 
 @pytest.fixture
-def kept(plan: PlanContract, events_of: Callable[..., Events]) -> Callable[..., Events]:
-    """Events of a run that did what the plan promised, on every rank."""
+def matching_events(plan: PlanContract, events_of: Callable[..., Events]) -> Callable[..., Events]:
+    """Events of a run whose measurements equal the plan, on every rank."""
     return functools.partial(events_of, plan)
 
 
 @pytest.fixture
 def events_of() -> Callable[..., Events]:
-    """The same of any plan."""
+    """``events_of(plan)``: events of a run whose measurements equal that plan."""
 
     def events(plan: PlanContract, generation: int = 0) -> Events:
         found: Events = []
         times = {"setup": 1, "step": STEPS, "eval": EVALUATIONS, "save": 0}
-        for promised in plan.ranks:
-            head = {"v": 1, "time": 0.0, "rank": promised.rank, "generation": generation}
+        for predicted in plan.ranks:
+            head = {"v": 1, "time": 0.0, "rank": predicted.rank, "generation": generation}
             found.append({**head, "event": "ready", "step": 0, "steps": STEPS, "peak_basis": "a matmul"})
             for step in range(1, STEPS + 1):
                 facts = {"loss": 6.0 - step, "step_s": 0.5, "mfu": 0.25, "tokens": 256}
                 found.append({**head, "event": "step", "step": step, **facts})
             found.append({**head, "event": "eval", "step": STEPS, "loss": 5.5, "samples": 64})
-            state = {"state_bytes": dict(promised.state_bytes), "peak_bytes": promised.peak_bytes}
-            state["activation_bytes"] = promised.activation_bytes
+            state = {"state_bytes": dict(predicted.state_bytes), "peak_bytes": predicted.peak_bytes}
+            state["activation_bytes"] = predicted.activation_bytes
             found.append({**head, "event": "state", "step": 1, "first_step": False, **state})
             rows = [
                 {
@@ -202,7 +202,7 @@ def events_of() -> Callable[..., Events]:
                     "calls": t.calls * times[t.phase],
                     "bytes": t.bytes * times[t.phase],
                 }
-                for t in plan.collectives_of(promised.rank)
+                for t in plan.collectives_of(predicted.rank)
             ]
             counts = {"rows": rows, "steps": STEPS, "evaluations": EVALUATIONS}
             found.append({**head, "event": "collectives", **counts})
@@ -219,14 +219,14 @@ def pick(events: Events, name: str, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def find() -> Callable[..., dict[str, Any]]:
-    """``find(events, "state", rank=1)``."""
+def find_event() -> Callable[..., dict[str, Any]]:
+    """``find_event(events, "state", rank=1)``."""
     return pick
 
 
 @pytest.fixture
 def record_of() -> Callable[[Events], RunRecord]:
-    """Events folded, as a live run does it."""
+    """``record_of(events)``: the record built from events, as in a live run."""
 
     def fold(events: Events) -> RunRecord:
         record = RunRecord()
@@ -239,7 +239,7 @@ def record_of() -> Callable[[Events], RunRecord]:
 
 @pytest.fixture
 def run_folder(plan: PlanContract, tmp_path: Path) -> Callable[[Events], Path]:
-    """A run's folder with the plan and these events."""
+    """``run_folder(events)``: a run folder with the plan and these events."""
 
     def write(events: Events) -> Path:
         write_plan(plan, tmp_path / PLAN_FILE)

@@ -1,4 +1,4 @@
-"""Experts that are not equally busy: a rank is held to what the rows that came make it hold."""
+"""The audit with uneven expert load: predicted memory follows the measured number of routed rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan() -> PlanContract:
 
 @pytest.fixture
 def audit_of(plan, events_of, record_of):
-    """The audit of a run whose first rank measured so many bytes more, for so many rows more in a layer."""
+    """``audit_of(more_bytes, more_rows)``: audit of a run whose rank 0 has extra routed rows and bytes."""
 
     def audit(more_bytes, more_rows):
         events = events_of(plan)
@@ -44,27 +44,30 @@ def row_of(audit, kind):
 
 
 @pytest.mark.parametrize("share", [0.5, -0.5])
-def test_the_prediction_is_for_the_rows_that_came(plan, audit_of, share):
-    """Half a share more, or less: far beyond what is allowed, and held; without the bytes it is not."""
-    promised = plan.ranks[0]
-    rows = round(promised.routed_rows * share)
-    more = 2 * rows * promised.row_bytes
-    assert abs(more) > 0.05 * promised.activation_bytes
+def test_predicted_activations_follow_the_measured_rows(plan, audit_of, share):
+    """50% more or fewer rows change activations by more than the tolerance.
+
+    The row passes with these bytes only.
+    """
+    predicted = plan.ranks[0]
+    rows = round(predicted.routed_rows * share)
+    more = 2 * rows * predicted.row_bytes
+    assert abs(more) > 0.05 * predicted.activation_bytes
     row = row_of(audit_of(more, rows), "activations")
-    assert (row.predicted, row.expert_load_bytes) == (promised.activation_bytes + more, more)
+    assert (row.predicted, row.expert_load_bytes) == (predicted.activation_bytes + more, more)
     assert row.ok
     assert not row_of(audit_of(0, rows), "activations").ok
 
 
-def test_the_peak_moves_with_the_rows(plan, audit_of):
-    """By all layers' rows, and by what the layer at work makes of its own."""
+def test_the_predicted_peak_follows_the_measured_rows(plan, audit_of):
+    """The saved rows of all layers change the peak, and so do the temporary buffers of the current layer."""
     rows = plan.ranks[0].routed_rows // 2
-    kept = 2 * rows * plan.ranks[0].row_bytes
-    assert row_of(audit_of(kept, rows), "peak").expert_load_bytes > kept
-    assert row_of(audit_of(-kept, -rows), "peak").expert_load_bytes < 0
+    saved = 2 * rows * plan.ranks[0].row_bytes
+    assert row_of(audit_of(saved, rows), "peak").expert_load_bytes > saved
+    assert row_of(audit_of(-saved, -rows), "peak").expert_load_bytes < 0
 
 
-def test_the_fullest_and_the_emptiest_rank_are_named(plan, audit_of):
+def test_a_rank_with_uneven_load_is_named(plan, audit_of):
     rows = plan.ranks[0].routed_rows // 2
     audit = audit_of(2 * rows * plan.ranks[0].row_bytes, rows)
     [sentence] = audit.load
@@ -72,7 +75,7 @@ def test_the_fullest_and_the_emptiest_rank_are_named(plan, audit_of):
     assert audit.as_dict()["load"] == [sentence]
 
 
-def test_an_even_load_is_not_worth_a_word(plan, audit_of, events_of, record_of):
+def test_an_even_load_is_not_reported(plan, audit_of, events_of, record_of):
     assert audit_of(0, 0).load == ()
     assert audit_of(0, 0).ok, audit_of(0, 0).differences
-    assert audit_run(plan, record_of(events_of(plan))).ok, "records from before rows were written down"
+    assert audit_run(plan, record_of(events_of(plan))).ok, "records without routed rows are still audited"

@@ -1,4 +1,4 @@
-"""The record: what is folded from events, which attempt, and what a damaged log does to it."""
+"""The run record: built from events, one attempt at a time; damaged logs are tolerated."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meshwright.plan.contract import read_plan
 GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
 
 
-def test_a_record_read_back_equals_the_one_fed_live(kept, record_of, run_folder):
-    assert read_record(run_folder(kept())) == record_of(kept())
+def test_a_record_read_from_disk_equals_the_live_one(matching_events, record_of, run_folder):
+    assert read_record(run_folder(matching_events())) == record_of(matching_events())
 
 
-def test_a_record_keeps_rank_0s_curve_and_every_ranks_measurements(kept, record_of):
-    record = record_of(kept())
+def test_a_record_has_the_losses_of_rank_0_and_measurements_of_every_rank(matching_events, record_of):
+    record = record_of(matching_events())
     assert record.losses == [5.0, 4.0, 3.0, 2.0]
     assert record.eval_loss == 5.5
     assert record.status == "complete"
@@ -39,17 +39,17 @@ def test_rates_come_from_the_median_step_without_the_first_two():
     assert RunRecord().flops_per_s(plan) is None, "no step, no rate"
 
 
-def test_rates_of_short_runs_use_what_there_is_and_of_empty_ones_are_none():
+def test_short_runs_use_all_steps_for_rates_and_empty_runs_have_none():
     assert RunRecord(step_times_s=[2.0], mfus=[0.5], tokens_per_step=10).tokens_per_s == 5.0
     assert RunRecord().tokens_per_s is None
     assert RunRecord().mfu is None
 
 
-def test_an_event_of_another_kind_is_passed_over(record_of):
+def test_an_unknown_event_is_ignored(record_of):
     assert record_of([{"event": "something_new", "rank": 0}]) == RunRecord()
 
 
-def test_troubles_are_kept_for_the_report(record_of):
+def test_failures_and_notes_are_recorded_for_the_report(record_of):
     record = record_of(
         [
             {"event": "checkpoint_failed", "rank": 0, "step": 3, "reason": "disk full"},
@@ -69,26 +69,26 @@ def test_troubles_are_kept_for_the_report(record_of):
     assert record.status == "unfinished"
 
 
-def test_a_step_without_targets_has_no_loss_and_one_that_is_not_finite_is_told_apart(kept, run_folder):
+def test_a_step_without_targets_differs_from_one_with_a_nonfinite_loss(matching_events, run_folder):
     change = {1: {"loss": None, "tokens": 0}, 3: {"loss": None}, 4: {"loss": None, "tokens": 0}}
-    events = [{**e, **change.get(e["step"], {})} if e["event"] == "step" else e for e in kept()]
+    events = [{**e, **change.get(e["step"], {})} if e["event"] == "step" else e for e in matching_events()]
     record = read_record(run_folder(events))
     assert (record.losses[0], record.losses[1], record.losses[3]) == (None, 4.0, None)
     assert math.isnan(record.losses[2])
     assert len(record.target_losses) == 2
     assert record.targetless_text().startswith("2 of 4 steps had no target tokens")
-    assert record.tokens_per_step == 256, "of a step that had some"
-    assert read_record(run_folder(kept())).targetless_text() == ""
+    assert record.tokens_per_step == 256, "taken from a step with targets"
+    assert read_record(run_folder(matching_events())).targetless_text() == ""
 
 
-def test_a_run_has_failed_where_a_rank_says_so_and_none_ended_well(kept, record_of):
+def test_a_run_failed_if_a_rank_reports_an_error_and_none_finished(matching_events, record_of):
     error = {"event": "error", "rank": 1}
-    assert record_of([*kept()[:3], error]).outcome == "failed"
-    assert record_of(kept()[:3]).outcome == "unfinished"
-    assert record_of([*kept(), error]).outcome == "complete"
+    assert record_of([*matching_events()[:3], error]).outcome == "failed"
+    assert record_of(matching_events()[:3]).outcome == "unfinished"
+    assert record_of([*matching_events(), error]).outcome == "complete"
 
 
-def test_a_folder_without_events_is_not_a_run(tmp_path):
+def test_a_folder_without_events_is_refused(tmp_path):
     with pytest.raises(UserError) as caught:
         read_record(tmp_path / "gone")
     (problem,) = caught.value.problems
@@ -97,7 +97,7 @@ def test_a_folder_without_events_is_not_a_run(tmp_path):
     assert problem.fix
 
 
-def test_a_file_in_place_of_the_folder_cannot_be_read(tmp_path):
+def test_a_file_instead_of_a_run_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError) as caught:
         read_record(tmp_path / "run")
@@ -107,8 +107,8 @@ def test_a_file_in_place_of_the_folder_cannot_be_read(tmp_path):
 # Attempts
 
 
-def test_the_newest_attempt_is_read_and_an_older_one_on_request(kept, run_folder):
-    old, new = kept(generation=0), kept(generation=1)
+def test_the_newest_attempt_is_read_and_an_older_one_on_request(matching_events, run_folder):
+    old, new = matching_events(generation=0), matching_events(generation=1)
     for event in new:
         if event["event"] == "step":
             event["loss"] = 1.0
@@ -118,20 +118,22 @@ def test_the_newest_attempt_is_read_and_an_older_one_on_request(kept, run_folder
     assert read_record(folder, generation=0).losses == [5.0, 4.0, 3.0, 2.0]
 
 
-def test_attempts_never_mix_even_if_their_lines_do(kept, run_folder):
-    mixed = [event for pair in zip(kept(0), kept(1), strict=True) for event in pair]
+def test_attempts_with_interleaved_lines_are_separated(matching_events, run_folder):
+    mixed = [event for pair in zip(matching_events(0), matching_events(1), strict=True) for event in pair]
     assert read_record(run_folder(mixed)).losses == [5.0, 4.0, 3.0, 2.0]
 
 
-def test_an_unfinished_newest_attempt_is_not_replaced_by_a_finished_older_one(plan, kept, run_folder):
-    """The run is as good as its last attempt."""
-    record = read_record(run_folder(kept(0) + kept(1)[:3]))
+def test_an_unfinished_newest_attempt_is_not_replaced_by_a_finished_older_one(
+    plan, matching_events, run_folder
+):
+    """Only the newest attempt counts."""
+    record = read_record(run_folder(matching_events(0) + matching_events(1)[:3]))
     assert record.status == "unfinished"
     assert not audit_run(plan, record).ok
 
 
-def test_an_attempt_that_was_not_made_is_empty_and_fails_the_audit(plan, kept, run_folder):
-    record = read_record(run_folder(kept()), generation=7)
+def test_a_missing_attempt_is_empty_and_fails_the_audit(plan, matching_events, run_folder):
+    record = read_record(run_folder(matching_events()), generation=7)
     assert record.losses == []
     assert not audit_run(plan, record).ok
 
@@ -139,8 +141,8 @@ def test_an_attempt_that_was_not_made_is_empty_and_fails_the_audit(plan, kept, r
 # Damage
 
 
-def test_torn_lines_are_skipped_and_noted(kept, run_folder):
-    folder = run_folder(kept())
+def test_truncated_lines_are_skipped_and_noted(matching_events, run_folder):
+    folder = run_folder(matching_events())
     with (folder / "events.jsonl").open("a") as log:
         log.write('{"event":"st')
     record = read_record(folder)
@@ -148,8 +150,8 @@ def test_torn_lines_are_skipped_and_noted(kept, run_folder):
     assert record.notes == ["1 lines of events.jsonl are truncated or of another version, and were skipped"]
 
 
-def test_an_event_that_lacks_something_is_noted_and_skipped(kept, run_folder):
-    events = kept()
+def test_an_event_with_a_missing_key_is_skipped_and_noted(matching_events, run_folder):
+    events = matching_events()
     del events[1]["loss"]
     record = read_record(run_folder(events))
     assert len(record.losses) == 3
@@ -171,12 +173,12 @@ def test_an_event_that_lacks_something_is_noted_and_skipped(kept, run_folder):
         ("collectives", "rows", 5),
     ],
 )
-def test_a_damaged_measurement_fails_the_audit_and_is_no_traceback(
-    plan, kept, run_folder, find, name, key, value
+def test_a_damaged_measurement_fails_the_audit_without_a_traceback(
+    plan, matching_events, run_folder, find_event, name, key, value
 ):
-    """A log may have been edited or written by another version."""
-    events = kept()
-    event = find(events, name, 0)
+    """A log may be edited by hand or written by another version."""
+    events = matching_events()
+    event = find_event(events, name, 0)
     if value is None:
         del event[key]
     else:
@@ -184,8 +186,8 @@ def test_a_damaged_measurement_fails_the_audit_and_is_no_traceback(
     assert not audit_run(plan, read_record(run_folder(events))).ok
 
 
-def test_a_generation_that_is_no_number_is_no_traceback(kept, run_folder):
-    events = kept()
+def test_a_generation_that_is_not_a_number_causes_no_traceback(matching_events, run_folder):
+    events = matching_events()
     events[1]["generation"] = "first"
     assert read_record(run_folder(events)).losses[-3:] == [4.0, 3.0, 2.0]
 
@@ -193,7 +195,7 @@ def test_a_generation_that_is_no_number_is_no_traceback(kept, run_folder):
 # The golden run
 
 
-def test_the_run_of_version_1_is_still_read_and_its_audit_still_holds():
+def test_a_run_folder_of_version_1_is_readable_and_passes_the_audit():
     record = read_record(GOLDEN)
     assert record.status == "complete"
     assert record.losses == pytest.approx([5.728075, 5.672234, 5.607332, 5.587459], abs=1e-6)

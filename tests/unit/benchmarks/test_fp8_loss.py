@@ -1,4 +1,4 @@
-"""The benchmark of fp8's loss: its text has a number for every letter, and it judges as it says."""
+"""The benchmark of FP8 losses: its text has an id for every piece, and its verdict follows its rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_pieces_cover_a_text_and_the_rarest_have_no_number_of_their_own():
+def test_pieces_cover_a_text_and_rare_ones_share_the_unknown_id():
     from python_text import PIECES, UNKNOWN, number_pieces
 
     text = "def f(x_1):\n\treturn  x_1 + 0x1F  # é\u2028\n\n"
@@ -34,7 +34,7 @@ def test_pieces_cover_a_text_and_the_rarest_have_no_number_of_their_own():
     assert numbers.tolist() == [2] * 5 + [3] * 4 + [4] * 3 + [UNKNOWN] * 2
 
 
-def test_prepared_text_is_below_the_vocabulary_and_enough_for_one_pass(tmp_path):
+def test_prepared_token_ids_are_below_the_vocabulary_size(tmp_path):
     from python_text import END, UNKNOWN, write_text
 
     from meshwright.data.dataset import TokenDataset
@@ -56,12 +56,12 @@ def test_prepared_text_is_below_the_vocabulary_and_enough_for_one_pass(tmp_path)
         pytest.param(lambda step, loss: loss * 1.01, False, id="1% above"),
         pytest.param(lambda step, loss: loss * 0.99, False, id="1% below"),
         pytest.param(lambda step, loss: loss * (1.01 if 100 < step <= 150 else 1), False, id="one window"),
-        pytest.param(lambda step, loss: loss * (1.01 if step <= 50 else 1), True, id="the window left out"),
+        pytest.param(lambda step, loss: loss * (1.01 if step <= 50 else 1), True, id="the skipped window"),
         pytest.param(lambda step, loss: loss * (1.02 if step % 2 else 0.98), True, id="noise"),
         pytest.param(lambda step, loss: float("nan") if step == 199 else loss, False, id="not a number"),
     ],
 )
-def test_a_difference_in_any_judged_window_fails(change, passed):
+def test_a_difference_in_any_compared_window_fails(change, passed):
     from fp8_loss import compare, describe
 
     base = [4.0] * ASKED.steps
@@ -71,8 +71,8 @@ def test_a_difference_in_any_judged_window_fails(change, passed):
     assert ("NOT within 0.5%" in describe(found, ASKED)[-2]) is not passed
 
 
-def test_where_bf16_leaves_itself_nothing_is_said_of_8_bits():
-    """The control is judged over the steps that it has; alone it proves nothing."""
+def test_two_bf16_runs_that_differ_leave_no_verdict_on_fp8():
+    """The control compares two bf16 runs over the steps that both have. Without it FP8 may still pass."""
     from fp8_loss import compare, describe
 
     base = [4.0] * 200
@@ -88,7 +88,7 @@ def test_where_bf16_leaves_itself_nothing_is_said_of_8_bits():
         assert "no control" in describe(found, ASKED)[-1]
 
 
-def test_fewer_steps_than_asked_are_compared_and_do_not_pass():
+def test_a_run_with_missing_steps_does_not_pass():
     from fp8_loss import compare, describe
 
     found = compare({"bf16": [4.0] * 200, "fp8": [4.0] * 120}, ASKED)
@@ -97,8 +97,11 @@ def test_fewer_steps_than_asked_are_compared_and_do_not_pass():
 
 
 @pytest.mark.slow
-def test_two_kinds_that_are_one_begin_alike_and_read_the_same_text(tmp_path):
-    """A whole run on a small shape: both give the same curve, and the file says the same again."""
+def test_two_equal_configurations_have_equal_losses(tmp_path):
+    """A complete run on a small shape.
+
+    Both curves are equal, and the written file gives the same comparison.
+    """
     from fp8_loss import compare, read_losses
 
     out, svg = tmp_path / "losses.jsonl", tmp_path / "losses.svg"

@@ -1,4 +1,4 @@
-"""The benchmark of one device: its counts are the targets' and the plan's, a failure stops no other."""
+"""The benchmark of one device: its FLOPs equal the plan's; one failing configuration does not stop others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job_of(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "billions", "step_flops"), [("a", 1.236, 2.694e14), ("b", 3.213, 3.505e14)]
 )
-def test_flops_are_those_that_the_targets_are_set_in(job_of, shape, billions, step_flops):
+def test_flops_per_step_equal_the_published_targets(job_of, shape, billions, step_flops):
     job = job_of(shape)
     assert count_active_matmul_parameters(job.model) / 1e9 == pytest.approx(billions, abs=5e-4)
     tokens = job.train.global_batch * job.data.seq_len
@@ -43,18 +43,19 @@ def test_flops_are_those_that_the_targets_are_set_in(job_of, shape, billions, st
 
 
 @pytest.mark.parametrize("shape", ["a", "b"])
-def test_the_floors_products_and_attention_have_the_plans_flops_but_norms(job_of, shape):
+def test_gemms_and_attention_of_the_floor_have_the_planned_flops_without_norms(job_of, shape):
     from step_floor import attention_flops, list_gemms
 
     model, tokens = job_of(shape).model, 4096
-    products = sum(product.flops(tokens) for product in list_gemms(model))
+    gemms = sum(gemm.flops(tokens) for gemm in list_gemms(model))
     norms = 6.0 * tokens * (2 * model.num_layers + 1) * model.hidden_size
-    whole = products + norms + attention_flops(model, tokens, 4096)
-    assert whole == tokens * flops_per_token(model, 4096)
+    total = gemms + norms + attention_flops(model, tokens, 4096)
+    assert total == tokens * flops_per_token(model, 4096)
 
 
 @pytest.mark.parametrize(("shape", "gigabytes"), [("a", 140.9), ("b", 134.3)])
-def test_elementwise_bytes_are_about_32_ms_of_an_h200s_copies(job_of, shape, gigabytes):
+def test_elementwise_bytes_per_step_are_as_computed_by_hand(job_of, shape, gigabytes):
+    """About 32 ms of an H200's copy bandwidth."""
     from step_floor import elementwise_bytes
 
     job = job_of(shape)
@@ -62,7 +63,7 @@ def test_elementwise_bytes_are_about_32_ms_of_an_h200s_copies(job_of, shape, gig
     assert sum(moved.values()) / 1e9 == pytest.approx(gigabytes, rel=1e-3)
 
 
-def test_the_model_by_hand_has_the_parameters_of_ours(job_of):
+def test_the_plain_torch_model_has_as_many_parameters_as_ours(job_of):
     import torch
     from torch_llama import Llama, Sizes
 
@@ -74,7 +75,7 @@ def test_the_model_by_hand_has_the_parameters_of_ours(job_of):
     assert sum(p.numel() for p in by_hand.parameters()) == sum(p.count for p in list_parameters(model))
 
 
-def test_settings_go_over_what_ours_asks_for(job_of):
+def test_settings_override_the_defaults_of_the_benchmark(job_of):
     job = job_of("a", "layout.recompute=none", "train.residual_dtype=fp32")
     assert (job.layout.recompute, job.train.residual_dtype, job.train.block_backend) == (
         "none",
@@ -99,13 +100,13 @@ def test_settings_go_over_what_ours_asks_for(job_of):
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
     ],
 )
-def test_a_kernels_kind_is_read_off_its_name(name, kind):
+def test_a_kernel_is_classified_by_its_name(name, kind):
     from kernel_classes import class_of
 
     assert class_of(name) == kind
 
 
-def test_a_profile_counts_idle_time_once_where_streams_lie_over_each_other():
+def test_idle_time_of_overlapping_streams_is_counted_once():
     from kernel_classes import fold_trace
 
     rows = [
@@ -121,7 +122,7 @@ def test_a_profile_counts_idle_time_once_where_streams_lie_over_each_other():
     assert [row["name"] for row in folded["kernels"]][-1] == "Memcpy HtoD"
 
 
-def test_ratios_are_of_speed_and_leave_out_what_failed():
+def test_speed_ratios_skip_failed_configurations():
     from one_device import compare, describe_all
 
     rows = [
@@ -140,7 +141,7 @@ def test_ratios_are_of_speed_and_leave_out_what_failed():
     ("shape", "length", "sequences"),
     [("a", 0, (8, 4096)), ("a", 8192, (4, 8192)), ("b", 16384, (1, 16384)), ("b", 131072, (1, 131072))],
 )
-def test_longer_sequences_keep_the_tokens_of_a_step_down_to_one(tmp_path, shape, length, sequences):
+def test_longer_sequences_reduce_the_batch_down_to_one_sequence(tmp_path, shape, length, sequences):
     from one_device_worker import Task, build_shape
 
     job = build_shape(Task("bare", "bare", shape, 1, small=False, device="cpu", length=length), tmp_path)
@@ -148,7 +149,7 @@ def test_longer_sequences_keep_the_tokens_of_a_step_down_to_one(tmp_path, shape,
     assert job.layout.micro_batch == job.train.global_batch
 
 
-def test_every_kind_is_measured_at_every_length_and_ours_has_its_settings(monkeypatch):
+def test_every_configuration_is_measured_at_every_sequence_length(monkeypatch):
     from one_device import list_tasks, parse_arguments
 
     words = "--shape a --only ours --only bare --length 8192 --length 131072:layout.recompute=full"
@@ -162,7 +163,7 @@ def test_every_kind_is_measured_at_every_length_and_ours_has_its_settings(monkey
     ]
 
 
-def test_lengths_are_compared_apart_and_plans_are_held_against_what_was_measured():
+def test_lengths_are_compared_separately_and_the_plan_with_the_measurement():
     from one_device import compare, describe_all
 
     planned = {"planned_step_s": 0.51, "planned_peak_bytes": 45 * 2**30}
@@ -180,7 +181,7 @@ def test_lengths_are_compared_apart_and_plans_are_held_against_what_was_measured
     assert told[3].endswith("out of memory, 130.0 GiB reached, 45.0 GiB planned")
 
 
-def test_an_error_of_memory_is_called_by_its_name():
+def test_an_out_of_memory_error_is_named():
     import torch
     from one_device_worker import name_failure
 
@@ -189,8 +190,11 @@ def test_an_error_of_memory_is_called_by_its_name():
     assert name_failure(KeyError()) == "KeyError"
 
 
-def test_a_kind_that_fails_is_told_and_stops_no_other(tmp_path):
-    """A whole run on the small shape: ours with a key that does not exist fails, the floor is measured."""
+def test_a_failing_configuration_is_reported_and_others_run(tmp_path):
+    """A complete run on the small shape.
+
+    An unknown key fails one configuration; the floor is still measured.
+    """
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCHMARKS / "one_device.py"), "--small", "--overlap", "--shape", "a"]
     command += ["--only", "ours", "--only", "floor", "--set", "train.nonsense=1", "--out", str(out), "--json"]

@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints is told as it is, and pruning never takes the last good one."""
+"""Listing, verifying and pruning checkpoints; pruning never removes the last valid one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def steps(found) -> list[int]:
     return [stored.step for stored in found]
 
 
-def test_stock_is_taken_of_a_folder_a_run_and_a_single_checkpoint(root, tmp_path):
+def test_checkpoints_of_a_folder_a_run_and_a_single_checkpoint_are_listed(root, tmp_path):
     size = sum(path.stat().st_size for path in GOLDEN.iterdir())
     assert [(s.step, s.bytes, s.complete) for s in list_stored(root, verify=False)] == [
         (step, size, True) for step in (2, 4, 6, 8)
@@ -42,10 +42,12 @@ def test_stock_is_taken_of_a_folder_a_run_and_a_single_checkpoint(root, tmp_path
     run = tmp_path / "run"
     shutil.copytree(root / "step-00000004", run / "checkpoints" / "step-00000004")
     assert steps(list_stored(run, verify=True)) == [4]
-    assert steps(list_stored(GOLDEN, verify=True)) == [2], "by the manifest, where the name says nothing"
+    assert steps(list_stored(GOLDEN, verify=True)) == [2], (
+        "the step comes from the manifest if the folder name has none"
+    )
 
 
-def test_what_is_not_whole_says_why_and_only_reading_finds_a_flipped_bit(root):
+def test_incomplete_checkpoints_have_a_reason_and_checksums_find_a_flipped_bit(root):
     (root / "step-00000002" / MANIFEST).unlink()
     (root / "step-00000004" / "optimizer.safetensors").write_bytes(b"")
     damage(root / "step-00000006")
@@ -58,7 +60,7 @@ def test_what_is_not_whole_says_why_and_only_reading_finds_a_flipped_bit(root):
     assert "is damaged" in {s.step: s.reason for s in list_stored(root, verify=True)}[6]
 
 
-def test_names_sort_as_numbers(root):
+def test_checkpoints_are_sorted_by_step_number(root):
     (root / "step-00000008").rename(root / "step-100000000")
     assert steps(list_stored(root, verify=False)) == [2, 4, 6, 100_000_000]
 
@@ -71,8 +73,8 @@ def test_pruning_keeps_the_newest(root, keep, kept):
     assert not list_leftovers(root)
 
 
-def test_pruning_never_counts_or_removes_what_does_not_verify(root):
-    """The newest is damaged, and a flipped bit shows only when it is read: the one before it must stay."""
+def test_pruning_neither_counts_nor_removes_damaged_checkpoints(root):
+    """The newest is damaged, which only its checksum shows. The one before it must stay."""
     damage(root / "step-00000008")
     mark_best(root, root / "step-00000002")
     done = prune(root, 1, sweep=True)
@@ -84,7 +86,7 @@ def test_pruning_never_counts_or_removes_what_does_not_verify(root):
     ]
 
 
-def test_nothing_is_removed_where_nothing_verifies(root):
+def test_nothing_is_removed_if_no_checkpoint_is_valid(root):
     for path in root.glob("step-*"):
         damage(path)
     with pytest.raises(UserError) as caught:
@@ -94,16 +96,16 @@ def test_nothing_is_removed_where_nothing_verifies(root):
 
 
 @pytest.mark.parametrize("sweep", [True, False])
-def test_drafts_go_only_where_nobody_can_be_writing_one(root, sweep):
-    draft = root / ".step-00000009.77.part"
-    draft.mkdir()
-    (draft / "model.safetensors").write_bytes(b"12345")
+def test_partial_checkpoints_are_removed_only_if_no_run_is_writing(root, sweep):
+    partial = root / ".step-00000009.77.part"
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"12345")
     done = prune(root, 4, sweep)
-    assert (done.freed_bytes, done.leftovers) == ((5, (draft,)) if sweep else (0, ()))
-    assert draft.exists() != sweep
+    assert (done.freed_bytes, done.leftovers) == ((5, (partial,)) if sweep else (0, ()))
+    assert partial.exists() != sweep
 
 
-def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(root, monkeypatch):
+def test_a_failed_removal_leaves_no_partial_checkpoint(root, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
@@ -116,7 +118,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(root, monkeypatch
     monkeypatch.undo()
     shutil.copytree(GOLDEN, root / "step-00000002")
     remove_checkpoint(root / "step-00000002")
-    assert not list_leftovers(root), "also what the first attempt left"
+    assert not list_leftovers(root), "leftovers of the first attempt are removed, too"
 
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path):
@@ -126,7 +128,7 @@ def test_a_folder_without_checkpoints_is_an_error(tmp_path):
         assert caught.value.problems[0].code == "checkpoint-missing"
 
 
-def test_an_evaluation_is_shown(root):
+def test_the_evaluation_loss_is_listed(root):
     path = root / "step-00000008" / MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), "eval_loss": 1.5}))
     assert list_stored(root, verify=True)[-1].eval_loss == 1.5

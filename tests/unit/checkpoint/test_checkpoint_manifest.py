@@ -1,4 +1,4 @@
-"""Checkpoints are found, verified and rotated without torch; old ones stay readable."""
+"""Checkpoints are found, verified and rotated without torch; old versions stay readable."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def damage(checkpoint: Path, name: str = "model.safetensors") -> None:
     (checkpoint / name).write_bytes(content)
 
 
-def test_a_checkpoint_of_version_1_is_still_read():
+def test_a_checkpoint_of_version_1_is_readable():
     manifest = read_manifest(GOLDEN)
     assert (manifest.step, manifest.position, manifest.world_size) == (2, 4, 1)
     assert manifest.model["hidden_size"] == 8
@@ -58,7 +58,7 @@ def test_one_flipped_bit_in_any_file_is_found(root, name):
     assert caught.value.problems[0].code == "checkpoint-broken"
 
 
-def test_the_newest_that_verifies_is_used_and_the_others_are_named(root):
+def test_the_newest_valid_checkpoint_is_used_and_damaged_ones_are_named(root):
     damage(root / "step-00000008")
     (root / "step-00000006" / "optimizer.safetensors").write_bytes(b"")
     found = find_newest(root)
@@ -71,14 +71,14 @@ def test_the_newest_that_verifies_is_used_and_the_others_are_named(root):
     ]
 
 
-def test_rotation_never_removes_what_was_just_written(root):
-    """A later, damaged one is left over from an attempt that was passed over: it does not count."""
+def test_rotation_never_removes_the_checkpoint_just_written(root):
+    """A later, damaged checkpoint of an earlier attempt does not count."""
     damage(root / "step-00000008")
     rotate(root, 1, root / "step-00000006")
     assert [c.name for c in list_checkpoints(root)] == ["step-00000006", "step-00000008"]
 
 
-def test_rotation_spares_the_best_and_sweeps_what_killed_writers_left(root):
+def test_rotation_keeps_the_best_and_removes_leftovers_of_killed_writers(root):
     mark_best(root, root / "step-00000002")
     (root / ".step-00000005.77.part").mkdir()
     (root / ".step-00000003.old").mkdir()
@@ -87,25 +87,25 @@ def test_rotation_spares_the_best_and_sweeps_what_killed_writers_left(root):
     assert not list(root.glob(".step-*"))
 
 
-def forget_files(content):
+def list_no_files(content):
     content["files"] = {}
 
 
-def escape(content):
+def list_outside_file(content):
     content["files"]["../secret"] = {"bytes": 0, "sha256": ""}
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (forget_files, "model.safetensors is missing"),
-        (escape, "../secret is missing"),
+        (list_no_files, "model.safetensors is missing"),
+        (list_outside_file, "../secret is missing"),
         (lambda c: c.update(step="x"), "step"),
         (lambda c: c.update(version=2, new_field=1), "has format version 2"),
         (lambda c: c["files"].update({"model.safetensors": 5}), "files.model.safetensors"),
     ],
 )
-def test_a_manifest_that_is_not_ours_is_refused_with_the_reason(root, change, says):
+def test_an_invalid_manifest_is_refused_with_the_reason(root, change, says):
     path = root / "step-00000008" / MANIFEST
     content = json.loads(path.read_text())
     change(content)
@@ -117,38 +117,41 @@ def test_a_manifest_that_is_not_ours_is_refused_with_the_reason(root, change, sa
 
 
 @pytest.mark.parametrize(
-    ("key", "here", "says"),
+    ("key", "in_job", "says"),
     [
         ("seq_len", 16, r"data\.seq_len is 8 in the checkpoint and 16 in the job"),
         ("mask", "document", r"data\.mask is causal in the checkpoint and document in the job"),
         ("prompt_masking", True, r"data\.prompt_masking is False in the checkpoint and True in the job"),
     ],
 )
-def test_samples_made_in_another_way_cannot_be_resumed(key, here, says):
-    """The golden checkpoint names neither mask nor prompts: it is of a time when there was one way."""
+def test_other_sample_settings_cannot_be_resumed(key, in_job, says):
+    """The golden checkpoint has neither mask nor prompt_masking: their defaults apply."""
     manifest = read_manifest(GOLDEN)
     model = DecoderModel(**manifest.model)
     data = Data(path="text", seq_len=8)
     check_same_job(manifest, model, data, GOLDEN)
     with pytest.raises(UserError, match=says) as caught:
-        check_same_job(manifest, model, replace(data, **{key: here}), GOLDEN)
+        check_same_job(manifest, model, replace(data, **{key: in_job}), GOLDEN)
     assert caught.value.problems[0].code == "resume-mismatch"
 
 
-def test_groups_that_were_left_out_are_those_spelled_out():
-    """32 groups in the checkpoint, none named in the job, and the other way round; eight are others."""
+def test_omitted_norm_groups_equal_the_default():
+    """The default is 32: it may be given in the checkpoint or in the job only. 8 groups are a mismatch."""
     shape = {"architecture": "resnet", "blocks": [1], "num_classes": 10, "image_size": 8}
     data = Data(path="builtin:synthetic-images", seq_len=8)
-    for there, here, same in ((32, None, True), (None, 32, True), (None, None, True), (None, 8, False)):
-        manifest = replace(read_manifest(GOLDEN), model={**shape, "norm_groups": there})
-        model = ResNetModel(**shape, norm_groups=here)
-        other = pytest.raises(UserError, match="norm_groups is 32 in the checkpoint and 8")
-        with contextlib.nullcontext() if same else other:
+    for saved, in_job, same in ((32, None, True), (None, 32, True), (None, None, True), (None, 8, False)):
+        manifest = replace(read_manifest(GOLDEN), model={**shape, "norm_groups": saved})
+        model = ResNetModel(**shape, norm_groups=in_job)
+        mismatch = pytest.raises(UserError, match="norm_groups is 32 in the checkpoint and 8")
+        with contextlib.nullcontext() if same else mismatch:
             check_same_job(manifest, model, data, GOLDEN)
 
 
 def test_state_of_another_optimizer_cannot_be_resumed():
-    """By name, and where SGD had no momentum and so no state; the same optimizer with other rates is fine."""
+    """Another optimizer is refused, and so is momentum where the checkpoint has no momentum state.
+
+    Other rates of the same optimizer are fine.
+    """
     manifest = read_manifest(GOLDEN)
     common = {"steps": 4, "global_batch": 2}
     check_same_optimizer(manifest, Train(**common, lr=1.0, beta2=0.5), GOLDEN)

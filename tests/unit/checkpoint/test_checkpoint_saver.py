@@ -1,4 +1,4 @@
-"""A checkpoint is written tensor by tensor: safetensors' own bytes, one tensor held at a time."""
+"""A checkpoint is written tensor by tensor in the safetensors format, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def snapshot_of(model, state=STATE) -> Snapshot:
     )
 
 
-def test_the_bytes_are_those_of_safetensors_and_the_checksums_hold(tmp_path: Path):
-    """Two types, a scalar, an empty tensor, one that is not contiguous; names that sort as text does."""
+def test_written_files_equal_those_of_safetensors_and_match_their_checksums(tmp_path: Path):
+    """Two dtypes, a scalar, an empty tensor, one that is not contiguous, and names that sort as text."""
     done = save_checkpoint(tmp_path / "c", manifest(), snapshot_of(MODEL), {"tokenizer.json": b"{}"})
     assert set(read_manifest(done, verify=True).files) == {MODEL_FILE, OPTIMIZER_FILE, "tokenizer.json"}
     for file, tensors in ((MODEL_FILE, MODEL), (OPTIMIZER_FILE, STATE)):
@@ -55,8 +55,8 @@ def test_the_bytes_are_those_of_safetensors_and_the_checksums_hold(tmp_path: Pat
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_one_tensor_is_held_at_a_time(tmp_path: Path):
-    """When a tensor is made, all that were made before are gone; so it is for ranks that keep nothing."""
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
+    """Each tensor is freed before the next one is gathered, also on ranks that write nothing."""
     made: list[weakref.ref[torch.Tensor]] = []
 
     def make() -> torch.Tensor:
@@ -65,27 +65,32 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path):
         made.append(weakref.ref(tensor))
         return tensor
 
-    def pieces() -> Snapshot:
+    def build_snapshot() -> Snapshot:
         files = {
             file: {f"{n}": SavedTensor(torch.float32, (100,), make) for n in range(4)} for file in ("a", "b")
         }
         return Snapshot(files)
 
-    save_checkpoint(tmp_path, manifest(), pieces())
+    save_checkpoint(tmp_path, manifest(), build_snapshot())
     assert len(made) == 8
-    pieces().drain()
+    build_snapshot().drain()
     assert len(made) == 16
 
 
-def test_a_write_that_fails_leaves_nothing_and_the_rest_can_still_be_made(tmp_path: Path):
-    """The system refuses the third tensor: the draft goes, the old checkpoint stays, each is made once."""
-    asked: list[str] = []
+def test_a_failed_write_leaves_no_files_and_the_rest_can_still_be_gathered(tmp_path: Path):
+    """A file size limit refuses the third tensor.
 
-    def piece(name: str) -> SavedTensor:
-        return SavedTensor(torch.float32, (1000,), lambda: (asked.append(name), torch.zeros(1000))[1])
+    The partial checkpoint is removed, the old one stays, and each tensor is gathered once.
+    """
+    gathered: list[str] = []
+
+    def saved_tensor(name: str) -> SavedTensor:
+        return SavedTensor(torch.float32, (1000,), lambda: (gathered.append(name), torch.zeros(1000))[1])
 
     names = [f"{n}" for n in range(5)]
-    snapshot = Snapshot({MODEL_FILE: {n: piece(n) for n in names}, OPTIMIZER_FILE: {"s": piece("s")}})
+    snapshot = Snapshot(
+        {MODEL_FILE: {n: saved_tensor(n) for n in names}, OPTIMIZER_FILE: {"s": saved_tensor("s")}}
+    )
     save_checkpoint(tmp_path, manifest(1), snapshot_of(MODEL))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
@@ -94,14 +99,14 @@ def test_a_write_that_fails_leaves_nothing_and_the_rest_can_still_be_made(tmp_pa
             save_checkpoint(tmp_path, manifest(2), snapshot)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert 0 < len(asked) < 6
+    assert 0 < len(gathered) < 6
     snapshot.drain()
-    assert asked == [*names, "s"]
+    assert gathered == [*names, "s"]
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
     assert not list_leftovers(tmp_path)
 
 
-def test_a_tensor_that_is_not_what_was_announced_is_never_written(tmp_path: Path):
+def test_a_tensor_that_differs_from_its_header_is_not_written(tmp_path: Path):
     wrong = SavedTensor(torch.float32, (2, 3), lambda: torch.zeros(3, 2))
     with pytest.raises(AssertionError, match="its header says"):
         save_checkpoint(tmp_path, manifest(), Snapshot({MODEL_FILE: {"w": wrong}}))

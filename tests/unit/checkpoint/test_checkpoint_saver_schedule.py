@@ -14,7 +14,7 @@ from meshwright.spec.job import Checkpoint
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """A saver whose saves are recorded as (step, best)."""
+    """``build(every_steps=2)``: a saver whose saves are recorded as (step, best)."""
 
     def build(rank: int = 0, sharded: bool = False, **settings) -> CheckpointSaver:
         job = SimpleNamespace(checkpoint=Checkpoint(**{"every_minutes": 0.0, **settings}))
@@ -39,20 +39,20 @@ def run(saver: CheckpointSaver, losses, requested=False) -> list[tuple[int, bool
     return saver.saved
 
 
-def test_every_few_steps_and_at_the_end(build):
+def test_saves_every_few_steps_and_at_the_end(build):
     saver = build(every_steps=2)
     assert run(saver, [None] * 5) == [(2, False), (4, False), (5, False)]
     assert (saver.saves, saver.saved_step) == (3, 5)
 
 
-def test_the_best_evaluation_is_saved_and_remembered(build):
+def test_the_best_evaluation_is_saved_and_recorded(build):
     saver = build(on_best=True)
     assert run(saver, [3.0, None, 2.0, 2.5, None]) == [(1, True), (3, True), (5, False)]
     assert saver._state.counters.best_eval_loss == 2.0
     assert run(build(), [3.0, 2.0, None]) == [(3, False)], "without checkpoint.on_best only the last one"
 
 
-def test_time_counts_from_the_last_save(build, monkeypatch):
+def test_the_interval_in_minutes_starts_at_the_last_save(build, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     saver = build(every_minutes=1.0)
@@ -73,7 +73,7 @@ def test_replicated_state_is_saved_by_rank_0_alone(build):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_with_shards_follow_the_agreed_request_and_not_their_own_clock(build, monkeypatch, rank):
+def test_ranks_with_shards_save_on_the_common_request_and_not_by_their_own_clock(build, monkeypatch, rank):
     saver = build(rank=rank, sharded=True, every_minutes=1.0)
     monkeypatch.setattr(saver, "is_due_by_time", lambda: True)
     assert run(saver, [None, None]) == [(2, False)], "only the last one"

@@ -30,8 +30,8 @@ global_batch = 8
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a command left behind."""
+class CommandResult:
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -39,7 +39,7 @@ class Ran:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The one object on standard output, read by a strict reader; fails if there is anything else."""
+        """The object on standard output. Fails if it is not exactly one line of strict JSON."""
         assert self.out.count("\n") == 1, f"not one line: {self.out!r}"
 
         def refuse(constant: str) -> None:
@@ -51,33 +51,35 @@ class Ran:
 
     @property
     def codes(self) -> list[str]:
-        """The codes at the ends of the error lines."""
+        """The error codes at the ends of the error lines."""
         lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert all(line.endswith("]") for line in lines), self.err
         return [line.rpartition("[")[2][:-1] for line in lines]
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path) -> Callable[..., Ran]:
-    """``cli("plan", "tiny", "--json")``, in an empty folder."""
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path
+) -> Callable[..., CommandResult]:
+    """``cli("plan", "tiny", "--json")``: runs a command in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 
-    def run(*arguments: object) -> Ran:
+    def run(*arguments: object) -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["meshwright", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit_of:
             main()
         out, err = capsys.readouterr()
         assert "Traceback" not in err, err
-        return Ran(exit_of.value.code, out, err)
+        return CommandResult(exit_of.value.code, out, err)
 
     return run
 
 
 @pytest.fixture
 def good(tmp_path) -> str:
-    """A job file without mistakes."""
+    """A valid job file."""
     path = tmp_path / "good.toml"
     path.write_text(GOOD)
     return str(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-def doctor(folder: Path, name: str, rank: int, change) -> None:
+def edit_event(folder: Path, name: str, rank: int, change) -> None:
     """Change one event of the run."""
     log = folder / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
@@ -28,7 +28,7 @@ def more_bytes(event):
     event["rows"][2]["bytes"] += 1
 
 
-def test_a_run_that_kept_its_plan_exits_0_and_says_so(cli, run_dir):
+def test_a_run_that_matches_its_plan_exits_0(cli, run_dir):
     ran = cli("audit", run_dir)
     assert ran.status == 0
     assert "Audit: ok." in ran.out
@@ -60,8 +60,8 @@ def test_audit_json_is_one_object(cli, run_dir):
         ("collectives", lambda e: e.update(event="other"), "rank 1 did not report its collectives"),
     ],
 )
-def test_a_doctored_run_exits_3_and_names_what_differs(cli, run_dir, name, change, says):
-    doctor(run_dir, name, 1, change)
+def test_an_edited_run_exits_3_and_names_the_difference(cli, run_dir, name, change, says):
+    edit_event(run_dir, name, 1, change)
     ran = cli("audit", run_dir)
     assert ran.status == 3
     (line,) = [text for text in ran.out.splitlines() if says in text and text.startswith("Audit: ")]
@@ -69,15 +69,15 @@ def test_a_doctored_run_exits_3_and_names_what_differs(cli, run_dir, name, chang
     assert "Audit: ok" not in ran.out
 
 
-def test_a_doctored_run_with_json_exits_3_with_the_difference(cli, run_dir):
-    doctor(run_dir, "collectives", 0, more_bytes)
+def test_an_edited_run_with_json_exits_3_with_the_difference(cli, run_dir):
+    edit_event(run_dir, "collectives", 0, more_bytes)
     ran = cli("audit", run_dir, "--json")
     assert ran.status == 3
     assert ran.json["audit_ok"] is False
     assert len(ran.json["differences"]) == 1
 
 
-def test_a_doctored_plan_exits_3_too(cli, run_dir):
+def test_an_edited_plan_exits_3(cli, run_dir):
     plan = run_dir / "plan.toml"
     plan.write_text(plan.read_text().replace("optimizer = 756304", "optimizer = 756300", 1))
     ran = cli("audit", run_dir)
@@ -85,7 +85,7 @@ def test_a_doctored_plan_exits_3_too(cli, run_dir):
     assert "rank 0: optimizer is 756304 bytes, predicted 756300" in ran.out
 
 
-def test_a_log_with_a_torn_last_line_is_audited_and_noted(cli, run_dir):
+def test_a_log_with_a_truncated_last_line_is_audited_and_noted(cli, run_dir):
     with (run_dir / "events.jsonl").open("a") as log:
         log.write('{"event":"fini')
     ran = cli("audit", run_dir)
@@ -93,8 +93,8 @@ def test_a_log_with_a_torn_last_line_is_audited_and_noted(cli, run_dir):
     assert "1 lines of events.jsonl are truncated" in ran.out
 
 
-def test_a_damaged_event_is_a_verdict_and_not_a_traceback(cli, run_dir):
-    doctor(run_dir, "state", 1, lambda event: event.pop("state_bytes"))
+def test_a_damaged_event_exits_3_without_a_traceback(cli, run_dir):
+    edit_event(run_dir, "state", 1, lambda event: event.pop("state_bytes"))
     assert cli("audit", run_dir).status == 3
 
 
@@ -105,8 +105,11 @@ def test_a_damaged_event_is_a_verdict_and_not_a_traceback(cli, run_dir):
         ("interrupted", "stopped before the audited step: nothing was measured", "not measured"),
     ],
 )
-def test_a_run_that_measured_nothing_gets_one_sentence(cli, run_dir, status, says, word):
-    """Status 3 all the same, but no line for each promise; ``runs`` does not call it a difference."""
+def test_a_run_without_measurements_has_one_difference(cli, run_dir, status, says, word):
+    """Exit status 3 with one line instead of one per prediction.
+
+    ``runs`` does not list it as a difference.
+    """
     log = run_dir / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
     kept = [
@@ -120,17 +123,17 @@ def test_a_run_that_measured_nothing_gets_one_sentence(cli, run_dir, status, say
     assert f"  {word}  " in cli("runs", run_dir).out
 
 
-def test_the_audit_of_a_run_that_failed_says_failed(cli, run_dir):
+def test_the_audit_of_a_failed_run_has_status_failed(cli, run_dir):
     log = run_dir / "events.jsonl"
     lines = [line for line in log.read_text().splitlines() if '"finished"' not in line]
-    error = {"v": 1, "event": "error", "time": 0.0, "rank": 1, "generation": 0, "message": "out of paper"}
+    error = {"v": 1, "event": "error", "time": 0.0, "rank": 1, "generation": 0, "message": "out of memory"}
     log.write_text("\n".join([*lines, json.dumps(error)]) + "\n")
     ran = cli("audit", run_dir, "--json")
     assert (ran.status, ran.json["status"], ran.json["audit_ok"]) == (3, "failed", False)
 
 
 @pytest.mark.parametrize(("remove", "code"), [("events.jsonl", "run-missing"), ("plan.toml", "plan-missing")])
-def test_half_a_run_exits_2(cli, run_dir, remove, code):
+def test_a_run_folder_with_a_missing_file_exits_2(cli, run_dir, remove, code):
     (run_dir / remove).unlink()
     ran = cli("audit", run_dir, "--json")
     assert ran.status == 2
@@ -138,7 +141,7 @@ def test_half_a_run_exits_2(cli, run_dir, remove, code):
     assert ran.json["errors"][0]["code"] == code
 
 
-def test_a_folder_that_is_not_there_exits_2(cli):
+def test_a_missing_folder_exits_2(cli):
     ran = cli("audit", "gone")
     assert (ran.status, ran.codes) == (2, ["run-missing"])
 

@@ -1,4 +1,4 @@
-"""``meshwright checkpoint``, and what the command line does with a Hugging Face folder."""
+"""``meshwright checkpoint``: export, list, verify and prune; jobs that start from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = [
 ]
 
 
-def test_export_tells_what_it_wrote(cli):
+def test_export_reports_the_written_files(cli):
     ran = cli("checkpoint", "export", GOLDEN, "deep/out", "--json")
     assert ran.status == 0, ran.err
     assert ran.json["files"] == FILES == sorted(p.name for p in Path("deep/out").iterdir())
@@ -35,10 +35,10 @@ def test_export_tells_what_it_wrote(cli):
     assert ran.json["bytes"] > 0
     tokenizer = json.loads(Path("deep/out/tokenizer_config.json").read_text())
     assert tokenizer["eos_token"] == "<|endoftext|>"
-    assert [p.name for p in Path("deep").iterdir()] == ["out"], "no draft is left"
+    assert [p.name for p in Path("deep").iterdir()] == ["out"], "no temporary folder is left"
 
 
-def test_what_was_exported_can_be_planned_and_written_with(cli):
+def test_an_exported_folder_can_be_planned_and_used_for_generation(cli):
     assert cli("checkpoint", "export", GOLDEN, "out").status == 0
     Path("job.toml").write_text(
         '[model]\nhf = "out"\n[data]\npath = "text"\nseq_len = 32\n[train]\nsteps = 4\nglobal_batch = 8\n'
@@ -46,11 +46,13 @@ def test_what_was_exported_can_be_planned_and_written_with(cli):
     planned = cli("plan", "job.toml")
     assert planned.status == 0, planned.err
     assert "LlamaForCausalLM of " in planned.out
-    ours, theirs = (cli("generate", path, "--tokens", 3, "--json").json["text"] for path in (GOLDEN, "out"))
-    assert ours == theirs
+    from_checkpoint, from_export = (
+        cli("generate", path, "--tokens", 3, "--json").json["text"] for path in (GOLDEN, "out")
+    )
+    assert from_checkpoint == from_export
 
 
-def test_low_precision_and_shards_by_option(cli):
+def test_export_writes_bf16_and_shards_if_asked(cli):
     ran = cli(
         "checkpoint", "export", GOLDEN, "out", "--dtype", "bfloat16", "--shard-gb", "0.000001", "--json"
     )
@@ -59,7 +61,7 @@ def test_low_precision_and_shards_by_option(cli):
     assert json.loads(Path("out/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_is_there_is_not_replaced(cli):
+def test_export_does_not_overwrite_existing_files(cli):
     Path("full").mkdir()
     Path("full/mine.txt").write_text("mine")
     Path("file").write_text("mine")
@@ -70,7 +72,7 @@ def test_what_is_there_is_not_replaced(cli):
     assert cli("checkpoint", "export", GOLDEN, "empty").status == 0
 
 
-def test_bad_inputs_of_export(cli):
+def test_export_refuses_bad_arguments_with_codes(cli):
     Path("file").write_text("mine")
     assert cli("checkpoint", "export", "nix", "out").codes == ["checkpoint-missing"]
     assert cli("checkpoint", "export", GOLDEN, "file/out").codes == ["export-not-writable"]
@@ -101,8 +103,8 @@ def hf_job(folder: Path, corpus: Path, **data):
     )
 
 
-def test_the_folders_tokenizer_is_the_default_one(tmp_path, corpus):
-    """Left out, data.tokenizer is the folder's; a folder without one, or another choice, is respected."""
+def test_the_tokenizer_of_the_hf_folder_is_the_default(tmp_path, corpus):
+    """Without one in the folder the default is bytes. data.tokenizer in the job has priority."""
     folder = tmp_path / "hf"
     job = hf_job(folder, corpus)
     named = {TokenDataset.open(prepare_data(job, SILENT), "train", 32).load_tokenizer().name}
@@ -113,7 +115,7 @@ def test_the_folders_tokenizer_is_the_default_one(tmp_path, corpus):
     assert TokenDataset.open(chosen, "train", 32).load_tokenizer().name == "byte"
 
 
-def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused(tmp_path, corpus):
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path, corpus):
     folder = tmp_path / "hf"
     job = hf_job(folder, corpus)
     BpeTokenizer.train((p.read_text() for p in sorted(corpus.iterdir())), 320).save(folder)
@@ -125,7 +127,7 @@ def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused(tmp_path, corpu
 
 
 @pytest.fixture
-def kept_run(tmp_path) -> Path:
+def run_with_checkpoints(tmp_path) -> Path:
     """A run's folder with checkpoints of steps 2, 4 and 6."""
     for step in (2, 4, 6):
         shutil.copytree(GOLDEN, tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
@@ -139,13 +141,13 @@ def damage(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
 
-def test_list_shows_each_checkpoint_and_what_is_wrong(cli, kept_run):
-    (kept_run / "checkpoints" / "step-00000004" / "manifest.json").unlink()
-    ran = cli("checkpoint", "list", kept_run)
+def test_list_shows_each_checkpoint_with_its_state(cli, run_with_checkpoints):
+    (run_with_checkpoints / "checkpoints" / "step-00000004" / "manifest.json").unlink()
+    ran = cli("checkpoint", "list", run_with_checkpoints)
     assert ran.status == 0
     assert [line.split()[0] for line in ran.out.splitlines()[2:] if line[:4].strip()] == ["2", "4", "6"]
     assert ran.out.count("complete") == 2
-    found = cli("checkpoint", "list", kept_run, "--json").json["checkpoints"]
+    found = cli("checkpoint", "list", run_with_checkpoints, "--json").json["checkpoints"]
     assert [(c["step"], c["complete"], c["bytes"] > 0) for c in found] == [
         (2, True, True),
         (4, False, True),
@@ -153,28 +155,28 @@ def test_list_shows_each_checkpoint_and_what_is_wrong(cli, kept_run):
     ]
 
 
-def test_verify_exits_3_and_names_what_is_damaged(cli, kept_run):
-    assert cli("checkpoint", "verify", kept_run).status == 0
-    damage(kept_run / "checkpoints" / "step-00000004")
-    ran = cli("checkpoint", "verify", kept_run)
+def test_verify_exits_3_and_names_the_damaged_file(cli, run_with_checkpoints):
+    assert cli("checkpoint", "verify", run_with_checkpoints).status == 0
+    damage(run_with_checkpoints / "checkpoints" / "step-00000004")
+    ran = cli("checkpoint", "verify", run_with_checkpoints)
     assert ran.status == 3
     (line,) = [line for line in ran.out.splitlines() if line.endswith("[checkpoint-broken]")]
     assert "step-00000004 is damaged: the checksum of model.safetensors" in line
-    found = cli("checkpoint", "verify", kept_run / "checkpoints", "--json")
+    found = cli("checkpoint", "verify", run_with_checkpoints / "checkpoints", "--json")
     assert (found.status, found.json["ok"]) == (3, False)
     assert [c["complete"] for c in found.json["checkpoints"]] == [True, False, True]
-    assert cli("checkpoint", "verify", kept_run / "checkpoints" / "step-00000006").status == 0
+    assert cli("checkpoint", "verify", run_with_checkpoints / "checkpoints" / "step-00000006").status == 0
 
 
-def test_prune_removes_the_older_ones_and_says_what_it_left(cli, kept_run):
-    damage(kept_run / "checkpoints" / "step-00000006")
-    ran = cli("checkpoint", "prune", kept_run, "--keep", 1, "--json")
+def test_prune_removes_older_checkpoints_and_lists_the_rest(cli, run_with_checkpoints):
+    damage(run_with_checkpoints / "checkpoints" / "step-00000006")
+    ran = cli("checkpoint", "prune", run_with_checkpoints, "--keep", 1, "--json")
     assert ran.status == 0, ran.err
     sets = ("kept", "removed", "broken")
     assert [[c["step"] for c in ran.json[name]] for name in sets] == [[4], [2], [6]]
     assert "kept: " in ran.err
     assert "1 checkpoint kept, 1 removed" in ran.err
-    left = sorted(p.name for p in (kept_run / "checkpoints").iterdir())
+    left = sorted(p.name for p in (run_with_checkpoints / "checkpoints").iterdir())
     assert left == ["step-00000004", "step-00000006"]
 
 
@@ -188,15 +190,15 @@ def test_prune_removes_the_older_ones_and_says_what_it_left(cli, kept_run):
         (("prune", "run", "--keep", 0), "cli-usage"),
     ],
 )
-def test_what_cannot_be_listed_verified_or_pruned_exits_2(cli, kept_run, arguments, code):
+def test_bad_arguments_of_list_verify_and_prune_exit_2(cli, run_with_checkpoints, arguments, code):
     ran = cli("checkpoint", *arguments)
     assert (ran.status, ran.codes) == (2, [code])
-    assert len(list((kept_run / "checkpoints").iterdir())) == 3
+    assert len(list((run_with_checkpoints / "checkpoints").iterdir())) == 3
 
 
 @pytest.mark.parametrize("which", [".", "checkpoints"])
-def test_a_run_that_goes_on_is_not_pruned(cli, kept_run, which):
-    with RunLock.take(kept_run):
-        ran = cli("checkpoint", "prune", kept_run / which, "--keep", 1)
+def test_a_running_job_is_not_pruned(cli, run_with_checkpoints, which):
+    with RunLock.take(run_with_checkpoints):
+        ran = cli("checkpoint", "prune", run_with_checkpoints / which, "--keep", 1)
     assert (ran.status, ran.codes) == (2, ["run-busy"])
-    assert len(list((kept_run / "checkpoints").iterdir())) == 3
+    assert len(list((run_with_checkpoints / "checkpoints").iterdir())) == 3

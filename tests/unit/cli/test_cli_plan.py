@@ -1,4 +1,4 @@
-"""``plan`` and ``schema``, and what all commands share: exit statuses, ``--json``, errors with codes."""
+"""``plan`` and ``schema``, and behaviour common to all commands: exit status, ``--json``, error codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.spec.presets import preset_names
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LOCAL = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=8")
-"""Eight cores."""
+"""Eight CPU ranks."""
 SMALL = ("data.seq_len=32", "train.global_batch=8")
 QUICK_PRESETS = ("llama2-7b", "llama3-70b", "llama3.2-1b", "mixtral-8x7b", "mpt-7b", "resnet50", "tiny")
 OTHER_PRESETS = tuple(name for name in preset_names("models") if name not in QUICK_PRESETS)
@@ -58,8 +58,8 @@ def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
         assert "Use " in ran.json["errors"][0]["fix"]
 
 
-def test_a_pipelines_plan_shows_stages_bubble_and_what_each_pp_rank_needs(cli, tmp_path):
-    """Memory is listed for the rank that needs most; the other is named with its need."""
+def test_a_pipeline_plan_shows_stages_bubble_and_memory_of_each_pp_rank(cli, tmp_path):
+    """The breakdown is that of the rank with the highest need. The other rank is listed with its total."""
     given = (*LOCAL, *SMALL, "layout.pp=2", "model.num_layers=5", "layout.stage_layers=[3,2]")
     picture = tmp_path / "plan.svg"
     ran = cli("plan", "tiny", *given, "--picture", str(picture))
@@ -76,7 +76,7 @@ def test_a_pipelines_plan_shows_stages_bubble_and_what_each_pp_rank_needs(cli, t
     assert "bubble" in found["breakdown_s"]
 
 
-def test_plan_json_is_one_object_with_the_keys_of_interfaces(cli, good):
+def test_plan_json_is_one_object_with_the_documented_keys(cli, good):
     ran = cli("plan", good, *LOCAL, "--json")
     assert ran.status == 0
     found = ran.json
@@ -94,7 +94,7 @@ def test_plan_json_is_one_object_with_the_keys_of_interfaces(cli, good):
     assert not found["stopped_early"]
     assert found["usable_share"] == 0.97
     first, *rest = [layout["step_s"] for layout in found["layouts"]]
-    assert rest == sorted(rest), "best first, behind the recommended one"
+    assert rest == sorted(rest), "best first, after the recommended one"
     assert first <= rest[0] * 1.1
     for layout in found["layouts"]:
         assert layout["fits"]
@@ -105,14 +105,14 @@ def test_plan_json_is_one_object_with_the_keys_of_interfaces(cli, good):
             assert rank["needed"] >= max(rank["peak"], rank["first_step"], rank["checkpoint"])
 
 
-def test_with_json_people_read_standard_error(cli, good):
+def test_with_json_the_text_goes_to_standard_error(cli, good):
     ran = cli("plan", good, *LOCAL, "--json")
     assert "Memory of every rank" in ran.err
     assert "Memory of every rank" not in ran.out
 
 
-def test_more_ranks_than_devices_are_said_so(cli, good):
-    """Ranks may share devices: then it is not so many of so few."""
+def test_a_plan_with_more_ranks_than_devices_names_both_counts(cli, good):
+    """Ranks may share devices."""
     few = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
     shown = cli("plan", good, *few, "layout.mode=given", "layout.dp_replicate=4").out
     assert "in 4 ranks on 2 devices" in shown
@@ -133,8 +133,8 @@ def test_a_plan_written_with_o_can_be_read_and_planned_again(cli, good, tmp_path
     assert again.json["layouts"][0]["layout"]["dp_replicate"] == 2
 
 
-def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(cli, good, tmp_path):
-    """`plan` may write what `train` refuses; nothing is started and nothing is written."""
+def test_train_refuses_a_plan_whose_layout_does_not_run_and_names_the_nearest(cli, good, tmp_path):
+    """`plan` may write a layout that `train` refuses. No process starts and no file is written."""
     assert cli("plan", good, "-o", "plan.toml", "layout.dp_replicate=2").status == 0
     path = tmp_path / "plan.toml"
     path.write_text(path.read_text().replace('\noffload = "none"\n', '\noffload = "all"\n'))
@@ -145,18 +145,18 @@ def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(c
     assert not (tmp_path / "runs").exists()
 
 
-def test_ranks_that_do_not_divide_the_experts_are_refused_and_a_layout_that_runs_is_named(cli, tmp_path):
+def test_an_ep_that_does_not_divide_the_experts_is_refused_with_a_nearest_layout(cli, tmp_path):
     ran = cli("train", str(EXAMPLES / "moe-quickstart.toml"), "layout.dp_shard=3", "layout.ep=3", "--json")
     assert (ran.status, ran.codes) == (2, ["layout-ep-experts"])
     assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_shard=3 ")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_plan_that_cannot_be_written_is_the_users_mistake(cli, good):
+def test_a_plan_that_cannot_be_written_exits_with_a_code(cli, good):
     assert cli("plan", good, "-o", "gone/plan.toml").codes == ["plan-not-writable"]
 
 
-def test_nothing_fits_exits_2_with_the_numbers_and_writes_nothing(monkeypatch, cli, tmp_path):
+def test_nothing_fits_exits_2_with_the_need_and_writes_no_plan(monkeypatch, cli, tmp_path):
     monkeypatch.setattr("meshwright.plan.search.failure.SUGGEST_S", 30.0)  # the machine may be busy
     monkeypatch.setattr("meshwright.plan.search.failure.TRY_S", 10.0)
     small = ("--on", "8xh100-sxm", "cluster.memory_bytes=60000000000")
@@ -166,12 +166,12 @@ def test_nothing_fits_exits_2_with_the_numbers_and_writes_nothing(monkeypatch, c
     (error,) = ran.json["errors"]
     assert error["code"] == "plan-nothing-fits"
     assert "The closest is" in error["message"]
-    assert "offloaded state needs" in error["message"], "with everything offloaded the device has room"
+    assert "offloaded state needs" in error["message"], "with all state offloaded the CPU memory is too small"
     assert "cluster.nodes=" in error["fix"]
     assert list(tmp_path.glob("plan*")) == []
 
 
-def test_overrides_and_on_reach_the_plan(cli, good):
+def test_overrides_and_on_are_applied_to_the_plan(cli, good):
     ran = cli(
         "plan", good, "model.num_layers=1", "--on", "2x2xa100-80g-sxm", "layout.dp_replicate=4", "--json"
     )
@@ -180,7 +180,7 @@ def test_overrides_and_on_reach_the_plan(cli, good):
     assert "4 of 4 devices" in ran.err
 
 
-# Illegal layouts get a price
+# Nearest legal layout
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_overrides_and_on_reach_the_plan(cli, good):
         "layout.dp_replicate=9",
     ],
 )
-def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli, good, override):
+def test_an_illegal_layout_names_the_nearest_legal_one_with_its_prediction(cli, good, override):
     ran = cli("train", good, override, "--json")
     assert ran.status == 2
     assert all(code.startswith("layout-") for code in ran.codes)
@@ -203,14 +203,14 @@ def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli, good, 
     assert note in ran.err
 
 
-def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
+def test_the_nearest_layout_is_accepted_by_plan(cli, good):
     note = cli("train", good, "layout.cp=3", "--json").json["notes"][0]
     overrides = note.removeprefix("nearest layout that runs: ").partition(" (")[0].split()
     assert cli("plan", good, *overrides).status == 0
 
 
-def test_the_nearest_layout_can_be_pasted_behind_the_command_that_was_refused(cli, good):
-    """It names every key that must change, back to its default too, and keeps the rest."""
+def test_the_nearest_layout_can_be_appended_to_the_refused_command(cli, good):
+    """Its overrides name every key that must change, defaults included, and keep the others."""
     asked = ("layout.cp=3", "layout.context=ulysses", "layout.recompute=full")
     ran = cli("train", good, *asked, "--json")
     near = ran.json["nearest"][0]
@@ -228,8 +228,8 @@ def test_the_nearest_layout_can_be_pasted_behind_the_command_that_was_refused(cl
     assert " layout.recompute=none (" in changed
 
 
-def test_a_setting_that_only_another_layout_allows_names_that_layout(cli, good):
-    """The refused key is train.optimizer; it is the shards that stand in its way."""
+def test_a_setting_that_needs_another_layout_names_that_layout(cli, good):
+    """The refused key is train.optimizer. Muon needs unsharded parameters."""
     ran = cli("train", good, "layout.dp_shard=2", "train.optimizer=muon", "--json")
     assert ran.codes == ["train-muon-not-built"]
     (near,) = ran.json["nearest"]
@@ -237,24 +237,24 @@ def test_a_setting_that_only_another_layout_allows_names_that_layout(cli, good):
     assert cli("plan", good, "layout.dp_shard=2", "train.optimizer=muon", *near["layout"].split()).status == 0
 
 
-def test_a_mistake_that_no_layout_mends_names_none(cli, good):
+def test_an_error_that_no_layout_fixes_names_no_layout(cli, good):
     ran = cli("train", good, "train.beta1=0.9", "train.optimizer=sgd", "--json")
     assert "nearest" not in ran.json
 
 
-def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):
+def test_the_nearest_layout_reduces_a_micro_batch_that_is_too_large(cli, good):
     notes = cli("train", good, "layout.cp=3", "layout.micro_batch=8", "--json").json["notes"]
     assert notes[0].startswith("nearest layout that runs: layout.dp_replicate=3 layout.micro_batch=3 ")
 
 
-def test_a_nearest_layout_that_does_not_fit_says_so(cli):
+def test_a_nearest_layout_that_does_not_fit_is_marked(cli):
     ran = cli("plan", "llama3-70b", "--on", "8xh100-sxm", "layout.dp_replicate=9")
     assert "nearest layout that runs: layout.dp_replicate=8" in ran.err
     assert "; does not fit: first step needs " in ran.err
 
 
-def test_no_price_is_invented_for_a_job_of_which_half_is_missing(cli, tmp_path):
-    """A figure that rests on stand-in values is no prediction."""
+def test_an_incomplete_job_gets_no_nearest_layout(cli, tmp_path):
+    """A prediction from placeholder values would be wrong."""
     (tmp_path / "half.toml").write_text(
         '[model]\npreset = "tiny"\n[cluster]\npreset = "h100-sxm"\n[layout]\ntp = 2\n'
     )
@@ -263,14 +263,14 @@ def test_no_price_is_invented_for_a_job_of_which_half_is_missing(cli, tmp_path):
     assert ran.json["notes"] == []
 
 
-def test_a_mistake_outside_the_layout_gets_no_layout_advice(cli, good):
+def test_an_error_outside_the_layout_gets_no_nearest_layout(cli, good):
     assert cli("plan", good, "train.steps=0", "--json").json["notes"] == []
 
 
 # Errors
 
 
-def test_all_mistakes_come_in_one_go_a_line_each(cli, good):
+def test_all_errors_are_reported_at_once_with_one_line_each(cli, good):
     ran = cli("plan", good, "train.stepps=4", "train.lr=[]", "layout.tp=3", "data.seq_len=0")
     assert ran.status == 2
     assert sorted(ran.codes) == ["job-out-of-range", "job-unknown-key", "job-wrong-type", "layout-tp-heads"]
@@ -289,14 +289,14 @@ def test_an_error_is_one_json_object_with_every_problem(cli, good):
     assert all(e["message"].endswith(f"[{e['code']}]") for e in found["errors"])
 
 
-def test_an_error_line_is_not_wrapped_however_narrow_the_terminal(cli, good):
+def test_an_error_line_is_not_wrapped_in_a_narrow_terminal(cli, good):
     ran = cli("plan", good, "cluster.preset=h100")
     (line,) = [text for text in ran.err.splitlines() if text]
     assert len(line) > 80
     assert line.endswith("[cluster-unknown-preset]")
 
 
-def test_square_brackets_in_a_value_are_shown_as_they_are(cli):
+def test_square_brackets_in_a_value_are_printed_literally(cli):
     ran = cli("plan", "[bold]gone[/bold].toml")
     assert "[bold]gone[/bold].toml" in ran.err
     assert ran.codes == ["job-missing-file"]
@@ -325,13 +325,13 @@ def test_a_wrong_command_line_exits_2_with_usage_and_a_code(cli, arguments):
     assert ran.out == ""
 
 
-def test_a_wrong_command_line_with_json_is_an_object_too(cli):
+def test_a_wrong_command_line_with_json_prints_an_object(cli):
     ran = cli("plan", "tiny", "--nope", "--json")
     assert ran.status == 2
     assert ran.json["errors"][0]["code"] == "cli-usage"
 
 
-def test_no_arguments_show_the_help_and_not_an_error(cli):
+def test_a_command_line_without_arguments_shows_the_help(cli):
     ran = cli()
     assert "Commands:" in ran.out + ran.err
     assert "error:" not in ran.err
@@ -351,8 +351,8 @@ def test_version_exits_0_and_prints_one_line(cli):
     assert ran.out.count("\n") == 1
 
 
-def test_a_loss_that_is_not_a_number_is_still_json(cli, capsys):
-    """Runs diverge; the object must be readable by every JSON reader when they do."""
+def test_nonfinite_losses_are_written_as_strict_json(cli, capsys):
+    """The output of a diverged run must be readable by every JSON parser."""
 
     def refuse(constant):
         raise ValueError(f"{constant} is not JSON")
@@ -365,10 +365,10 @@ def test_a_loss_that_is_not_a_number_is_still_json(cli, capsys):
 
 
 def test_schema_is_json_and_the_same_with_and_without_the_flag(cli):
-    people, programs = cli("schema"), cli("schema", "--json")
-    assert people.status == programs.status == 0
-    assert json.loads(people.out) == programs.json
-    assert "layout" in programs.json["properties"]
+    text, as_json = cli("schema"), cli("schema", "--json")
+    assert text.status == as_json.status == 0
+    assert json.loads(text.out) == as_json.json
+    assert "layout" in as_json.json["properties"]
 
 
 # Without torch
@@ -390,7 +390,7 @@ def without_torch(tmp_path, *arguments):
     )
 
 
-def test_planning_works_where_torch_cannot_be_imported(tmp_path):
+def test_planning_works_without_torch(tmp_path):
     asked = ("plan", "tiny", *SMALL, "--on", "2xh100-sxm", "-o", "plan.toml", "--json")
     ran = without_torch(tmp_path, *asked)
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""``plan`` for decoders: the search, ``--why``, ``--by``, sizing, pictures, bad input."""
+"""``plan`` for decoders: the search, ``--why``, ``--by``, cluster sizing, pictures, invalid arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LLAMA = ("plan", "llama3-8b", *SMALL, *ON)
 # The search
 
 
-def test_the_best_layout_comes_with_ledger_step_bytes_reasons_and_a_table(cli):
+def test_plan_shows_memory_step_time_collectives_reasons_and_a_table(cli):
     ran = cli(*LLAMA)
     assert ran.status == 0
     assert ran.err == ""
@@ -60,12 +60,12 @@ def test_json_has_the_keys_and_counts_of_the_search(cli):
         assert layout["exact"]
 
 
-def test_the_best_layout_is_planned_alike_when_it_is_asked_for(cli):
+def test_the_best_layout_has_the_same_prediction_if_given(cli):
     best = cli(*LLAMA, "--json", "--top", "1").json["layouts"][0]
     settled = ("mode", "bucket_mb", "stage_layers")
     keys = [f"layout.{k}={str(v).lower()}" for k, v in best["layout"].items() if k not in settled]
     (again,) = cli(*LLAMA, *keys, "--json").json["layouts"]
-    assert again["layout"] == best["layout"], "the layers of its stages too"
+    assert again["layout"] == best["layout"], "layers per stage included"
     assert again["step_s"] == best["step_s"]
     assert again["memory_bytes"] == best["memory_bytes"]
     assert again["collectives"] == best["collectives"]
@@ -87,26 +87,26 @@ def test_the_ranking_can_be_by_time_cost_or_memory(cli, by, key):
     assert first <= rest[0] * (1 if by == "memory" else 1.01)
 
 
-def test_keys_of_the_layout_that_are_no_degrees_are_kept(cli):
+def test_given_layout_keys_that_are_not_degrees_are_kept(cli):
     layouts = cli(*LLAMA, "layout.recompute=full", "layout.micro_batch=2", "--json").json["layouts"]
     assert {(e["layout"]["recompute"], e["layout"]["micro_batch"]) for e in layouts} == {("full", 2)}
     named = cli(*LLAMA, "layout.recompute=none", "--json").json["layouts"]
-    assert {e["layout"]["recompute"] for e in named} == {"none"}, "a default that is written is kept too"
+    assert {e["layout"]["recompute"] for e in named} == {"none"}, "a given default is kept, too"
 
 
-def test_a_layout_that_is_given_is_the_only_one(cli):
+def test_a_given_layout_is_the_only_one_evaluated(cli):
     found = cli(*LLAMA, "layout.tp=4", "layout.dp_shard=2", "--json").json
     (layout,) = found["layouts"]
     assert (found["evaluated"], layout["layout"]["tp"], layout["layout"]["zero"]) == (1, 4, 3)
     assert "given in the job" in layout["reasons"][0]
 
 
-def test_a_mixture_of_experts_is_planned(cli):
+def test_a_moe_model_is_planned(cli):
     found = cli("plan", "mixtral-8x7b", *SMALL, "--on", "2x8xh100-sxm", "--top", "3", "--json").json
     assert found["fit"] > 0
 
 
-def test_a_layout_that_does_not_run_yet_is_written_and_refused_by_train(cli, tmp_path):
+def test_a_layout_that_is_not_built_is_planned_and_refused_by_train(cli, tmp_path):
     ran = cli(*LLAMA, "layout.tp=8", "layout.offload=all", "-o", "plan.toml")
     assert ran.status == 0
     assert "plan only" in ran.out
@@ -118,7 +118,7 @@ def test_a_layout_that_does_not_run_yet_is_written_and_refused_by_train(cli, tmp
     assert "layout-offload-not-built" in refused.codes
 
 
-def test_a_layout_that_runs_today_is_written_to_the_byte(cli, tmp_path):
+def test_a_layout_that_runs_has_an_exact_plan(cli, tmp_path):
     ran = cli(
         "plan", "tiny", "data.seq_len=32", "train.global_batch=8", "--on", "h100-sxm", "-o", "plan.toml"
     )
@@ -133,13 +133,13 @@ def test_a_layout_that_runs_today_is_written_to_the_byte(cli, tmp_path):
 # Nothing fits
 
 
-def test_a_given_layout_that_does_not_fit_names_what_would(cli):
+def test_a_given_layout_that_does_not_fit_names_changes_that_fit(cli):
     ran = cli(*LLAMA, "data.seq_len=8192", "layout.tp=8", "layout.micro_batch=32", "--json")
     assert ran.codes == ["plan-nothing-fits"]
     assert "Use layout." in ran.json["errors"][0]["fix"]
 
 
-def test_a_model_that_no_layout_fits_is_told_how_many_nodes_it_needs(monkeypatch, cli):
+def test_a_model_that_fits_no_layout_names_the_nodes_it_needs(monkeypatch, cli):
     monkeypatch.setattr("meshwright.plan.search.failure.SUGGEST_S", 30.0)  # the machine may be busy
     monkeypatch.setattr("meshwright.plan.search.failure.TRY_S", 10.0)
     ran = cli("plan", "llama3-70b", *SMALL, "--on", "2xh100-sxm", "layout.offload=none", "--json")
@@ -149,10 +149,10 @@ def test_a_model_that_no_layout_fits_is_told_how_many_nodes_it_needs(monkeypatch
     assert "cluster.nodes=" in error["fix"] or "layout.offload" in error["fix"]
 
 
-# Why
+# --why
 
 
-def test_why_explains_a_legal_layout_against_the_best(cli):
+def test_why_compares_a_legal_layout_with_the_best(cli):
     ran = cli(*LLAMA, "--why", "layout.tp=4", "layout.dp_shard=2")
     assert ran.status == 0
     assert "as given" in ran.out
@@ -167,31 +167,31 @@ def test_why_explains_a_legal_layout_against_the_best(cli):
     assert sum(why["against_best_s"].values()) == pytest.approx(difference, rel=1e-6, abs=1e-9)
 
 
-def test_why_explains_a_layout_that_no_rule_allows(cli):
+def test_why_names_the_rule_that_an_illegal_layout_breaks(cli):
     ran = cli(*LLAMA, "--why", "layout.tp=3", "--json")
     assert ran.status == 0
     why = ran.json["why"]
     assert not why["legal"]
     assert [problem["code"] for problem in why["problems"]] == ["layout-tp-heads"]
     (nearest,) = ran.json["layouts"]
-    assert nearest["layout"]["dp_replicate"] * nearest["layout"]["tp"] == 3, "as many ranks as were asked for"
+    assert nearest["layout"]["dp_replicate"] * nearest["layout"]["tp"] == 3, "as many ranks as given"
     assert why["nearest_layouts"][0]["needed_bytes"] == nearest["needed_bytes"]
     assert "nearest layout that runs: " in ran.err
 
 
-def test_why_says_by_how_much_a_layout_does_not_fit(cli):
+def test_why_names_the_missing_memory_and_changes_that_fit(cli):
     ran = cli(*LLAMA, "--why", "layout.dp_replicate=8")
     assert "does not fit: " in ran.out
     assert " more than usable" in ran.out
     assert "it would fit with layout." in ran.out
 
 
-def test_why_tells_of_idle_devices(cli):
+def test_why_counts_idle_devices(cli):
     assert "it leaves 4 of 8 devices idle" in cli(*LLAMA, "--why", "layout.tp=4").out
 
 
-def test_why_prices_the_best_layout_with_the_asked_degrees_on_all_devices(cli):
-    """The literal layout leaves six of eight devices idle; what its degrees could do is said too."""
+def test_why_predicts_the_best_layout_with_the_given_degrees_on_all_devices(cli):
+    """The given layout leaves six of eight devices idle. The best layout with its degrees is listed, too."""
     ran = cli(*LLAMA, "--why", "layout.tp=2", "layout.pp=1", "--json")
     why, (asked,) = ran.json["why"], ran.json["layouts"]
     assert asked["layout"]["tp"] == 2
@@ -211,7 +211,7 @@ def test_why_prices_the_best_layout_with_the_asked_degrees_on_all_devices(cli):
 
 
 def test_why_without_a_degree_explains_the_best_layout_with_that_setting(cli):
-    """Recomputation is no degree: one device is not what was asked for."""
+    """layout.recompute is not a degree. The layout is not that of one device."""
     ran = cli(*LLAMA, "--why", "layout.recompute=full", "--json")
     (asked,) = ran.json["layouts"]
     assert asked["layout"]["recompute"] == "full"
@@ -221,7 +221,7 @@ def test_why_without_a_degree_explains_the_best_layout_with_that_setting(cli):
 
 
 def test_why_names_changes_that_fit_where_the_nearest_legal_layout_does_not(cli):
-    """Each fits when it is asked for, on as many ranks."""
+    """Each change fits if it is planned."""
     ran = cli(*LLAMA, "--why", "layout.tp=3", "--json")
     (nearest,) = ran.json["layouts"]
     assert not nearest["fits"]
@@ -232,7 +232,7 @@ def test_why_names_changes_that_fit_where_the_nearest_legal_layout_does_not(cli)
         assert cli(*LLAMA, *overrides, "--json").json["layouts"][0]["fits"]
 
 
-def test_why_on_this_machine_says_what_plan_says(cli, good):
+def test_why_on_this_machine_agrees_with_plan(cli, good):
     local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
     planned = cli("plan", good, *local, "layout.dp_replicate=2", "--json").json["layouts"][0]
     (asked,) = cli("plan", good, *local, "--why", "layout.dp_replicate=2", "--json").json["layouts"]
@@ -257,18 +257,18 @@ def test_why_on_this_machine_says_what_plan_says(cli, good):
     ],
 )
 def test_a_setting_that_needs_a_degree_is_kept_in_the_search(cli, key, value):
-    """The planner chooses a degree with which it has an effect; ``train`` goes on refusing it."""
+    """The planner chooses a degree for which the setting has an effect."""
     ran = cli(*LLAMA, f"layout.{key}={str(value).lower()}", "--top", "5", "--json")
     assert {layout["layout"][key] for layout in ran.json["layouts"]} == {value}
 
 
-def test_settings_that_no_layout_can_have_are_named(cli):
+def test_settings_without_a_legal_layout_are_refused(cli):
     ran = cli("plan", "llama3-8b", *SMALL, "--on", "1xh100-sxm", "layout.schedule=zbv")
     assert ran.codes == ["plan-no-layout"]
 
 
-def test_host_memory_that_is_missing_is_said_to_be(cli):
-    """175 billion parameters with all their state on one node's hosts: 351 GB a device, there are 250."""
+def test_missing_cpu_memory_is_named(cli):
+    """175B parameters with all state in CPU memory need 351 GB per device. A node has 250 GB."""
     ran = cli("plan", "gpt3-175b", *SMALL, "--on", "8xh100-sxm", "--json")
     assert ran.codes == ["plan-nothing-fits"]
     rule = ran.json["errors"][0]["rule"]
@@ -279,7 +279,7 @@ def test_host_memory_that_is_missing_is_said_to_be(cli):
 # Sizing
 
 
-def test_sizing_names_devices_time_cost_and_what_was_assumed(cli):
+def test_sizing_names_devices_time_cost_and_assumptions(cli):
     asked = ("--tokens", "2e10", "--deadline", "3d")
     ran = cli(
         "plan", "llama3-8b", *SMALL, "--on", "8xh100-sxm", "cluster.cost_per_hour=2.5", *asked, "--json"
@@ -298,7 +298,7 @@ def test_sizing_names_devices_time_cost_and_what_was_assumed(cli):
     assert world <= sizing["devices"]
 
 
-def test_sizing_says_one_device_where_one_is_enough(cli):
+def test_sizing_recommends_one_device_if_it_is_enough(cli):
     ran = cli("plan", "tiny", *SMALL, "--on", "8xh100-sxm", "--tokens", "1e6", "--deadline", "9d")
     assert "use one device" in ran.out
 
@@ -306,7 +306,7 @@ def test_sizing_says_one_device_where_one_is_enough(cli):
 # Pictures
 
 
-def test_a_picture_as_svg_has_the_limit_the_parts_and_the_curve(cli, tmp_path):
+def test_an_svg_picture_has_memory_limit_and_step_parts(cli, tmp_path):
     assert cli(*LLAMA, "--picture", "plan.svg").status == 0
     root = ElementTree.fromstring((tmp_path / "plan.svg").read_bytes())
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -315,12 +315,12 @@ def test_a_picture_as_svg_has_the_limit_the_parts_and_the_curve(cli, tmp_path):
     assert any("layouts that fit" in (text or "") for text in texts)
 
 
-def test_a_picture_as_png_is_one(cli, tmp_path):
+def test_a_png_picture_is_written(cli, tmp_path):
     assert cli(*LLAMA, "--picture", "plan.png").status == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_what_runs_on_this_machine_is_drawn_too(cli, good, tmp_path):
+def test_a_plan_for_this_machine_can_be_drawn(cli, good, tmp_path):
     local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=4")
     assert cli("plan", good, *local, "--picture", "plan.svg").status == 0
     assert (tmp_path / "plan.svg").stat().st_size > 1000
@@ -356,13 +356,13 @@ def test_bad_input_is_refused_with_its_code(cli, arguments, code):
     assert code in ran.codes
 
 
-def test_unknown_presets_are_named(cli):
+def test_unknown_presets_are_refused_with_codes(cli):
     assert cli("plan", "llama9", *ON).codes == ["job-missing-file"]
     assert cli("plan", "llama3-8b", "--on", "2x8xz9000").codes == ["cluster-unknown-preset"]
 
 
-def test_a_ranking_by_cost_is_of_decoders_alone(cli, good):
-    """On CPUs too; a ResNet has replicas alone."""
+def test_ranking_by_cost_is_refused_for_a_resnet(cli, good):
+    """Decoders can be ranked by cost on CPUs, too. A ResNet has replicas only."""
     local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
     ran = cli("plan", good, *local, "--by", "cost")
     assert ran.status == 0
@@ -370,13 +370,13 @@ def test_a_ranking_by_cost_is_of_decoders_alone(cli, good):
     assert cli("plan", "resnet18", "--on", "8xh100-sxm", "--by", "cost").codes == ["plan-by-not-here"]
 
 
-def test_why_is_for_decoders(cli):
+def test_why_is_refused_for_a_resnet(cli):
     assert cli("plan", "resnet18", "--on", "8xh100-sxm", "--why", "layout.dp_replicate=2").codes == [
         "plan-why-images"
     ]
 
 
-def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli):
+def test_plan_names_the_nearest_legal_layout_of_a_decoder(cli):
     ran = cli(*LLAMA, "layout.tp=3", "--json")
     assert ran.status == 2
     (note,) = [n for n in ran.json["notes"] if n.startswith("nearest layout that runs: ")]
@@ -384,16 +384,16 @@ def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli):
     assert load_job("llama3-8b", [*SMALL, *overrides], "2x4xh100-sxm", to_run=False).layout.mode == "given"
 
 
-# What is enough, and what is short
+# One device; offloading
 
 
-def test_a_model_that_devices_do_not_speed_up_is_told_to_use_one(cli):
+def test_one_device_is_recommended_if_more_are_not_faster(cli):
     ran = cli("plan", "tiny", "data.seq_len=32", "train.global_batch=1", "--on", "8xh100-sxm")
     assert "one device is enough" in ran.out or "use one device: " in ran.out
 
 
-def test_offloading_is_taken_where_it_beats_recomputing_everything(cli):
-    """8 billion parameters on 2 devices fit with full recomputation alone; a smaller gain is not taken."""
+def test_offloading_is_chosen_if_it_beats_full_activation_checkpointing(cli):
+    """8B parameters on 2 devices fit only with full activation checkpointing or offloading."""
     large = ("train.global_batch=512", "data.seq_len=2048")
     asked = ("plan", "llama3-8b", *large, "--on", "2xh100-sxm", "--top", "1", "--json")
     (free,) = cli(*asked).json["layouts"]
@@ -404,19 +404,19 @@ def test_offloading_is_taken_where_it_beats_recomputing_everything(cli):
     assert "without offload " in free["reasons"][0]
 
 
-def test_the_most_memory_left_is_found_with_offloading_too(cli):
+def test_ranking_by_memory_considers_offloading(cli):
     asked = (*LLAMA, "--by", "memory", "--top", "1", "--json")
     (best,) = cli(*asked).json["layouts"]
     assert best["layout"]["offload"] == "all"
     assert not [reason for reason in best["reasons"] if "less memory" in reason], "no neighbour has more left"
 
 
-def test_the_step_is_named_with_its_samples_precision_and_runtime(cli):
+def test_the_plan_names_samples_precision_and_runtime_of_a_step(cli):
     words = "per step: 32 samples of 512 tokens, 16.4 k tokens in all, in bf16; runtime meshwright"
     assert words in cli(*LLAMA).out
 
 
-def test_a_model_that_does_not_run_yet_is_planned_on_this_machine_too(cli, good):
+def test_a_model_that_is_not_built_is_planned_on_this_machine(cli, good):
     local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
     experts = ("model.num_experts=4", "model.experts_per_token=2", "model.window=8")
     ran = cli("plan", good, *local, *experts, "--json")

@@ -1,4 +1,4 @@
-"""Sentences of a plan: how much was searched, and formulas that fit a table."""
+"""Text of a plan: counts of the search, and formulas that fit a table."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def found(good: str):
     return search_job(load_job(good), top=4)
 
 
-def test_a_search_counts_what_it_did(found):
+def test_the_search_line_counts_evaluated_pruned_and_checked_layouts(found):
     words = count_search(found)
     assert f"{found.evaluated:,} layouts evaluated in" in words
     assert f"{found.pruned:,} pruned by lower bounds of memory and time" in words
     assert words.endswith("4 checked exactly, 4 fit")
 
 
-def test_a_search_that_stopped_early_says_so(found):
+def test_a_search_that_stopped_early_counts_unseen_layouts(found):
     early = dataclasses.replace(found, stopped_early=True, unseen=12_345)
     assert count_search(early).endswith("stopped at the time limit, 12,345 layouts not evaluated")
 
 
-def test_long_formulas_are_cut_and_short_ones_are_whole():
+def test_long_formulas_are_shortened():
     assert shorten_formula("4 x 1.23456 [layers]") == "4 x 1.234 [layers]"
     cut = shorten_formula("2 x 3 [bytes] + " * 20)
     assert len(cut) <= FORMULA_WIDTH

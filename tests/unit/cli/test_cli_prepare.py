@@ -15,7 +15,7 @@ def test_prepare_writes_shards_and_one_object(cli, tmp_path):
     assert (tmp_path / "shards").is_dir()
 
 
-def test_prepare_names_the_first_documents_left_out_and_counts_the_others(cli, tmp_path):
+def test_prepare_names_the_first_quarantined_documents_and_counts_the_others(cli, tmp_path):
     (tmp_path / "text").mkdir()
     lines = [f'{{"text": "document {number} of a corpus"}}' for number in range(20)]
     (tmp_path / "text" / "a.jsonl").write_text("\n".join([*lines, *["{torn"] * 8]))
@@ -26,7 +26,7 @@ def test_prepare_names_the_first_documents_left_out_and_counts_the_others(cli, t
     assert shown[-1] == "  and 3 more"
 
 
-def test_prepare_refuses_a_corpus_file_with_all_its_mistakes(cli, tmp_path):
+def test_prepare_reports_all_errors_of_a_corpus_file(cli, tmp_path):
     (tmp_path / "corpus.toml").write_text('source = ["text"]\nout = 5\n')
     ran = cli("prepare", "corpus.toml", "--json")
     assert ran.status == 2

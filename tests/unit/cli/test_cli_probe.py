@@ -1,4 +1,4 @@
-"""``meshwright probe``: measures, writes a cluster file, and what that file does to a plan."""
+"""``meshwright probe``: measures this machine and writes a cluster file that plans use."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ QUICK = dataclasses.replace(
 
 @pytest.fixture
 def quick(monkeypatch):
-    """What is measured takes a moment, and says nothing about this machine."""
+    """Measure with small shapes in a short time. The figures mean nothing for this machine."""
     monkeypatch.setitem(PROBE_SUITES, "cpu", QUICK)
 
 
 @pytest.fixture
-def on_cores(tmp_path):
-    """A job that is planned for a core of this machine."""
-    path = tmp_path / "cores.toml"
+def cpu_job(tmp_path):
+    """A job for one CPU rank of this machine."""
+    path = tmp_path / "cpu.toml"
     path.write_text(
         '[model]\npreset = "tiny"\n[data]\npath = "text"\nseq_len = 32\n'
         "[train]\nsteps = 4\nglobal_batch = 2\n[layout]\ndp_replicate = 1\n"
@@ -52,10 +52,10 @@ def on_cores(tmp_path):
     return str(path)
 
 
-def test_the_file_is_a_cluster_that_plans_use(cli, quick, on_cores, tmp_path):
+def test_the_written_cluster_file_is_used_by_plans(cli, quick, cpu_job, tmp_path):
     done = cli("probe", "--cpu", "-o", "mine.toml", "--json")
     assert done.status == 0, done.err
-    assert "linear layer of 32 x 64 x 32" in done.err, "it says what it does"
+    assert "linear layer of 32 x 64 x 32" in done.err, "progress is printed"
     told = done.json
     assert [(row["layers"], row["block_backend"]) for row in told["checked"]] == [
         (n, "eager") for n in (1, 2, 2)
@@ -67,14 +67,14 @@ def test_the_file_is_a_cluster_that_plans_use(cli, quick, on_cores, tmp_path):
     assert (32, 64, 32) in shapes
     assert {"fp32", "fp8"} == {entry["precision"] for entry in written["probed"]["gemms"]}
     assert "meshwright probe" in written["basis"]
-    assert "meshwright probe" in cli("plan", on_cores, "cluster.file=mine.toml").out
-    assert cli("probe", "--cpu", "-o", "mine.toml").status == 0, "its own file is written over"
+    assert "meshwright probe" in cli("plan", cpu_job, "cluster.file=mine.toml").out
+    assert cli("probe", "--cpu", "-o", "mine.toml").status == 0, "its own file is overwritten"
 
 
-def test_a_plan_keeps_what_was_probed(cli, quick, on_cores, tmp_path):
-    """A plan file is read again with the same prediction."""
+def test_a_plan_file_contains_the_probed_times(cli, quick, cpu_job, tmp_path):
+    """Planning again from the plan file gives the same prediction without the cluster file."""
     assert cli("probe", "--cpu", "-o", "mine.toml").status == 0
-    first = cli("plan", on_cores, "cluster.file=mine.toml", "-o", "plan.toml", "--json").json
+    first = cli("plan", cpu_job, "cluster.file=mine.toml", "-o", "plan.toml", "--json").json
     (tmp_path / "mine.toml").unlink()
     again = cli("plan", "plan.toml", "--json").json
     assert again["layouts"][0]["step_s"] == first["layouts"][0]["step_s"]
@@ -92,16 +92,16 @@ def test_a_plan_keeps_what_was_probed(cli, quick, on_cores, tmp_path):
         ("copy_bytes_per_s = 0.0", "job-out-of-range", "more than 0"),
     ],
 )
-def test_what_a_file_cannot_say_is_refused(cli, on_cores, tmp_path, wrong, code, hint):
+def test_an_invalid_cluster_file_is_refused_with_a_hint(cli, cpu_job, tmp_path, wrong, code, hint):
     (tmp_path / "own.toml").write_text(f'preset = "local"\n[probed]\nlaunch_s = 1e-6\n{wrong}\n')
-    done = cli("plan", on_cores, "cluster.file=own.toml")
+    done = cli("plan", cpu_job, "cluster.file=own.toml")
     assert done.status == 2
     assert code in done.codes, done.err
     assert hint in done.err
 
 
-def test_without_real_steps_there_is_a_file_and_a_warning(cli, quick, monkeypatch, tmp_path):
-    """A compiler that fails costs the fit, not what was measured."""
+def test_failed_training_steps_give_a_warning_and_a_file(cli, quick, monkeypatch, tmp_path):
+    """If the compiler fails, the fit of real steps is missing. The measured operations are still written."""
     from meshwright.verify.bench import machine
 
     def fail(plan):
@@ -116,7 +116,7 @@ def test_without_real_steps_there_is_a_file_and_a_warning(cli, quick, monkeypatc
     assert tomllib.loads((tmp_path / "mine.toml").read_text())["probed"]["elementwise"] == 1.0
 
 
-def test_a_device_without_products_in_8_bits_is_probed_without(cli, quick, monkeypatch, tmp_path):
+def test_a_device_without_fp8_gemms_is_probed_without_them(cli, quick, monkeypatch, tmp_path):
     from meshwright.verify.bench import machine
 
     def fail(device, sizes, seconds):
@@ -131,14 +131,14 @@ def test_a_device_without_products_in_8_bits_is_probed_without(cli, quick, monke
     assert {"fp32"} == {entry["precision"] for entry in written["probed"]["gemms"]}
 
 
-def test_a_file_made_by_hand_is_not_written_over(cli, tmp_path):
+def test_a_file_of_the_user_is_not_overwritten(cli, tmp_path):
     (tmp_path / "own.toml").write_text('device = "cpu"\n')
     assert cli("probe", "-o", "own.toml").codes == ["cluster-file-not-writable"]
     assert cli("probe", "-o", tmp_path / "nowhere" / "file.toml").codes == ["cluster-file-not-writable"]
 
 
 def test_a_gpu_that_torch_does_not_see_is_refused(cli, monkeypatch):
-    """The driver names one, and torch was built without CUDA, as where tests run."""
+    """The driver lists a GPU, but this torch has no CUDA."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -149,17 +149,17 @@ def test_a_gpu_that_torch_does_not_see_is_refused(cli, monkeypatch):
     assert "--cpu" in done.err
 
 
-def test_tune_fits_rates_and_leaves_out_what_was_probed(cli, quick, on_cores):
+def test_tune_ignores_probed_times(cli, quick, cpu_job):
     from meshwright.runs.tune import shorten
     from meshwright.spec.load import load_job
 
     assert cli("probe", "--cpu", "-o", "mine.toml").status == 0
-    job = load_job(on_cores, ["cluster.file=mine.toml"])
+    job = load_job(cpu_job, ["cluster.file=mine.toml"])
     assert job.cluster.probed is not None
     assert shorten(job, 6).cluster.probed is None
 
 
-def test_the_hosts_time_is_that_of_our_own_kernels_where_they_ran():
+def test_the_cpu_time_per_block_is_that_of_triton_blocks_if_measured():
     assert choose_block_s({"triton": 2e-3, "compile": 1e-3}) == 2e-3
     assert choose_block_s({"compile": 1e-3}) == 1e-3
     assert choose_block_s({"torch": None}) is None

@@ -1,4 +1,4 @@
-"""What is shown of a run's events where there is no terminal: plain lines."""
+"""Progress of a run without a terminal: plain lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READY = {"event": "ready", "rank": 0, "step": 0}
 
 @pytest.fixture
 def shown(good):
-    """``shown(event, ..., overrides=[...])``: the lines."""
+    """``shown(event, ..., overrides=[...])``: the printed lines."""
 
     def show(*events, overrides=()):
         page = io.StringIO()
@@ -38,19 +38,19 @@ def shown(good):
         (None, 0, "loss none (no target tokens) "),
     ],
 )
-def test_a_loss_that_is_no_number_is_told_by_its_reason(shown, loss, tokens, says):
+def test_a_step_without_a_finite_loss_has_a_reason(shown, loss, tokens, says):
     (line,) = shown({**STEP, "loss": loss, "tokens": tokens})
     assert says in line
 
 
-def test_an_evaluation_that_is_not_finite_says_so(shown):
+def test_a_nonfinite_evaluation_loss_is_marked(shown):
     (line,) = shown({"event": "eval", "rank": 0, "step": 2, "loss": None, "samples": 1})
     assert line == "step 2: held-out loss not finite on 1 sample"
 
 
-def test_a_race_is_told_when_it_begins_and_what_it_gave(shown):
-    racing = {"event": "gemm_autotune_started", "rank": 0, "shapes": 15}
-    over = {
+def test_gemm_autotuning_is_reported_at_its_start_and_end(shown):
+    started = {"event": "gemm_autotune_started", "rank": 0, "shapes": 15}
+    finished = {
         "event": "gemm_autotune",
         "rank": 0,
         "tuned": 15,
@@ -59,13 +59,13 @@ def test_a_race_is_told_when_it_begins_and_what_it_gave(shown):
         "gain": 0.021,
         "seconds": 24.0,
     }
-    assert shown(racing, {**racing, "rank": 1}, over, {**over, "rank": 1}) == [
+    assert shown(started, {**started, "rank": 1}, finished, {**finished, "rank": 1}) == [
         "autotuning 15 GEMM shapes: about 2 s each, once per GPU model",
         "GEMM autotuning: 11 of 18 shapes use another algorithm, 2.1% less GEMM time (24.00 s)",
     ]
 
 
-def test_compiling_is_said_before_the_first_step(shown):
+def test_compilation_is_announced_before_the_first_step(shown):
     assert shown(READY) == []
     compiled = ["train.block_backend=compile", "train.compile_backend=aot_eager"]
     assert shown(READY, {**READY, "rank": 1}, overrides=compiled) == [
@@ -73,7 +73,7 @@ def test_compiling_is_said_before_the_first_step(shown):
     ]
 
 
-def test_a_step_is_one_line_with_the_figures_of_the_optimizer(shown):
+def test_a_step_is_one_line_with_loss_lr_grad_norm_speed_and_eta(shown):
     step = {**STEP, "step": 4, "loss": 5.4306, "tokens": 64, "lr": 3e-4, "grad_norm": 1.92}
     (line,) = shown({**step, "tokens_per_s": 38_700.0, "mfu": 0.072})
     assert line == "step 4/4  loss 5.431  lr 3.0e-4  grad norm 1.92  38.7k tok/s  MFU 7.2%  ETA 0s"

@@ -1,4 +1,4 @@
-"""``meshwright schedule pipeline``: the drawing, the object, the picture, and what is refused."""
+"""``meshwright schedule pipeline``: timeline as text, JSON and picture; arguments that are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.schedule.pipeline.proof import Proof, Violation, ViolationKind
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
 
 
-def test_the_object_has_the_promised_keys(cli):
+def test_json_has_proof_bubble_peaks_and_actions(cli):
     found = cli(
         "schedule", "pipeline", "--schedule", "1f1b", "--stages", 4, "--micro-batches", 8, "--json"
     ).json
@@ -25,7 +25,7 @@ def test_the_object_has_the_promised_keys(cli):
     assert found["makespan"] == found["predicted_makespan"] == 33
 
 
-def test_the_object_says_what_each_rank_does(cli):
+def test_json_has_work_idle_time_and_peaks_of_each_rank(cli):
     found = cli("schedule", "pipeline", "--stages", 2, "--micro-batches", 3, "--forward", "1,2", "--backward",
                 "1+1,2+2", "--transfer", "0.5", "--json").json  # fmt: skip
     assert found["stage_ranks"] == [0, 1]
@@ -36,19 +36,19 @@ def test_the_object_says_what_each_rank_does(cli):
     assert found["peak_by_stage"] == [2, 1]
 
 
-def test_a_schedule_is_saved_and_loaded_and_gives_the_same_answers(cli, tmp_path):
+def test_a_saved_schedule_gives_the_same_results_when_loaded(cli, tmp_path):
     saved = cli(
         "schedule", "pipeline", "--schedule", "dualpipe-v", "--save", tmp_path / "my.csv", "--json"
     ).json
     assert saved["saved"] == str(tmp_path / "my.csv")
     loaded = cli("schedule", "pipeline", "--file", tmp_path / "my.csv", "--json").json
     assert loaded["schedule"] == "my.csv"
-    assert loaded["predicted_makespan"] is None, "the planner has no form of a user's own schedule"
+    assert loaded["predicted_makespan"] is None, "a schedule file has no closed form"
     for key in ("actions", "bubble", "makespan", "idle", "peak_in_flight", "stage_ranks", "proved"):
         assert loaded[key] == saved[key]
 
 
-def test_a_schedule_of_ones_own_may_have_any_number_of_stages_on_a_rank(cli, tmp_path):
+def test_a_schedule_file_may_have_any_number_of_stages_per_rank(cli, tmp_path):
     (tmp_path / "my.csv").write_text("2F0,2B0\n0F0,1F0,3F0,3B0,1B0,0B0\n", encoding="utf-8")
     ran = cli("schedule", "pipeline", "--file", tmp_path / "my.csv", "--forward", "1,1,2,1")
     assert ran.status == 0
@@ -57,7 +57,7 @@ def test_a_schedule_of_ones_own_may_have_any_number_of_stages_on_a_rank(cli, tmp
     assert "idle       69.2% 30.8%" in ran.out
 
 
-def test_a_file_that_cannot_run_is_status_3_with_line_and_action(cli, tmp_path):
+def test_a_schedule_file_that_cannot_run_exits_3_with_line_and_action(cli, tmp_path):
     (tmp_path / "my.csv").write_text("# mine\n0F0,0B0\n1B0,1F0\n", encoding="utf-8")
     ran = cli("schedule", "pipeline", "--file", tmp_path / "my.csv")
     assert ran.status == 3
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_run_is_status_3_with_line_and_action(cli, tmp_path):
     assert "my.csv:3 is not proved: rank 1, B(stage 1, micro-batch 0): comes before F(stage 1" in ran.err
 
 
-def test_the_drawing_has_a_row_a_rank_and_a_cell_an_action(cli):
+def test_the_text_timeline_has_a_row_per_rank_and_a_cell_per_action(cli):
     ran = cli("schedule", "pipeline", "--stages", 2, "--micro-batches", 2)
     assert ran.status == 0
     rows = [line for line in ran.out.splitlines() if line.startswith("rank ")]
@@ -76,21 +76,21 @@ def test_the_drawing_has_a_row_a_rank_and_a_cell_an_action(cli):
     assert "proved     8 actions" in ran.out
 
 
-def test_a_drawing_too_wide_is_cut_and_says_so(cli):
+def test_a_wide_text_timeline_is_shortened_with_a_note(cli):
     ran = cli("schedule", "pipeline", "--micro-batches", 64)
     rows = [line for line in ran.out.splitlines() if line.startswith("rank ")]
     assert all(len(row) <= 140 for row in rows)
     assert "more characters to the right; -o picture.svg has all" in ran.out
 
 
-def test_uneven_stages_and_transfers_are_walked_and_have_no_closed_form(cli):
+def test_uneven_stages_are_simulated_and_have_no_closed_form(cli):
     ran = cli("schedule", "pipeline", "--stages", 2, "--micro-batches", 1, "--forward", "1,3", "--backward",
               "2,1.5+0.5", "--transfer", "0.25", "--json").json  # fmt: skip
     assert ran["makespan"] == 1 + 0.25 + 3 + 2 + 0.25 + 2
     assert ran["predicted_makespan"] is None
 
 
-def test_blocking_makes_the_sender_wait(cli):
+def test_blocking_sends_lengthen_the_makespan(cli):
     common = ("schedule", "pipeline", "--schedule", "gpipe", "--transfer", "0.5", "--json")
     free, blocked = cli(*common).json, cli(*common, "--blocking").json
     assert blocked["makespan"] > free["makespan"]
@@ -104,10 +104,10 @@ def test_the_picture_may_be_svg_png_or_pdf(cli, tmp_path, suffix, start):
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_the_figures_of_the_documentation_are_what_the_command_draws(cli, tmp_path, name):
+def test_the_figures_of_the_documentation_are_up_to_date(cli, tmp_path, name):
     cli("schedule", "pipeline", "--schedule", name, "-o", tmp_path / "now.svg")
-    kept = (FIGURES / f"schedule-{name}.svg").read_text(encoding="utf-8")
-    assert (tmp_path / "now.svg").read_text(encoding="utf-8") == kept
+    committed = (FIGURES / f"schedule-{name}.svg").read_text(encoding="utf-8")
+    assert (tmp_path / "now.svg").read_text(encoding="utf-8") == committed
 
 
 @pytest.mark.parametrize(
@@ -133,15 +133,15 @@ def test_the_figures_of_the_documentation_are_what_the_command_draws(cli, tmp_pa
         (("--micro-batches", 4000, "-o", "large.svg"), "picture-too-large"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_code(cli, arguments, code):
+def test_bad_arguments_are_refused_with_codes(cli, arguments, code):
     ran = cli("schedule", "pipeline", *arguments, "--json")
     assert ran.status == 2
     assert ran.codes == [code]
     assert ran.json["errors"][0]["code"] == code
 
 
-def test_a_schedule_that_is_not_proved_is_status_3_with_every_violation(cli, monkeypatch):
-    """No generator makes one; the prover is made to say so."""
+def test_a_schedule_that_fails_its_proof_exits_3_with_every_violation(cli, monkeypatch):
+    """Every generated schedule passes its proof, so the proof is replaced."""
 
     def refuse(schedule) -> Proof:
         action = schedule.ranks[1][0]

@@ -1,4 +1,4 @@
-"""What ``meshwright tune`` refuses before it starts anything, and how a row reads."""
+"""``meshwright tune``: arguments that are refused, rows of the result, and the cluster file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.runs.tune import shorten
 from meshwright.spec.load import build_job, load_job
 
 
-def refused(cli, *arguments):
+def code_of_refusal(cli, *arguments):
     done = cli("tune", *arguments, "--json")
     assert done.status == 2, done.err
     (error,) = json.loads(done.out)["errors"]
@@ -24,45 +24,48 @@ def refused(cli, *arguments):
 
 
 @pytest.mark.parametrize("top", [0, -1])
-def test_a_number_of_layouts_is_one_or_more(cli, job_file, top):
-    assert refused(cli, job_file, "--top", top) == "tune-top"
+def test_top_must_be_at_least_one(cli, job_file, top):
+    assert code_of_refusal(cli, job_file, "--top", top) == "tune-top"
 
 
-def test_too_few_steps_have_no_median(cli, job_file):
-    assert refused(cli, job_file, "--steps", 5) == "tune-steps"
+def test_too_few_steps_are_refused(cli, job_file):
+    assert code_of_refusal(cli, job_file, "--steps", 5) == "tune-steps"
 
 
-def test_a_layout_that_is_given_leaves_nothing_to_try(cli, job_file, tmp_path):
-    """In the job, as an override, or in a plan file."""
-    assert refused(cli, job_file, "layout.dp_replicate=2") == "tune-layout-given"
+def test_a_given_layout_is_refused(cli, job_file, tmp_path):
+    """As an override and in a plan file."""
+    assert code_of_refusal(cli, job_file, "layout.dp_replicate=2") == "tune-layout-given"
     assert cli("plan", job_file, "-o", tmp_path / "plan.toml").status == 0
-    assert refused(cli, tmp_path / "plan.toml") == "tune-layout-given"
+    assert code_of_refusal(cli, tmp_path / "plan.toml") == "tune-layout-given"
 
 
-def test_a_place_that_cannot_be_written_is_known_before_anything_runs(cli, job_file, tmp_path):
-    assert refused(cli, job_file, "-o", tmp_path / "nowhere" / "cluster.toml") == "cluster-file-not-writable"
-    assert refused(cli, job_file, "-o", tmp_path) == "cluster-file-not-writable"
+def test_an_output_path_that_cannot_be_written_is_refused_before_any_run(cli, job_file, tmp_path):
+    assert (
+        code_of_refusal(cli, job_file, "-o", tmp_path / "nowhere" / "cluster.toml")
+        == "cluster-file-not-writable"
+    )
+    assert code_of_refusal(cli, job_file, "-o", tmp_path) == "cluster-file-not-writable"
 
 
 @pytest.mark.parametrize(
     "text", ['device = "cpu"\n', "# Written by meshwright probe. Use it with cluster.file=...\n"]
 )
-def test_a_file_made_by_hand_or_by_another_command_is_not_written_over(cli, job_file, tmp_path, text):
+def test_files_of_the_user_or_of_another_command_are_not_overwritten(cli, job_file, tmp_path, text):
     own = tmp_path / "own.toml"
     own.write_text(text)
-    assert refused(cli, job_file, "-o", own) == "cluster-file-not-writable"
+    assert code_of_refusal(cli, job_file, "-o", own) == "cluster-file-not-writable"
     assert own.read_text() == text
 
 
-def test_a_preset_is_no_job(cli):
-    assert refused(cli, "tiny") == "train-needs-job"
+def test_a_preset_instead_of_a_job_is_refused(cli):
+    assert code_of_refusal(cli, "tiny") == "train-needs-job"
 
 
-def test_a_cluster_elsewhere_cannot_be_measured(cli, job_file):
-    assert refused(cli, job_file, "cluster.nodes=2") == "cluster-not-here"
+def test_a_cluster_of_other_machines_is_refused(cli, job_file):
+    assert code_of_refusal(cli, job_file, "cluster.nodes=2") == "cluster-not-here"
 
 
-def test_a_schedule_that_needs_many_steps_does_not_stand_in_the_way(job_file):
+def test_a_long_lr_schedule_is_shortened_with_the_steps(job_file):
     job = load_job(
         str(job_file),
         ["train.steps=900", "train.schedule=wsd", "train.warmup=300", "train.decay_fraction=0.5"],
@@ -71,7 +74,7 @@ def test_a_schedule_that_needs_many_steps_does_not_stand_in_the_way(job_file):
     assert build_plan(short)[0].job.train.steps == 6
 
 
-def test_a_row_has_medians_of_the_slowest_rank_and_those_that_failed_come_last(job_file):
+def test_rows_have_medians_of_the_slowest_rank_and_failed_ones_are_last(job_file):
     plan = build_plan(load_job(str(job_file)))[0]
     times = [{"step_s": [9.0] * WARM_UP + [1.0, 2.0, 4.0]}, {"step_s": [9.0] * WARM_UP + [3.0, 1.0, 1.0]}]
     fast = TuneRow(plan, summarize_times([times[1]], RunRecord(tokens_per_step=30), True))
@@ -79,13 +82,13 @@ def test_a_row_has_medians_of_the_slowest_rank_and_those_that_failed_come_last(j
     failed = TuneRow(plan, None, "rank 0 died")
     assert (slow.measured.step_s, slow.measured.tokens_per_s) == (3.0, 10.0)
     assert sort_rows([failed, slow, fast]) == [fast, slow, failed]
-    told = failed.as_dict(0.5)
-    assert (told["step_s"], told["audit_ok"], told["reason"]) == (None, None, "rank 0 died")
-    assert told.keys() == slow.as_dict(0.5).keys()
+    failed_row = failed.as_dict(0.5)
+    assert (failed_row["step_s"], failed_row["audit_ok"], failed_row["reason"]) == (None, None, "rank 0 died")
+    assert failed_row.keys() == slow.as_dict(0.5).keys()
 
 
-def test_the_cluster_file_gives_the_cluster_back(job_file, tmp_path):
-    """All of it but where it comes from; so a plan with it is for the same devices."""
+def test_the_written_cluster_file_restores_the_cluster(job_file, tmp_path):
+    """Its figures are the same, so that a plan with it is for the same devices."""
     job = load_job(str(job_file), ["cluster.link_bytes_per_s=3e9", "cluster.basis=a test"])
     text = cluster_text(job.cluster, "tune")
     (tmp_path / "cluster.toml").write_text(text)

@@ -1,4 +1,4 @@
-"""``meshwright validate``: what it prints, what it leaves, and what it does with bad tables."""
+"""``meshwright validate``: tables of published runs, printed errors, pictures, and invalid tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIGURES = {"rows", "mape", "median", "bias", "worst", "within_10pct"}
 
 @pytest.fixture
 def few(tmp_path):
-    """``few(n, cells)``: the first rows of the package's table, with the first one's cells changed."""
+    """``few(n, cells)``: the first n rows of the bundled table, with some cells of the first row changed."""
 
     def make(count: int, cells: dict[str, str] | None = None, name: str = "few.csv"):
         with bundled_table().open(newline="", encoding="utf-8") as file:
@@ -30,7 +30,7 @@ def few(tmp_path):
     return make
 
 
-def test_without_a_table_the_packages_own_is_used(cli):
+def test_the_bundled_table_is_the_default(cli):
     ran = cli("validate", "--json")
     assert ran.status == 0
     found = ran.json
@@ -43,7 +43,7 @@ def test_without_a_table_the_packages_own_is_used(cli):
     assert {"id", "predicted_step_s", "step_s", "predicted_memory_gb", "memory_gb", "reason"} <= set(row)
 
 
-def test_people_see_a_line_a_family_and_the_worst_rows(cli):
+def test_the_text_has_a_line_per_family_and_the_worst_rows(cli):
     ran = cli("validate")
     assert ran.status == 0
     lines = ran.out.splitlines()
@@ -52,12 +52,12 @@ def test_people_see_a_line_a_family_and_the_worst_rows(cli):
     assert any(line.startswith("held out: mean time error") for line in lines)
 
 
-def test_several_tables_are_taken_together(cli, few):
+def test_several_tables_are_combined(cli, few):
     ran = cli("validate", "--runs", few(3), "--runs", few(5, name="more.csv"), "--json")
     assert len(ran.json["rows"]) == 8
 
 
-def test_a_bad_cell_is_named_and_the_rest_evaluated(cli, few):
+def test_a_bad_cell_is_named_and_other_rows_are_evaluated(cli, few):
     table = few(4, {"tp": "four"})
     ran = cli("validate", "--runs", table)
     assert ran.status == 0
@@ -67,19 +67,19 @@ def test_a_bad_cell_is_named_and_the_rest_evaluated(cli, few):
 
 
 @pytest.mark.parametrize("content", ["", "a,b\n1,2\n"])
-def test_a_file_that_is_no_table_is_the_users_mistake(cli, tmp_path, content):
+def test_a_file_without_the_columns_is_refused(cli, tmp_path, content):
     (tmp_path / "bad.csv").write_text(content)
     ran = cli("validate", "--runs", "bad.csv")
     assert (ran.status, ran.codes) == (2, ["validate-columns"])
 
 
-def test_a_missing_file_is_the_users_mistake(cli):
+def test_a_missing_file_is_refused(cli):
     ran = cli("validate", "--runs", "nowhere.csv", "--json")
     assert (ran.status, ran.codes) == (2, ["validate-unreadable"])
     assert ran.json["errors"][0]["path"] == "nowhere.csv"
 
 
-def test_a_picture_has_a_dot_for_each_row_that_was_compared(cli, few, tmp_path):
+def test_a_picture_has_a_point_for_each_compared_row(cli, few, tmp_path):
     ran = cli("validate", "--runs", few(16), "--picture", "out.svg", "--json")
     assert ran.status == 0
     tree = ElementTree.parse(tmp_path / "out.svg")

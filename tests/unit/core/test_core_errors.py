@@ -1,4 +1,4 @@
-"""Problems read as one line that ends in its code; errors survive the trip between processes."""
+"""A problem is one line that ends in its code; errors can be pickled."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshwright.core.errors import (
 TREE = {UserError: 2, CheckFailedError: 3, RunFailedError: 4, InterruptedRunError: 130}
 
 
-def test_a_problem_reads_as_the_house_style_shows():
-    """What with its value, the rule with its numbers, the fix, the code: in that order, on one line."""
+def test_a_problem_has_key_value_rule_fix_and_code_in_order():
+    """The line has key and value, the rule with its numbers, the fix, and the code."""
     problem = Problem(
         code="layout-tp-heads",
         rule="does not divide model.num_heads=32; heads split evenly over tp",
@@ -50,11 +50,11 @@ def test_a_problem_reads_as_the_house_style_shows():
         (Problem("a-b", "is wrong", fix="Did you mean z?"), "is wrong. Did you mean z? [a-b]"),
     ],
 )
-def test_every_form_of_a_problem_ends_in_its_code_and_doubles_no_stop(problem, line):
+def test_every_form_of_a_problem_ends_in_its_code_without_double_stops(problem, line):
     assert str(problem) == line
 
 
-def test_a_problem_as_json_keeps_numbers_and_writes_out_what_json_has_not():
+def test_a_json_problem_keeps_numbers_and_converts_other_values_to_text():
     plain = Problem("a-b", "is wrong", path="x", value=6, fix="Use 4").as_dict()
     assert plain == {
         "code": "a-b",
@@ -68,11 +68,11 @@ def test_a_problem_as_json_keeps_numbers_and_writes_out_what_json_has_not():
 
 
 @pytest.mark.parametrize(("kind", "status"), TREE.items())
-def test_each_kind_of_error_has_the_exit_status_that_interfaces_fixes(kind, status):
+def test_each_error_class_has_its_documented_exit_status(kind, status):
     assert kind(Problem("a-b", "is wrong")).exit_status == status
 
 
-def test_the_error_tree_holds_no_kind_without_a_status():
+def test_every_error_class_has_an_exit_status():
     found = {
         kind
         for _, kind in inspect.getmembers(errors, inspect.isclass)
@@ -83,7 +83,7 @@ def test_the_error_tree_holds_no_kind_without_a_status():
 
 @pytest.mark.parametrize("kind", TREE)
 def test_an_error_pickles_with_all_its_problems(kind):
-    """A rank hands its error to the supervisor through a pickle."""
+    """A rank sends its error to the supervisor as a pickle."""
     error = kind(Problem("a-b", "is wrong", path="x", value=1), Problem("c-d", "is wrong too"))
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind
@@ -91,7 +91,7 @@ def test_an_error_pickles_with_all_its_problems(kind):
     assert str(again) == str(error) == "x=1 is wrong. [a-b]\nis wrong too. [c-d]"
 
 
-def test_an_error_without_a_problem_is_our_own_bug():
+def test_an_error_needs_at_least_one_problem():
     with pytest.raises(AssertionError, match="at least one problem"):
         UserError()
 

@@ -1,4 +1,4 @@
-"""Events: a line each, never mixed, never in the way of training, and honest about what was lost."""
+"""The event log: one line per event, never interleaved, never stops training, counts lost lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_event_is_one_line_with_its_rank_and_generation(path):
     assert isinstance(first["time"], float)
 
 
-def test_a_writer_appends_to_what_is_there_and_opens_again_after_close(path):
+def test_a_writer_appends_to_an_existing_file_and_reopens_after_close(path):
     path.write_text('{"v":1,"event":"old"}\n')
     writer = EventWriter(path, rank=0)
     writer.write("one")
@@ -44,13 +44,13 @@ def test_a_writer_appends_to_what_is_there_and_opens_again_after_close(path):
     assert [e["event"] for e in read_events(path).events] == ["old", "one", "two"]
 
 
-def test_a_value_that_json_does_not_know_is_written_as_text_and_not_raised(path):
+def test_a_value_without_json_type_is_written_as_text(path):
     EventWriter(path, rank=0).write("started", where=path)
     assert read_events(path).events[0]["where"] == str(path)
 
 
-def test_lines_of_several_writers_never_mix(path):
-    """Each rank has its own descriptor; the lines differ in length so that a torn one would show."""
+def test_lines_of_several_writers_are_not_interleaved(path):
+    """Each rank has its own file descriptor. Lines differ in length, so that a split line would show."""
 
     def write_all(rank: int) -> None:
         writer = EventWriter(path, rank=rank)
@@ -69,7 +69,7 @@ def test_lines_of_several_writers_never_mix(path):
         assert [e["number"] for e in log.events if e["rank"] == rank] == list(range(200))
 
 
-def test_lines_of_several_processes_never_mix(path):
+def test_lines_of_several_processes_are_not_interleaved(path):
     code = (
         "import sys; from pathlib import Path; from meshwright.core.events import EventWriter\n"
         "w = EventWriter(Path(sys.argv[1]), rank=int(sys.argv[2]))\n"
@@ -89,7 +89,7 @@ def test_lines_of_several_processes_never_mix(path):
     assert [sum(e["rank"] == rank for e in log.events) for rank in range(2)] == [500, 500]
 
 
-def test_a_full_disk_loses_lines_says_so_once_and_never_raises(path, capsys):
+def test_a_full_disk_loses_lines_with_one_warning_and_no_exception(path, capsys):
     path.symlink_to(FULL)
     writer = EventWriter(path, rank=1)
     for number in range(5):
@@ -103,20 +103,20 @@ def test_a_full_disk_loses_lines_says_so_once_and_never_raises(path, capsys):
     assert "training continues" in said.err
 
 
-def test_a_listener_hears_every_event_although_the_disk_is_full(path):
-    """A full disk must not blind the progress view nor the audit, and they learn that lines are lost."""
+def test_a_listener_receives_every_event_although_the_disk_is_full(path):
+    """Progress view and audit do not depend on the disk. They are also notified of lost lines."""
     path.symlink_to(FULL)
-    heard = []
-    writer = EventWriter(path, rank=1, generation=4, listener=heard.append)
+    received = []
+    writer = EventWriter(path, rank=1, generation=4, listener=received.append)
     writer.write("step", step=1)
     writer.write("step", step=2)
-    assert [e["step"] for e in heard if e["event"] == "step"] == [1, 2]
-    (lost,) = [e for e in heard if e["event"] == "events_lost"]
+    assert [e["step"] for e in received if e["event"] == "step"] == [1, 2]
+    (lost,) = [e for e in received if e["event"] == "events_lost"]
     assert (lost["rank"], lost["generation"], lost["count"]) == (1, 4, 1)
     assert "No space left" in lost["reason"]
 
 
-def test_when_there_is_room_again_the_gap_is_recorded_before_the_next_event(path, capsys):
+def test_lost_lines_are_recorded_before_the_next_event_that_fits(path, capsys):
     path.symlink_to(FULL)
     writer = EventWriter(path, rank=1)
     for number in range(3):
@@ -136,7 +136,7 @@ def test_when_there_is_room_again_the_gap_is_recorded_before_the_next_event(path
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_new_gap_is_said_again(path, capsys):
+def test_each_gap_has_its_own_warning(path, capsys):
     for _ in range(2):
         path.symlink_to(FULL)
         writer = EventWriter(path, rank=0)
@@ -149,15 +149,15 @@ def test_a_new_gap_is_said_again(path, capsys):
     assert capsys.readouterr().err.count("log lines are lost") == 2
 
 
-def test_a_folder_that_is_not_there_is_a_loss_and_no_error(tmp_path, capsys):
+def test_a_missing_folder_loses_lines_without_an_exception(tmp_path, capsys):
     writer = EventWriter(tmp_path / "gone" / "events.jsonl", rank=0)
     writer.write("step")
     assert writer.lost == 1
     assert "No such file" in capsys.readouterr().err
 
 
-def test_a_line_torn_by_a_filling_disk_is_closed_before_the_next_one(path):
-    """The kernel writes what fits: half a line. The writer must not glue the next event to it."""
+def test_a_partially_written_line_ends_before_the_next_event(path):
+    """A disk that fills up takes a part of a line. The next event starts on a new line."""
     code = (
         "import resource, sys; from pathlib import Path; from meshwright.core.events import EventWriter\n"
         "w = EventWriter(Path(sys.argv[1]), rank=0)\n"
@@ -177,14 +177,14 @@ def test_a_line_torn_by_a_filling_disk_is_closed_before_the_next_one(path):
     assert log.unreadable == 1
 
 
-def test_torn_and_foreign_lines_are_skipped_and_counted(path):
+def test_truncated_and_unknown_lines_are_skipped_and_counted(path):
     path.write_bytes(
         b'{"v":1,"event":"one"}\n{"v":1,"event":"tw\n\n[1, 2]\n{"v":1,"no":"event"}\n\xff\xfe\n'
         b'{"v":99,"event":"later"}\n{"v":1,"event":"three"}\n{"v":1,"event":"four"'
     )
     log = read_events(path)
     assert [e["event"] for e in log.events] == ["one", "three"]
-    assert log.unreadable == 6, "a line of another version is not understood by guessing"
+    assert log.unreadable == 6, "a line of another version is unreadable, too"
 
 
 def test_a_log_selects_by_name_and_generation_in_file_order():

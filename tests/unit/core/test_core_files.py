@@ -1,4 +1,4 @@
-"""A file that is written as a whole: old or new, never half, and nothing is left beside it."""
+"""Files are replaced atomically: old or new content, no temporary file left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from meshwright.core.files import replace_text
 
 
-def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path):
+def test_a_file_is_replaced_without_leftovers(tmp_path):
     file = tmp_path / "page.html"
     for text in ("old", "n\u00e9w"):
         replace_text(file, text)
@@ -17,7 +17,7 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_what_cannot_be_written_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file_and_no_temporary_file(tmp_path, monkeypatch):
     file = tmp_path / "page.html"
     replace_text(file, "old")
 
@@ -32,7 +32,7 @@ def test_what_cannot_be_written_leaves_the_old_file_and_no_draft(tmp_path, monke
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_folder_that_is_a_file_is_the_error_that_is_told(tmp_path):
+def test_a_file_as_parent_folder_is_a_not_a_directory_error(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(NotADirectoryError):
         replace_text(tmp_path / "taken" / "page.html", "new")

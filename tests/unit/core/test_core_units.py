@@ -1,4 +1,4 @@
-"""Numbers for people carry their unit and three significant digits."""
+"""Formatted numbers have a unit and three significant digits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rates_join_prefix_and_unit():
         (18720, "5 h 12 min"),
     ],
 )
-def test_seconds_choose_their_unit(seconds, text):
+def test_seconds_are_formatted_with_a_suitable_unit(seconds, text):
     assert format_seconds(seconds) == text
 
 
@@ -62,19 +62,19 @@ PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 @given(st.integers(0, 10**17))
 @example(999_600)
 @example(999_999_999)
-def test_the_text_is_within_half_a_percent_of_the_number_and_reads_naturally(count):
-    """The mantissa is never in exponent form and never 1000 of a unit that has a larger one."""
+def test_formatted_counts_are_within_half_a_percent(count):
+    """The mantissa has no exponent."""
     text = format_count(count)
     number, _, prefix = text.partition(" ")
     assert "e" not in number, text
     assert abs(float(number) * PREFIXES[prefix] - count) <= 0.005 * count + 0.5, text
 
 
-def test_binary_sizes_are_binary():
+def test_a_mebibyte_is_a_power_of_two():
     assert MIB == 1048576
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks")])
-def test_one_is_no_plural(number, text):
+def test_one_is_singular(number, text):
     assert format_plural(number, "rank") == text
     assert format_plural(2, "batch", "es") == "2 batches"

@@ -13,8 +13,8 @@ from meshwright.launch.lock import RunLock, is_held
 from meshwright.report.run_list import list_runs, summarise_run
 
 
-def test_a_finished_run_shows_what_its_record_says(kept, run_folder):
-    folder = run_folder(kept())
+def test_a_finished_run_shows_what_its_record_says(matching_events, run_folder):
+    folder = run_folder(matching_events())
     run = summarise_run(folder)
     assert (run.status, run.steps, run.steps_asked, run.ranks) == ("complete", 4, 4, 2)
     assert (run.loss, run.eval_loss, run.audit_ok) == (2.0, 5.5, True)
@@ -22,29 +22,29 @@ def test_a_finished_run_shows_what_its_record_says(kept, run_folder):
     assert run.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
 
 
-def test_a_broken_promise_is_shown(kept, run_folder, find):
-    events = kept()
-    find(events, "state", 1)["state_bytes"]["optimizer"] += 1
+def test_a_broken_promise_is_shown(matching_events, run_folder, find_event):
+    events = matching_events()
+    find_event(events, "state", 1)["state_bytes"]["optimizer"] += 1
     assert summarise_run(run_folder(events)).audit_ok is False
 
 
-def test_a_run_that_stopped_before_the_audited_step_was_not_measured(kept, run_folder):
-    events = [{**e, "status": "interrupted"} if e["event"] == "finished" else e for e in kept()]
+def test_a_run_that_stopped_before_the_audited_step_was_not_measured(matching_events, run_folder):
+    events = [{**e, "status": "interrupted"} if e["event"] == "finished" else e for e in matching_events()]
     folder = run_folder([e for e in events if e["event"] != "state"])
     run = summarise_run(folder)
     assert (run.status, run.audit_ok, run.measured) == ("interrupted", False, False)
-    assert summarise_run(run_folder(kept())).measured is True
+    assert summarise_run(run_folder(matching_events())).measured is True
 
 
-def test_only_the_newest_attempt_counts_and_attempts_are_counted(kept, run_folder):
-    late = [{**e, "loss": 1.25} if e["event"] == "step" else e for e in kept(generation=1)]
-    run = summarise_run(run_folder(kept() + late))
+def test_only_the_newest_attempt_counts_and_attempts_are_counted(matching_events, run_folder):
+    late = [{**e, "loss": 1.25} if e["event"] == "step" else e for e in matching_events(generation=1)]
+    run = summarise_run(run_folder(matching_events() + late))
     assert (run.attempts, run.loss) == (2, 1.25)
 
 
-def test_states_of_runs_that_did_not_end(kept, run_folder):
+def test_states_of_runs_that_did_not_end(matching_events, run_folder):
     """Unfinished; failed with the first cause; running while its lock is held; never audited."""
-    cut = [e for e in kept() if e["event"] in ("ready", "step")]
+    cut = [e for e in matching_events() if e["event"] in ("ready", "step")]
     folder = run_folder(cut)
     assert (summarise_run(folder).status, summarise_run(folder).audit_ok) == ("unfinished", None)
     with RunLock.take(folder):
@@ -69,8 +69,8 @@ def test_asking_for_the_lock_does_not_take_it(tmp_path):
     ("name", "content", "says"),
     [("plan.toml", "not = [toml", "cannot be read"), ("plan.toml", None, "does not exist")],
 )
-def test_a_damaged_run_is_listed_with_the_reason(kept, run_folder, name, content, says):
-    folder = run_folder(kept())
+def test_a_damaged_run_is_listed_with_the_reason(matching_events, run_folder, name, content, says):
+    folder = run_folder(matching_events())
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_text(content)
@@ -80,8 +80,8 @@ def test_a_damaged_run_is_listed_with_the_reason(kept, run_folder, name, content
     assert run.steps == 4, "what can be read is still shown"
 
 
-def test_torn_lines_are_counted(kept, run_folder):
-    folder = run_folder(kept())
+def test_torn_lines_are_counted(matching_events, run_folder):
+    folder = run_folder(matching_events())
     with (folder / EVENTS_FILE).open("a") as file:
         file.write('{"v":1,"event":"step","time":1.0,"rank":0,"generation":0,"step":9,"lo\nnonsense\n[]\n')
     run = summarise_run(folder)
@@ -89,14 +89,16 @@ def test_torn_lines_are_counted(kept, run_folder):
     assert "3 lines" in run.reason
 
 
-def test_folders_that_are_no_runs_are_skipped_and_the_newest_comes_first(kept, run_folder, tmp_path):
-    source = run_folder(kept())
+def test_folders_that_are_no_runs_are_skipped_and_the_newest_comes_first(
+    matching_events, run_folder, tmp_path
+):
+    source = run_folder(matching_events())
     runs = tmp_path / "runs"
     for number, began in ((1, 100.0), (2, 300.0), (3, 200.0)):
         folder = runs / f"job-{number}"
         folder.mkdir(parents=True)
         (folder / "plan.toml").write_bytes((source / "plan.toml").read_bytes())
-        lines = [json.dumps({**event, "time": began}) + "\n" for event in kept()]
+        lines = [json.dumps({**event, "time": began}) + "\n" for event in matching_events()]
         (folder / EVENTS_FILE).write_text("".join(lines))
     (runs / "notes").mkdir()
     (runs / "file.txt").write_text("x")
@@ -104,7 +106,7 @@ def test_folders_that_are_no_runs_are_skipped_and_the_newest_comes_first(kept, r
     assert [run.name for run in list_runs(runs / "job-1")] == ["job-1"]
 
 
-def test_long_logs_are_not_parsed_line_by_line(kept, run_folder, monkeypatch):
+def test_long_logs_are_not_parsed_line_by_line(matching_events, run_folder, monkeypatch):
     """Of thousands of steps, as the writer writes them, only the newest is parsed; the figures are right."""
     folder = run_folder([])
     (folder / EVENTS_FILE).unlink()

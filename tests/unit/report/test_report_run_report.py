@@ -67,9 +67,9 @@ def test_the_page_of_an_old_run_has_all_its_parts():
     assert 'preset = "tiny"' in page.text, "the job is at the end"
 
 
-def test_the_page_needs_nothing_else(kept, run_folder):
+def test_the_page_needs_nothing_else(matching_events, run_folder):
     """No script, no style sheet, no picture, no address to fetch from."""
-    page = draw_page(read_report(run_folder(kept())))
+    page = draw_page(read_report(run_folder(matching_events())))
     reader = read_page(page)
     assert set(reader.tags) & {"script", "link", "img", "iframe", "object"} == set()
     addresses = [value for value in reader.values if "//" in value]
@@ -80,10 +80,10 @@ def test_the_page_needs_nothing_else(kept, run_folder):
     assert "@media print" in page
 
 
-def test_whatever_files_say_stays_text(kept, run_folder, find):
+def test_whatever_files_say_stays_text(matching_events, run_folder, find_event):
     """A checkpoint's path, an error, a note, a field's name and a host that try to be markup."""
     evil = '"><script>alert(1)</script>'
-    events = kept()
+    events = matching_events()
     head = {"v": 1, "time": 1.0, "rank": 0, "generation": 0}
     events.insert(0, {**head, "event": "started", "pid": 1, "host": evil, "torch": evil})
     events.insert(1, {**head, "event": "resumed", "checkpoint": evil, "step": 0, "notes": [evil]})
@@ -95,7 +95,7 @@ def test_whatever_files_say_stays_text(kept, run_folder, find):
     for event in events:
         if event["event"] == "step":
             event[evil] = 1.0
-    find(events, "collectives", 0)["rows"][0]["axis"] = evil
+    find_event(events, "collectives", 0)["rows"][0]["axis"] = evil
     page = draw_page(read_report(run_folder(events)))
     reader = read_page(page)
     assert "script" not in reader.tags
@@ -103,11 +103,11 @@ def test_whatever_files_say_stays_text(kept, run_folder, find):
     assert evil in reader.text
 
 
-def test_all_attempts_are_drawn_and_restarts_marked(kept, run_folder):
+def test_all_attempts_are_drawn_and_restarts_marked(matching_events, run_folder):
     """The second attempt began at step 2: both pieces of the curve are there, with a mark between."""
-    late = [e for e in kept(generation=1) if not (e["event"] == "step" and e["step"] <= 2)]
+    late = [e for e in matching_events(generation=1) if not (e["event"] == "step" and e["step"] <= 2)]
     resumed = {"v": 1, "time": 1.0, "rank": 0, "generation": 1, "event": "resumed", "step": 2}
-    report = read_report(run_folder([*kept(), {**resumed, "checkpoint": "c", "notes": []}, *late]))
+    report = read_report(run_folder([*matching_events(), {**resumed, "checkpoint": "c", "notes": []}, *late]))
     loss = report.loss_chart()
     assert [[x for x, _ in s] for s in loss.series[0].segments] == [[1, 2, 3, 4], [3, 4]]
     assert loss.marks == ((2.0, "restart 1 at step 2"),)
@@ -115,9 +115,9 @@ def test_all_attempts_are_drawn_and_restarts_marked(kept, run_folder):
     assert "restart 1 at step 2" in draw_page(report)
 
 
-def test_fields_of_other_versions_get_a_small_curve(kept, run_folder):
+def test_fields_of_other_versions_get_a_small_curve(matching_events, run_folder):
     """A number that only some steps have is drawn; text and lists are not."""
-    events = kept()
+    events = matching_events()
     for event in events:
         if event["event"] == "step":
             event |= {"skipped": event["step"] == 2, "comment": "text", "rows": [1], "lr": None}
@@ -130,9 +130,9 @@ def test_fields_of_other_versions_get_a_small_curve(kept, run_folder):
     assert [y for _, y in charts["Skipped steps"].series[0].points()] == [0, 1, 0, 0]
 
 
-def test_warnings_name_what_was_lost(kept, run_folder, find):
-    events = kept()
-    find(events, "state", 0)["state_bytes"]["parameters"] += 4
+def test_warnings_name_what_was_lost(matching_events, run_folder, find_event):
+    events = matching_events()
+    find_event(events, "state", 0)["state_bytes"]["parameters"] += 4
     head = {"v": 1, "time": 1.0, "rank": 1, "generation": 0}
     events.append({**head, "event": "events_lost", "count": 7})
     events.append({**head, "rank": 0, "event": "checkpoint_failed", "step": 2, "reason": "No space left"})
@@ -149,8 +149,8 @@ def test_warnings_name_what_was_lost(kept, run_folder, find):
         assert words in warnings
 
 
-def test_an_unfinished_run_is_reported_and_not_judged(kept, run_folder):
-    report = read_report(run_folder([e for e in kept() if e["event"] == "ready"]))
+def test_an_unfinished_run_is_reported_and_not_judged(matching_events, run_folder):
+    report = read_report(run_folder([e for e in matching_events() if e["event"] == "ready"]))
     assert report.status == "unfinished"
     assert report.as_dict()["audit"] is None
     page = read_page(draw_page(report)).text
@@ -158,8 +158,10 @@ def test_an_unfinished_run_is_reported_and_not_judged(kept, run_folder):
     assert "not audited" in page
 
 
-def test_a_loss_that_is_not_finite_is_reported(kept, run_folder):
-    events = [{**e, "loss": None} if e["event"] == "step" and e["step"] == 4 else e for e in kept()]
+def test_a_loss_that_is_not_finite_is_reported(matching_events, run_folder):
+    events = [
+        {**e, "loss": None} if e["event"] == "step" and e["step"] == 4 else e for e in matching_events()
+    ]
     report = read_report(run_folder(events))
     assert "not finite" in dict(report.facts())["Loss"]
     assert "loss not finite at step 4" in report.notes()
@@ -169,10 +171,10 @@ def test_a_loss_that_is_not_finite_is_reported(kept, run_folder):
     ("empty", "fact"), [({2, 4}, "5.0000 to 3.0000"), ({1, 2, 3, 4}, "no step had target")]
 )
 def test_steps_without_targets_are_told_and_neither_drawn_nor_called_not_finite(
-    kept, run_folder, empty, fact
+    matching_events, run_folder, empty, fact
 ):
     gone = {"loss": None, "tokens": 0}
-    events = [{**e, **gone} if e["event"] == "step" and e["step"] in empty else e for e in kept()]
+    events = [{**e, **gone} if e["event"] == "step" and e["step"] in empty else e for e in matching_events()]
     report = read_report(run_folder(events))
     assert dict(report.facts())["Loss"].startswith(fact)
     assert not [note for note in report.notes() if "not finite" in note]
@@ -186,8 +188,8 @@ def test_steps_without_targets_are_told_and_neither_drawn_nor_called_not_finite(
     assert json.dumps(report.as_dict())
 
 
-def test_a_page_is_written_whole_or_not_at_all(kept, run_folder, tmp_path):
-    report = read_report(run_folder(kept()))
+def test_a_page_is_written_whole_or_not_at_all(matching_events, run_folder, tmp_path):
+    report = read_report(run_folder(matching_events()))
     page = tmp_path / "out.html"
     write_page(report, page)
     assert page.read_text().endswith("</html>\n")

@@ -1,4 +1,4 @@
-"""The data of a job: prepared once, and again when something changed; refusals name the key."""
+"""Preparing the data of a job: cached, prepared again after a change, invalid settings refused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "instruct.toml"
 
 
 @pytest.fixture
-def settle(tmp_path, monkeypatch):
-    """Settle the data of a small job; a mapping of data's keys replaces the usual ones."""
+def prepare(tmp_path, monkeypatch):
+    """``prepare(mask="causal")``: prepares the data of a small job with these keys of [data]."""
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"prompt": f"ask {n}", "answer": f"say {n}"}) for n in range(40)]
     (tmp_path / "qa.jsonl").write_text("\n".join(lines))
@@ -40,22 +40,24 @@ def codes(error) -> list[tuple[str, str]]:
     return [(problem.code, problem.path.rpartition("/")[2]) for problem in error.value.problems]
 
 
-def test_an_instruction_file_is_prepared_once_and_again_when_something_changed(settle, tmp_path, capsys):
-    first = settle()
+def test_data_is_prepared_once_and_again_after_a_change(prepare, tmp_path, capsys):
+    first = prepare()
     assert "of prompts" in capsys.readouterr().err
-    assert settle() == first
+    assert prepare() == first
     assert "prepared" not in capsys.readouterr().err, "found in the cache"
-    others = {settle(template="plain"), settle(prompt_field="answer", answer_field="prompt")}
+    others = {prepare(template="plain"), prepare(prompt_field="answer", answer_field="prompt")}
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
-    others.add(settle(template="mine.jinja"))
+    others.add(prepare(template="mine.jinja"))
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
-    others.add(settle(template="mine.jinja"))
+    others.add(prepare(template="mine.jinja"))
     assert len(others | {first}) == 5
-    assert settle(mask="causal", prompt_masking=False) == first, "how it is read does not change the folder"
+    assert prepare(mask="causal", prompt_masking=False) == first, (
+        "mask and prompt_masking do not change the prepared folder"
+    )
 
 
-def test_padding_is_told(settle, capsys):
-    folder = settle()
+def test_the_padding_share_is_printed(prepare, capsys):
+    folder = prepare()
     dataset = TokenDataset.open(folder, "train", 64, "document")
     share = dataset.padding / (64 * len(dataset))
     assert f"{share:.1%} padding" in capsys.readouterr().err
@@ -72,30 +74,32 @@ def test_padding_is_told(settle, capsys):
         ({"tokenizer": "nope"}, ("data-tokenizer-unknown", "data.tokenizer")),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_prepared(settle, tmp_path, data, expected):
+def test_invalid_settings_are_refused_before_data_is_prepared(prepare, tmp_path, data, expected):
     with pytest.raises(UserError) as error:
-        settle(**data)
+        prepare(**data)
     assert codes(error) == [expected]
     assert not list((tmp_path / ".meshwright").glob("data/*"))
 
 
-def test_a_prepared_folder_takes_no_template(settle, tmp_path):
+def test_a_template_for_a_prepared_folder_is_refused(prepare, tmp_path):
     prepare_corpus(CorpusSpec(("qa.jsonl",), "done", template="plain"), tmp_path)
-    assert settle(path="done", template=None) == Path("done")
+    assert prepare(path="done", template=None) == Path("done")
     with pytest.raises(UserError) as error:
-        settle(path="done")
+        prepare(path="done")
     assert codes(error) == [("data-already-prepared", "data.template")]
 
 
-def test_a_prepared_folder_without_prompts_is_refused(settle, tmp_path):
+def test_prompt_masking_of_a_folder_without_prompts_is_refused(prepare, tmp_path):
     (tmp_path / "plain.txt").write_text("text " * 100)
     prepare_corpus(CorpusSpec(("plain.txt",), "done"), tmp_path)
-    with pytest.raises(UserError, match="done was prepared without a template"):
-        settle(path="done", template=None)
+    with pytest.raises(UserError) as error:
+        prepare(path="done", template=None)
+    assert [problem.code for problem in error.value.problems] == ["data-no-prompts"]
+    assert "done was prepared without a template" in str(error.value)
 
 
-def test_a_tokenizer_folder_is_read_with_its_template_and_must_fit_the_model(settle, tmp_path):
-    """Added tokens have the highest numbers: they count when the vocabulary is compared."""
+def test_a_tokenizer_folder_has_its_own_template_and_must_fit_the_vocabulary(prepare, tmp_path):
+    """Added tokens have the highest ids and count for the vocabulary size."""
     pytest.importorskip("tokenizers")
     pytest.importorskip("jinja2")
     (tmp_path / "hf").mkdir()
@@ -110,16 +114,16 @@ def test_a_tokenizer_folder_is_read_with_its_template_and_must_fit_the_model(set
     template = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
     (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(UserError) as error:
-        settle(tokenizer="./hf", template="tokenizer", vocab_size=256)
+        prepare(tokenizer="./hf", template="tokenizer", vocab_size=256)
     assert codes(error) == [("model-vocab-small", "model.vocab_size")]
     added = BpeTokenizer((tmp_path / "hf/tokenizer.json").read_text()).special_tokens["<|turn|>"]
-    dataset = TokenDataset.open(settle(tokenizer="./hf", template="tokenizer"), "train", 64, "document")
+    dataset = TokenDataset.open(prepare(tokenizer="./hf", template="tokenizer"), "train", 64, "document")
     assert (dataset.read([0]).tokens == added).sum() >= 2
     assert f"vocabulary of {added + 1}." in str(error.value)
 
 
-def test_the_example_is_whole(settle, monkeypatch):
-    """Its lines are all read, some with several turns, and something is held out."""
+def test_the_instruction_example_loads_its_data(prepare, monkeypatch):
+    """All lines are read, and some have several turns."""
     monkeypatch.chdir(EXAMPLE.parents[1])
     job = load_job(str(EXAMPLE))
     assert (job.data.mask, job.data.prompt_masking) == ("document", True)
