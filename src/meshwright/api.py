@@ -541,4 +541,4 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
         UserError: The rule does not hold.
     """
     if not holds:
-        raise UserError(Problem("api-argument", rule, path=name, value=value))
+        raise UserError(Problem("api-argument", rule, path=name, value=value, is_argument=True))

@@ -34,7 +34,7 @@ def bench_scaling(
     chosen = None if ranks is None else parse_ranks(ranks)
     require_picture(out)
     if not can_write(out):  # before minutes are spent on measuring
-        rule, fix = "cannot be written", "Choose another file with -o"
+        rule, fix = "cannot be written", "Choose another file"
         raise UserError(Problem("bench-not-writable", rule, path=str(out), fix=fix))
     job = load_job(source, *overrides)
     result = job.bench_scaling(ranks=chosen, steps=steps, weak=weak, reporter=ConsoleReporter(output))

@@ -110,13 +110,14 @@ class Output:
             run_dir: Folder of the run, if one was started.
             facts: Further keys of the object.
         """
-        for problem in error.problems:
+        problems = [problem.as_option() for problem in error.problems]
+        for problem in problems:
             self.errors.print(f"error: {problem}")
         for line in also:
             self.errors.print(line)
         content: dict[str, Any] = {
             "status": "error",
-            "errors": [p.as_dict() for p in error.problems],
+            "errors": [p.as_dict() for p in problems],
             "notes": list(also),
         }
         content |= {} if run_dir is None else {"run_dir": str(run_dir)}

@@ -14,6 +14,7 @@ A problem has a dotted key and value, the rule with its numbers, the nearest fix
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ class Problem:
     """The offending value, if there is one to show."""
     fix: str = ""
     """The nearest fix, as an instruction."""
+    is_argument: bool = False
+    """Whether the path is an argument of a call; the command line shows it as an option."""
 
     def __str__(self) -> str:
         """One line, ending in the code."""
@@ -46,6 +49,12 @@ class Problem:
         fix += "" if not fix or fix.endswith("?") else "."
         sentence += "" if sentence.endswith("?") else "."
         return " ".join(part for part in (sentence, fix, f"[{self.code}]") if part)
+
+    def as_option(self) -> Problem:
+        """The problem with an argument's name as the command line writes it: ``top_k`` as ``--top-k``."""
+        if not self.is_argument:
+            return self
+        return dataclasses.replace(self, path=f"--{self.path.replace('_', '-')}", is_argument=False)
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Problem:

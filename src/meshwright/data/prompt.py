@@ -35,7 +35,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, template: Template | None) 
     try:
         parts = template.render(conversation, tuple(specials))
     except ValueError as error:
-        raise UserError(Problem("data-template-failed", str(error), path="--template")) from None
+        raise UserError(Problem("data-template-failed", str(error), path="template")) from None
     encoded = encode_documents(tokenizer, [Document("the prompt", "", parts)])[0]
     assert encoded.loss_mask is not None, "conversations have a loss mask"
     begin = int(encoded.loss_mask.argmax())

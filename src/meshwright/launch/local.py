@@ -194,7 +194,7 @@ class LocalLaunch:
         age = f", {time.time() - last['time']:.1f} s ago" if last else ""
         seen = f"its last event was {last['event']!r}{step}{age}" if last else "it sent no event"
         log = self.run_dir / LOGS / f"rank-{rank.rank}.log"
-        next_step = "meshwright train --resume continues from the last checkpoint"
+        next_step = "resume the run to continue from the last checkpoint"
         if not self.saved:
             next_step = "there is no checkpoint yet; set checkpoint.every_steps to save them"
         return Problem(

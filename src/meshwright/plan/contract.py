@@ -279,7 +279,8 @@ def write_plan(plan: PlanContract, path: Path) -> None:
             tree["job"]["layout"]["schedule_file"] = beside.name
         replace_text(path, tomli_w.dumps(tree))
     except OSError as error:
-        raise UserError(Problem("plan-not-writable", f"cannot be written: {error}", path=str(path))) from None
+        rule, fix = f"cannot be written: {error.strerror or error}", "Choose another file"
+        raise UserError(Problem("plan-not-writable", rule, path=str(path), fix=fix)) from None
 
 
 def is_plan(path: Path) -> bool:

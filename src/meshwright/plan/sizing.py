@@ -43,7 +43,9 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text.strip())
     if match is None or float(match[1]) == 0:
         rule, fix = "is not a duration", "Write hours, days or weeks, such as 12h, 90d or 2w"
-        raise UserError(Problem("plan-bad-deadline", rule, path="--deadline", value=text, fix=fix))
+        raise UserError(
+            Problem("plan-bad-deadline", rule, path="deadline", value=text, fix=fix, is_argument=True)
+        )
     return float(match[1]) * _UNITS[match[2]]
 
 

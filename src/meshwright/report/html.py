@@ -98,7 +98,7 @@ def write_page(report: RunReport, path: Path) -> None:
         replace_text(path, draw_page(report))
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
-        fix = "Name another file with -o"
+        fix = "Choose another file"
         raise UserError(Problem("report-not-writable", rule, path=str(path), fix=fix)) from None
 
 

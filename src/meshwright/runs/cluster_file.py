@@ -25,12 +25,12 @@ def require_writable(out: Path, command: str) -> None:
         command: ``tune`` or ``probe``.
     """
     if not can_write(out):
-        rule, fix = "cannot be written", "Choose another file with -o"
+        rule, fix = "cannot be written", "Choose another file"
         raise UserError(Problem("cluster-file-not-writable", rule, path=str(out), fix=fix))
     there = out.read_text(encoding="utf-8", errors="replace") if out.exists() else ""
     if there and not there.startswith(f"{WRITTEN_BY} {command}"):
         who = "another command" if there.startswith(WRITTEN_BY) else "hand"
-        rule, fix = f"already exists, written by {who}", "Choose another file with -o"
+        rule, fix = f"already exists, written by {who}", "Choose another file"
         raise UserError(Problem("cluster-file-not-writable", rule, path=str(out), fix=fix))
 
 

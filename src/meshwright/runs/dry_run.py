@@ -98,8 +98,8 @@ def _resolve(job: LoadedJob, rank: int, reporter: Reporter) -> Job:
     ranks = spec.layout.world_size
     if not 0 <= rank < ranks:
         rule = f"is not a rank of {spec.layout.named_degrees() or 'one process'}, which has {ranks}"
-        fix = f"Use --rank 0 to {ranks - 1}" if ranks > 1 else "Use --rank 0"
-        raise UserError(Problem("dry-run-rank", rule, path="--rank", value=rank, fix=fix))
+        fix = f"Use 0 to {ranks - 1}" if ranks > 1 else "Use 0"
+        raise UserError(Problem("dry-run-rank", rule, path="rank", value=rank, fix=fix, is_argument=True))
     return spec
 
 

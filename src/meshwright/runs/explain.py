@@ -85,13 +85,18 @@ def explain_layout(job: LoadedJob, keys: Sequence[str], reporter: Reporter) -> L
     layout_keys = [*keys, *(text for text in job.overrides if text.startswith("layout."))]
     stray = [text for text in keys if not text.startswith("layout.")]
     if stray:
-        rule, fix = "is not a layout key", "Write, for example, --why layout.tp=4 layout.pp=8"
-        raise UserError(Problem("plan-why-key", rule, path="--why", value=stray[0], fix=fix))
+        rule, fix = "is not a layout key", "Write, for example, layout.tp=4 layout.pp=8"
+        raise UserError(Problem("plan-why-key", rule, path=stray[0], fix=fix))
     others = [text for text in job.overrides if not text.startswith("layout.")]
     spec, problems = _load(job.source, [*others, *layout_keys], job.on)
     if not isinstance(spec.model, DecoderModel):
-        rule = "explains layouts of decoders; a ResNet only has replicas, and plan shows all of its layouts"
-        raise UserError(Problem("plan-why-images", rule, path="--why", fix="Leave it out"))
+        rule = "has replicas only; layouts are explained for decoders"
+        path, value, fix = (
+            "model.architecture",
+            spec.model.architecture,
+            "Use plan: it shows all layouts",
+        )
+        raise UserError(Problem("plan-why-images", rule, path=path, value=value, fix=fix))
     with reporter.search() as progress:
         found = find_layouts(dataclasses.replace(spec, layout=Layout()), {}, progress=progress)
     best = found.best[0] if found.best else None

@@ -33,7 +33,7 @@ def plan_job(
         require_runnable(spec)
         if by != "time":
             rule, fix = "ranks layouts of decoders; a ResNet only has replicas", "Leave it out"
-            raise UserError(Problem("plan-by-not-here", rule, path="--by", value=by, fix=fix))
+            raise UserError(Problem("plan-by-not-here", rule, path="by", value=by, fix=fix, is_argument=True))
     with reporter.search() as progress:
         found = search_job(spec, job.named_layout_keys(), max(top, CHECKED), by, progress)
     reasons = explain_choice(spec, found, neighbours=explain)

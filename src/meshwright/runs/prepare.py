@@ -142,7 +142,7 @@ def _run_dir(job: Job, resume: ResumeMode) -> Path:
     if job.run_dir is not None:
         given = Path(job.run_dir)
         if resume == "no" and (given / EVENTS_FILE).exists():
-            rule, fix = "holds a run already", "Add --resume to continue it, or use another folder"
+            rule, fix = "holds a run already", "Resume it, or use another folder"
             raise UserError(Problem("run-exists", rule, path="run_dir", value=job.run_dir, fix=fix))
         if not (given / EVENTS_FILE).exists() and given.is_dir() and any(given.iterdir()):
             rule, fix = "is a folder with other files in it", "Use a new folder"
@@ -157,7 +157,7 @@ def _run_dir(job: Job, resume: ResumeMode) -> Path:
         with_checkpoints = [path for _, path in numbered if list_checkpoints(path / "checkpoints")]
         if not with_checkpoints:
             rule = f"has no run with a checkpoint under {runs}"
-            raise UserError(Problem("resume-nothing", rule, path=job.name, fix="Leave out --resume"))
+            raise UserError(Problem("resume-nothing", rule, path=job.name, fix="Start without resume"))
         return with_checkpoints[-1]
     return _make_numbered(runs, job.name, numbered[-1][0] + 1 if numbered else 1)
 
@@ -182,7 +182,7 @@ def _choose_checkpoint(job: Job, checkpoints: Path, resume: ResumeMode, reporter
     """The checkpoint to resume from; None for a run that starts at the beginning."""
     if resume == "no" and list_checkpoints(checkpoints):
         rule = "holds checkpoints of another run"
-        fix = "Add --resume to continue from them, or use another folder"
+        fix = "Resume from them, or use another folder"
         raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
     if resume == "no":
         return None
@@ -191,7 +191,7 @@ def _choose_checkpoint(job: Job, checkpoints: Path, resume: ResumeMode, reporter
         return None
     if found is None:
         rule = "holds no checkpoint"
-        raise UserError(Problem("resume-nothing", rule, path=str(checkpoints), fix="Leave out --resume"))
+        raise UserError(Problem("resume-nothing", rule, path=str(checkpoints), fix="Start without resume"))
     checkpoint, refused = found
     for sentence in refused:
         reporter.warning(f"skipped: {sentence}")

@@ -73,7 +73,7 @@ def bench_scaling(
     if steps < FEWEST_STEPS:
         rule = f"is too few: the first {WARM_UP} are warm-up, and a median needs at least 3"
         fix = f"Use {FEWEST_STEPS} or more"
-        raise UserError(Problem("bench-steps", rule, path="--steps", value=steps, fix=fix))
+        raise UserError(Problem("bench-steps", rule, path="steps", value=steps, fix=fix, is_argument=True))
     _check_degrees(job, reporter)
     plans = plan_rows(job, ranks, steps, weak)
     data_dir = prepare_data(plans[0].job, reporter)

@@ -37,8 +37,8 @@ def size_job(job: LoadedJob, tokens: float, deadline_s: float, reporter: Reporte
         or spec.layout.mode != "auto"
     ):
         rule = "sizes clusters of GPUs for decoders; the layout must be left to the planner"
-        fix = "Give a cluster, such as --on 8x8xh100-sxm, and no degrees of the layout"
-        raise UserError(Problem("plan-sizing-not-here", rule, path="--tokens", fix=fix))
+        fix = "Give a cluster, such as 8x8xh100-sxm, and no degrees of the layout"
+        raise UserError(Problem("plan-sizing-not-here", rule, path="tokens", fix=fix, is_argument=True))
     pins = pinned_keys(spec.layout, job.named_layout_keys())
     with reporter.activity("") as update:
         sizing = size_cluster(

@@ -124,11 +124,12 @@ def shorten(job: Job, steps: int) -> Job:
 def _require_sizes(top: int, steps: int) -> None:
     if top < 1:
         rule = "is not a number of layouts"
-        raise UserError(Problem("tune-top", rule, path="--top", value=top, fix="Use 1 or more"))
+        fix = "Use 1 or more"
+        raise UserError(Problem("tune-top", rule, path="top", value=top, fix=fix, is_argument=True))
     if steps < FEWEST_STEPS:
         rule = f"is too few: the first {WARM_UP} are warm-up, and a median needs at least 3"
         fix = f"Use {FEWEST_STEPS} or more"
-        raise UserError(Problem("tune-steps", rule, path="--steps", value=steps, fix=fix))
+        raise UserError(Problem("tune-steps", rule, path="steps", value=steps, fix=fix, is_argument=True))
 
 
 def _require_auto_layout(job: Job) -> None:

@@ -21,12 +21,13 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
 from meshwright.spec.hf_config import is_settled, merge_hf_config
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
+from meshwright.spec.job_keys import takes_text
 from meshwright.spec.layout import DEGREES, V_SCHEDULES
 from meshwright.spec.legality.table import find_problems
 from meshwright.spec.model import READ_WITH
 from meshwright.spec.paths import resolve_paths
-from meshwright.spec.presets import preset_names, read_preset
-from meshwright.spec.validation_errors import JOB, takes_text, translate_errors
+from meshwright.spec.presets import preset_names, read_preset, suggest_preset
+from meshwright.spec.validation_errors import JOB, translate_errors
 
 Tree = dict[str, Any]
 
@@ -36,6 +37,8 @@ LAYERS_ASSIGNED = "layers_assigned"
 """In a plan's predictions: whether the planner assigned the layers to stages."""
 
 PRESET_IMAGE_DATA: Tree = {"data": {"path": SYNTHETIC_IMAGES}}
+OTHER_FORMATS = (".json", ".yaml", ".yml")
+"""Suffixes of configuration files in other formats."""
 HF_CHECKED = ("model.", "data.seq_len")
 """Overrides of a plan after which the Hugging Face config is checked again."""
 
@@ -186,13 +189,12 @@ def read_tree(source: str) -> Tree:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        rule = "is neither a file nor a model preset"
-        fix = f"Give a job file, or one of {', '.join(preset_names('models'))}"
-        raise UserError(Problem("job-missing-file", rule, path=source, fix=fix)) from None
+        raise UserError(_missing_file(source)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(Problem("job-unreadable", f"cannot be read: {error}", path=source)) from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(Problem("job-unreadable", f"cannot be read: {reason}", path=source)) from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(Problem("job-bad-toml", f"is not TOML: {error}", path=source)) from None
+        raise UserError(_bad_toml(path, error)) from None
     if PLAN_KEY in tree:
         if not isinstance(tree.get("job"), dict):
             raise UserError(Problem("plan-unreadable", "is not a complete plan: it has no job", path=source))
@@ -204,6 +206,25 @@ def read_tree(source: str) -> Tree:
     resolve_paths(tree, path.parent)
     tree.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "job")
     return tree
+
+
+def _missing_file(source: str) -> Problem:
+    """A path is a file that is not there; a bare name may be meant as a model preset."""
+    if Path(source).suffix in (".toml", *OTHER_FORMATS) or Path(source).name != source:
+        fix = "Check the path, or write a job file with meshwright init"
+        return Problem("job-missing-file", "is not a file", path=source, fix=fix)
+    rule, fix = "is neither a file nor a model preset", suggest_preset("models", source)
+    return Problem("job-missing-file", rule, path=source, fix=fix)
+
+
+def _bad_toml(path: Path, error: tomllib.TOMLDecodeError) -> Problem:
+    """What is wrong in a job file; of a file in another format, only that."""
+    if path.suffix in OTHER_FORMATS:
+        rule = f"is a {path.suffix[1:].upper()} file; job files are TOML"
+        fix = "Write it as TOML, for example with meshwright init"
+        fix += " (YAML reads 3e-4 as text)" if "y" in path.suffix else ""
+        return Problem("job-not-toml", rule, path=str(path), fix=fix)
+    return Problem("job-bad-toml", f"is not TOML: {error}", path=str(path))
 
 
 def apply_override(tree: Tree, text: str) -> Problem | None:
@@ -235,10 +256,10 @@ def _parse_value(text: str) -> Any:
 
 
 def _apply_on(tree: Tree, on: str) -> Problem | None:
-    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w.-]*)", on)
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w.-]*)", on.lower())
     if match is None or "0" in (match[1], match[2]):
         fix = "Write nodes x devices x preset, such as 8x8xh100-sxm, or a preset alone"
-        return Problem("cluster-bad-on", "is not a cluster", path="--on", value=on, fix=fix)
+        return Problem("cluster-bad-on", "is not a cluster", path="on", value=on, fix=fix, is_argument=True)
     nodes, devices, preset = match.groups()
     if devices is None:
         nodes, devices = _spread(preset, nodes)
@@ -379,7 +400,7 @@ def _without(tree: Tree, paths: Collection[str]) -> Tree:
             table.pop(leaf, None)
             if leaf in placeholder:
                 table[leaf] = placeholder[leaf]
-    return pruned
+    return {key: value for key, value in pruned.items() if value != {} or key in PLACEHOLDERS}
 
 
 def job_tree(job: Job) -> Tree:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import types
-import typing
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
+from meshwright.spec.job_keys import section_type
+from meshwright.spec.key_hints import suggest_key
 from meshwright.spec.model import MODEL_TAGS, ResNetModel
 
 JOB: TypeAdapter[Job] = TypeAdapter(Job)
@@ -22,7 +21,14 @@ _RANGE = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
-_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a string"}
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "tuple": "a list, such as [1, 2]",
+}
+_LENGTHS = (("least", "min_length"), ("most", "max_length"))
 
 
 def translate_errors(error: ValidationError) -> list[Problem]:
@@ -30,7 +36,10 @@ def translate_errors(error: ValidationError) -> list[Problem]:
     problems: dict[str, Problem] = {}
     for finding in error.errors(include_url=False):
         path = _dotted(finding["loc"])
-        problems.setdefault(path, _translate(path, finding))
+        unknown = finding["type"] in ("unexpected_keyword_argument", "extra_forbidden")
+        found = _unknown_keys(path, finding) if unknown else [_translate(path, finding)]
+        for problem in found:
+            problems.setdefault(problem.path, problem)
     return list(problems.values())
 
 
@@ -44,8 +53,6 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def _translate(path: str, finding: Any) -> Problem:
     kind, value, context = finding["type"], finding["input"], finding.get("ctx", {})
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return _unknown_key(path, ResNetModel if finding["loc"][:2] == ("model", "resnet") else None)
     if kind in ("missing", "missing_argument"):
         return _missing_key(path)
     if kind == "literal_error":
@@ -77,20 +84,35 @@ def _translate(path: str, finding: Any) -> Problem:
             value=value,
             fix=f"Write [{path}] and its keys below",
         )
-    expected = _EXPECTED.get(kind.split("_")[0], finding["msg"])
-    fix = "Write it without quotes" if isinstance(value, str) and "number" in expected else ""
+    if kind in ("too_short", "too_long"):
+        bounds = [f"at {word} {context[key]}" for word, key in _LENGTHS if key in context]
+        return Problem("job-out-of-range", f"must have {' and '.join(bounds)} values", path=path, value=value)
+    expected = _EXPECTED.get(
+        kind.split("_")[0], "of another type; meshwright schema has the types of all keys"
+    )
+    fix = "Write it without quotes" if isinstance(value, str) and _is_number(value) else ""
     return Problem("job-wrong-type", f"must be {expected}", path=path, value=value, fix=fix)
 
 
-def _unknown_key(path: str, owner: Any = None) -> Problem:
-    *parents, leaf = path.split(".")
-    owner = owner or section_type(parents)
-    keys = [f.name for f in dataclasses.fields(owner)] if owner else []
-    near = [key for key in keys if leaf.startswith(f"{key}_") or key.startswith(f"{leaf}_")]
-    near = near or difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5)
-    table = f"[{'.'.join(parents)}]" if parents else "a job"
-    meant = ".".join((*parents, near[0])) if near else ""
-    fix = f"Did you mean {meant}?" if near else f"Keys of {table}: {', '.join(keys)}"
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _unknown_keys(path: str, finding: Any) -> list[Problem]:
+    """The unknown key; of an unknown table, each of its keys."""
+    value, parents = finding["input"], path.split(".")[:-1]
+    owner = ResNetModel if finding["loc"][:2] == ("model", "resnet") else section_type(parents)
+    fix = suggest_key(path, owner)
+    if isinstance(value, dict) and value and not fix.startswith("Did you mean"):
+        return [_unknown_key(f"{path}.{key}", suggest_key(f"{path}.{key}")) for key in value]
+    return [_unknown_key(path, fix)]
+
+
+def _unknown_key(path: str, fix: str) -> Problem:
     return Problem("job-unknown-key", f"Unknown key {path}", path=path, fix=fix)
 
 
@@ -99,32 +121,6 @@ def _missing_key(path: str) -> Problem:
     if path.startswith("model."):
         fix += ", or name a model.preset"
     return Problem("job-missing-key", "is missing", path=path, fix=fix)
-
-
-def section_type(path: list[str]) -> Any:
-    """The dataclass at a dotted path of the job, the first one of a union; or None."""
-    owner: Any = Job
-    for part in path:
-        if part.isdigit():  # a row of a list of tables
-            continue
-        hint = typing.get_type_hints(owner).get(part)
-        if typing.get_origin(hint) is tuple:
-            hint = typing.get_args(hint)[0]
-        if typing.get_origin(hint) in (types.UnionType, typing.Union):
-            hint = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
-        if hint is None or not dataclasses.is_dataclass(hint):
-            return None
-        owner = hint
-    return owner
-
-
-def takes_text(path: list[str]) -> bool:
-    """Whether a key is a string, so that an override needs no quotes even if it looks like a number."""
-    owner = section_type(path[:-1])
-    if owner is None:
-        return False
-    hint = typing.get_type_hints(owner).get(path[-1])
-    return hint is str or (isinstance(hint, types.UnionType) and str in typing.get_args(hint))
 
 
 def job_schema() -> dict[str, Any]:

@@ -76,7 +76,7 @@ class GenerateTask:
         if self.template is None:
             return None
         tokenizer = str(Path(self.checkpoint).absolute() / TOKENIZER_FILE)
-        return load_template(self.template, Path.cwd(), tokenizer, key="--template")
+        return load_template(self.template, Path.cwd(), tokenizer, key="template")
 
     def check(self) -> Job:
         """Check the task before anything starts; returns its job.

@@ -90,7 +90,7 @@ def _describe_alternatives(changes: list[Alternative]) -> list[str]:
 def _suggest_cluster(job: Job) -> list[str]:
     """A hint to plan for a cluster preset, where the model does not fit this machine."""
     named = job.cluster.preset == "local" and isinstance(job.model, DecoderModel)
-    return ["Plan it for a cluster, such as --on 8x8xh100-sxm"] if named else []
+    return ["Plan it for a cluster, such as 8x8xh100-sxm"] if named else []
 
 
 def suggest_changes(job: Job, pins: dict[str, Any]) -> list[str]:

@@ -23,13 +23,19 @@ def read_preset(kind: Kind, name: str) -> dict[str, Any] | Problem:
     names = preset_names(kind)
     section = kind.removesuffix("s")
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        fix = f"Did you mean {near[0]!r}? " if near else ""
         return Problem(
             code=f"{section}-unknown-preset",
             path=f"{section}.preset",
             value=name,
             rule=f"is not a {section} preset",
-            fix=f"{fix}There are {', '.join(names)}",
+            fix=suggest_preset(kind, name),
         )
     return tomllib.loads((resources.files(__package__) / kind / f"{name}.toml").read_text())
+
+
+def suggest_preset(kind: Kind, name: str) -> str:
+    """What to write instead of an unknown name: presets that begin like it or are similar, or all of them."""
+    names = preset_names(kind)
+    near = [known for known in names if known.startswith(name.lower())]
+    near = near or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Presets: {', '.join(names)}"
