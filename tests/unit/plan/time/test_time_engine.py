@@ -1,4 +1,4 @@
-"""The time of a step: its parts add up, and what is known to cost time costs time."""
+"""The estimated step time: parts add up, and known costs are visible."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
-def test_parts_add_up_and_a_grid_is_its_layouts_one_by_one(profile):
+def test_parts_add_up_and_a_grid_equals_its_single_layouts(profile):
     """No part is negative; what is spread over the grid after counting it once is the same."""
     given = workload(profile=profile)
     together = estimate_step(given, Grid.of(LAYOUTS))
@@ -82,7 +82,7 @@ def test_a_step_is_never_faster_than_its_arithmetic():
     assert (seconds(given, *LAYOUTS[:3]) > flops / 312e12).all()
 
 
-def test_recomputation_costs_a_forward_pass_and_selective_much_less():
+def test_full_checkpointing_costs_a_forward_pass_and_selective_much_less():
     none, selective, full = seconds(
         workload(), *(change(PTD, recompute=kind) for kind in ("none", "selective", "full"))
     )
@@ -90,7 +90,7 @@ def test_recomputation_costs_a_forward_pass_and_selective_much_less():
     assert full / none == pytest.approx(4 / 3, rel=0.08)
 
 
-def test_tensor_parallel_across_nodes_is_visible():
+def test_tensor_parallel_across_nodes_is_slower():
     """Sixteen ranks on nodes of eight reduce over the network: the share of that axis leaps."""
     given = workload()
     given = dataclasses.replace(given, cluster=dataclasses.replace(given.cluster, nic_bytes_per_s=12.5e9))
@@ -99,7 +99,7 @@ def test_tensor_parallel_across_nodes_is_visible():
     assert across > 2.5 * inside
 
 
-def test_oversubscribed_racks_slow_down_what_crosses_them():
+def test_oversubscribed_racks_slow_down_groups_that_cross_them():
     given = workload()
     narrow = dataclasses.replace(given.cluster, nodes_per_rack=4, spine_oversubscription=4.0)
     wide, slow = (
@@ -109,7 +109,7 @@ def test_oversubscribed_racks_slow_down_what_crosses_them():
     assert slow > 2 * wide
 
 
-def test_zero_3_collapses_as_published():
+def test_zero_3_throughput_falls_with_devices_as_published():
     """Narayanan et al. 2021, table 2: 144, 88, 44 TFLOP/s on 384, 768, 1,536 devices, one batch of 1,536."""
     rates = []
     for devices, micro_batch in ((384, 4), (768, 2), (1536, 1)):
@@ -120,7 +120,7 @@ def test_zero_3_collapses_as_published():
     assert relative == pytest.approx([1, 88 / 144, 44 / 144], rel=0.2)
 
 
-def test_heads_of_a_width_that_does_not_align_cost_what_bloom_lost():
+def test_unaligned_head_widths_cost_as_much_as_bloom_reported():
     """14,400 wide with 96 heads (150 each) against 13,824 (144 each), a token's matrix work being equal."""
     rates = []
     for width in (14400, 13824):
@@ -135,7 +135,7 @@ def test_heads_of_a_width_that_does_not_align_cost_what_bloom_lost():
     assert 1.10 < rates[1] / rates[0] < 1.40
 
 
-def test_softmax_that_cannot_be_fused_costs_time_and_the_host_kernels():
+def test_an_unfused_softmax_costs_time_and_kernel_launches():
     """Megatron's kernel takes heads of a micro-batch by fours; fused attention has no such kernel."""
     small = dataclasses.replace(
         GPT_175B, num_layers=8, hidden_size=2048, ffn_size=8192, num_heads=16, num_kv_heads=16
@@ -159,7 +159,7 @@ def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it
     assert zbv < plain / 3, "what is left: with recomputation the two halves of a backward pass differ"
 
 
-def test_experts_travel_over_the_network_once_a_node():
+def test_deduplicated_dispatch_sends_one_copy_per_node():
     """Dispatch over eight nodes; a stack that sends one copy a node moves less than one that sends all."""
     layout = Layout(mode="given", pp=4, dp_shard=64, ep=64, zero=1, micro_batch=1)
     times = []
@@ -172,7 +172,7 @@ def test_experts_travel_over_the_network_once_a_node():
     assert 1.3 < times[0] / times[1] < 2.5
 
 
-def test_finer_scales_cost_some_of_the_rate_of_fp8():
+def test_finer_fp8_scales_lower_the_gemm_rate():
     given = workload(device="B200-180GB-SXM", profile="megatron-bridge", precision="fp8")
     plain, blocks, rows = (
         seconds(dataclasses.replace(given, recipe=recipe), PTD)[0]
@@ -192,7 +192,7 @@ def test_a_window_saves_attention_only_where_it_is_shorter_than_the_sequence():
     assert seconds(dataclasses.replace(long, model=wide), layout)[0] == pytest.approx(full, rel=1e-6)
 
 
-def test_ranks_that_share_an_expert_pay_for_its_tokens():
+def test_etp_ranks_still_exchange_tokens():
     """Experts cut in eight instead of spread over eight: the tokens still travel."""
     given = workload(DEEPSEEK, "H100-80GB-SXM", "megatron-core", devices=64, seq_len=4096)
     layouts = [
@@ -205,7 +205,7 @@ def test_ranks_that_share_an_expert_pay_for_its_tokens():
 
 
 @pytest.mark.parametrize(("profile", "lanes"), [("megatron-core", 1), ("meshwright", 8)])
-def test_ring_attention_is_priced_by_its_chunks_and_ulysses_by_whole_sequences(profile, lanes):
+def test_ring_attention_time_depends_on_chunk_length_and_ulysses_on_the_sequence(profile, lanes):
     """Chunks of seq_len / cp tokens reach less of attention's rate, and every call has its launch."""
     given = workload(device="H100-80GB-SXM", profile=profile)
     rates = rates_of(given)
@@ -220,7 +220,7 @@ def test_ring_attention_is_priced_by_its_chunks_and_ulysses_by_whole_sequences(p
     )
 
 
-def test_eight_ranks_of_a_ring_are_not_free_on_short_sequences():
+def test_ring_attention_over_eight_ranks_is_slow_for_short_sequences():
     """Chunks of 256 tokens take longer than Ulysses' whole sequences; those of 16,384 tokens hardly."""
     ring = change(PTD, tp=1, pp=1, cp=8, dp_replicate=128, recompute="none")
     grid, ratios = Grid.of([ring, change(ring, context="ulysses")]), []

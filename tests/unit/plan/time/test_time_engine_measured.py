@@ -1,4 +1,4 @@
-"""Steps that were measured on our own machines are estimated, with what the package holds and no probe."""
+"""Estimated steps against steps measured on our machines, with the bundled rates and no probe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_compiled_steps_are_estimated_within_five_per_cent(case):
     assert float(found.step_s[0]) == pytest.approx(case.step_s, rel=UNEVEN.get(case.id, 0.05))
 
 
-def test_some_compiled_rows_are_fitted_to_and_some_are_not():
+def test_compiled_rows_are_split_into_fitted_and_held_out():
     held = [is_held_out(case.id) for case in ROWS if case.workload.compiled]
     assert 0 < sum(held) < len(held)
 
@@ -43,7 +43,7 @@ def job(make_h200_job):
     return make_h200_job()
 
 
-def test_a_compiled_job_is_estimated_as_such_a_row(job):
+def test_a_compiled_job_is_estimated_like_its_table_row(job):
     """A job and a row of the table come to the same figure, as does its eager one to that of eager rows."""
     row = next(case for case in ROWS if case.id == "meshwright-h200-007")
     as_row = estimate_step(row.workload, Grid.of([row.layout]), rates_of(row.workload))
@@ -60,7 +60,7 @@ def test_a_compiled_job_is_estimated_as_such_a_row(job):
     ],
     ids=["compiled", "eager", "another framework", "on cores"],
 )
-def test_only_our_compiled_steps_on_gpus_have_their_rates(job, train, device, compiled):
+def test_compiled_rates_apply_only_to_our_compiled_steps_on_gpus(job, train, device, compiled):
     job = dataclasses.replace(
         job,
         train=dataclasses.replace(job.train, **train),
@@ -69,7 +69,7 @@ def test_only_our_compiled_steps_on_gpus_have_their_rates(job, train, device, co
     assert ("meshwright-compiled" in Workload.of(job).profile.calibrations) is compiled
 
 
-def test_gradients_of_weights_in_8_bits_are_faster(job):
+def test_fp8_weight_gradients_are_faster(job):
     def step_s(**train):
         changed = dataclasses.replace(job, train=dataclasses.replace(job.train, **train))
         return predict(changed, changed.layout).time.total_s

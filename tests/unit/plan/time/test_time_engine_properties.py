@@ -1,4 +1,4 @@
-"""What must hold for every layout: sums, orders, and axes of one rank that change nothing."""
+"""Properties of every layout's estimate: sums, monotonicity, and axes of degree 1 without effect."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_an_axis_of_one_rank_changes_nothing(make_workload, legal_grid, profile)
 
 
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
-def test_recomputation_is_never_free(make_workload, legal_grid, profile):
+def test_more_activation_checkpointing_is_never_faster(make_workload, legal_grid, profile):
     """More of it takes no less time, offloading and collectives included."""
     given = make_workload("llama", profile)
     grid = legal_grid.take(~np.isin(legal_grid.schedule, ZERO_BUBBLE))
@@ -105,7 +105,7 @@ def test_recomputation_is_never_free(make_workload, legal_grid, profile):
 
 
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
-def test_twice_the_layers_are_less_than_twice_the_computation(make_workload, legal_grid, profile):
+def test_doubling_the_layers_less_than_doubles_compute(make_workload, legal_grid, profile):
     """The head does not grow with them."""
     once = make_workload("llama", profile)
     model = dataclasses.replace(once.model, num_layers=2 * once.model.num_layers)
@@ -118,7 +118,7 @@ def test_twice_the_layers_are_less_than_twice_the_computation(make_workload, leg
 
 
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
-def test_larger_micro_batches_do_not_compute_longer(make_workload, legal_grid, profile):
+def test_larger_micro_batches_are_not_slower(make_workload, legal_grid, profile):
     """The same samples in fewer and larger products; a last wave of tiles may cost a percent."""
     given = make_workload("llama", profile)
     small, large = (estimate_step(given, replace(legal_grid, micro_batch=n)).parts["compute"] for n in (1, 4))
@@ -147,7 +147,7 @@ def test_splitting_experts_over_etp_moves_as_many_bytes(make_workload, make_grid
     assert times.elementwise.forward[0] == pytest.approx(times.elementwise.forward[1])
 
 
-def test_gradients_of_ranks_that_spread_experts_are_summed(make_workload, make_grid):
+def test_dense_gradients_are_reduced_over_ep_ranks(make_workload, make_grid):
     """A published run without ZeRO whose experts lie on 8 ranks: all else is the same on them."""
     given = make_workload("experts", "megatron-lm")
     alone, spread = estimate_step(given, make_grid(dp_shard=[1, 8], ep=[1, 8], tp=[1, 1])).parts[
@@ -157,7 +157,7 @@ def test_gradients_of_ranks_that_spread_experts_are_summed(make_workload, make_g
     assert spread > 0
 
 
-def test_the_state_comes_from_the_host_while_it_is_gathered(make_workload, make_grid):
+def test_offload_transfers_overlap_with_all_gathers(make_workload, make_grid):
     """Two links at once: no faster than either alone, and no slower than one after the other."""
     given = make_workload("gpt", "deepspeed-zero", global_batch=64)
     columns = {"dp_shard": [8, 8], "zero": [3, 3], "micro_batch": [1, 1]}

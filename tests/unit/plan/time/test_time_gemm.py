@@ -1,4 +1,4 @@
-"""Matrix products and collectives: bounds, shapes and links."""
+"""GEMM and collective times: lower bounds, shapes and links."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def device() -> Device:
 @pytest.mark.parametrize("rows", [128, 2048, 8192])
 @pytest.mark.parametrize("columns", [256, 4096])
 @pytest.mark.parametrize("depth", [64, 8192])
-def test_a_product_takes_at_least_its_arithmetic_and_its_bytes(device, rows, columns, depth):
+def test_a_gemm_takes_at_least_the_time_of_its_flops_and_bytes(device, rows, columns, depth):
     taken = float(gemm_s(device, rows, columns, depth))
     moved = 2 * (rows * depth + depth * columns + rows * columns)
     assert taken > 2 * rows * columns * depth / device.flops_per_s
     assert taken > moved / device.bytes_per_s
 
 
-def test_a_last_wave_that_is_nearly_empty_is_paid_for(device):
+def test_a_partial_last_wave_costs_a_full_wave(device):
     """One column of tiles more than fits the waves of 108 multiprocessors: the rate falls, then recovers."""
     columns = np.arange(1, 60) * 256
     rate = 2048 * columns * 8192 / gemm_s(device, 2048, columns, 8192)
@@ -45,12 +45,12 @@ def test_a_last_wave_that_is_nearly_empty_is_paid_for(device):
     assert (np.diff(rate) < -0.02 * rate.max()).any(), "waves are visible"
 
 
-def test_rows_that_do_not_align_leave_a_fraction_of_the_rate(device):
+def test_unaligned_rows_lower_the_gemm_rate(device):
     whole, odd = gemm_s(device, 8192, 8192, 8192), gemm_s(device, 8192, 8193, 8192)
     assert whole / odd == pytest.approx(UNALIGNED, rel=0.1)
 
 
-def test_products_in_one_kernel_fill_the_device_better_than_each_alone(device):
+def test_a_grouped_gemm_is_faster_than_separate_gemms(device):
     alone, together = 64 * gemm_s(device, 64, 512, 1024), gemm_s(device, 64, 512, 1024, 64)
     assert together < alone / 2
 
@@ -61,7 +61,7 @@ def group(ranks: int, stride: int, **changes: object):
     return build_group(cluster, rates, np.array([ranks]), np.array([stride])), cluster, rates
 
 
-def test_a_ring_inside_a_node_uses_its_links_and_one_across_the_adapters_of_its_members():
+def test_a_ring_uses_node_links_or_the_network_adapters_of_its_members():
     inside, cluster, rates = group(8, 1)
     assert inside.bytes_per_s[0] == cluster.link_bytes_per_s * rates.link
     sparse, _, _ = group(8, 8)
@@ -94,7 +94,7 @@ def test_latency_grows_with_the_ranks_of_a_node_as_measured(ranks, measured):
     assert ring.latency_s[0] + ring.hops_s[0] == pytest.approx(measured, rel=0.15)
 
 
-def test_copies_to_one_node_cross_to_it_as_one():
+def test_copies_to_one_node_cross_the_network_once():
     far, _, _ = group(32, 1)
     moved = np.array([8e9])
     once = [far.all_to_all_s(moved, 1.0, copies)[0] - far.latency_s[0] for copies in (1, 8)]

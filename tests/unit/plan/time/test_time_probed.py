@@ -1,4 +1,4 @@
-"""Steps built of probed times: a device that keeps a law is predicted by it; the rest of steps is fitted."""
+"""Step times from probed operations: interpolation between shapes, and the fit of measured steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def attention(batch, heads, kv_heads, head_size, seq_len, rate=ATTENTION_RATE, p
     return AttentionTime(precision, batch, heads, kv_heads, head_size, seq_len, seconds, 2.5 * seconds)
 
 
-def lawful(**changes) -> Probed:
+def constant_rates(**changes) -> Probed:
     """A device that multiplies, attends, copies and updates at one rate each, whatever the shape."""
     suite = PROBE_SUITES["cuda"]
     probed = Probed(
@@ -68,8 +68,8 @@ def job(make_h200_job):
     return make_h200_job(layers=12, batch=4)
 
 
-def test_shapes_that_were_not_probed_have_the_rate_of_those_that_were(job):
-    work = count_work(with_probed(job, lawful()), 1, 0)
+def test_unprobed_shapes_have_the_rate_of_probed_ones(job):
+    work = count_work(with_probed(job, constant_rates()), 1, 0)
     tokens, model = 4 * 4096, job.model
     seen = 6.0 * model.num_layers * 4096 / 2 * 2 * model.query_size
     gemms = flops_per_token(model, 4096) - seen - 6.0 * (2 * model.num_layers + 1) * model.hidden_size
@@ -79,18 +79,18 @@ def test_shapes_that_were_not_probed_have_the_rate_of_those_that_were(job):
     assert work.update_s == pytest.approx(1.2e9 * 30 / UPDATE, rel=0.05)
 
 
-def test_a_probed_shape_takes_what_it_took(job):
+def test_a_probed_shape_has_its_measured_time(job):
     """However far that is from its neighbours."""
     linear = next(iter(list_linears(job, job.model, 1)))
     slow = product(linear.rows, linear.columns, linear.depth, RATE / 3)
-    before, after = lawful(), lawful(gemms=(*lawful().gemms, slow))
+    before, after = constant_rates(), constant_rates(gemms=(*constant_rates().gemms, slow))
     took = 3 * 2.0 * linear.rows * linear.columns * linear.depth / RATE * linear.times
     more = count_work(with_probed(job, after), 1, 0).gemm_s
     more -= count_work(with_probed(job, before), 1, 0).gemm_s
     assert 1.98 * took < more < 4 * took, "its own time, and a little of its neighbours'"
 
 
-def test_a_joint_product_is_counted_where_a_run_joins(job):
+def test_a_merged_gemm_is_counted_where_linears_are_merged(job):
     joined = {linear.columns for linear in list_linears(job, job.model, 1)}
     assert {2048 + 2 * 512, 2 * 8192, 2048, 128256} == joined
     eager = dataclasses.replace(job, train=dataclasses.replace(job.train, block_backend="eager"))
@@ -104,10 +104,10 @@ def test_the_head_is_counted_in_the_chunks_of_the_loss(job):
     assert {linear.rows for linear in rows} == {8192, 4 * 3000 % 8192}
 
 
-def test_recomputation_costs_the_forward_pass_of_blocks_or_what_is_cheap(job):
+def test_checkpointing_costs_a_forward_pass_or_its_cheap_part(job):
     def work(recompute):
         layout = dataclasses.replace(job.layout, recompute=recompute)
-        return count_work(with_probed(dataclasses.replace(job, layout=layout), lawful()), 1, 0)
+        return count_work(with_probed(dataclasses.replace(job, layout=layout), constant_rates()), 1, 0)
 
     none, selective, full = map(work, ("none", "selective", "full"))
     assert none.gemm_s == selective.gemm_s < full.gemm_s
@@ -115,13 +115,13 @@ def test_recomputation_costs_the_forward_pass_of_blocks_or_what_is_cheap(job):
     assert full.attention_s == pytest.approx(none.attention_s * 4.5 / 3.5)
 
 
-def test_a_stream_in_16_bits_moves_less(job):
+def test_a_bf16_residual_stream_moves_fewer_bytes(job):
     wide = dataclasses.replace(job, train=dataclasses.replace(job.train, residual_dtype="fp32"))
-    narrow_s, wide_s = (count_work(with_probed(j, lawful()), 1, 0).moved_s for j in (job, wide))
+    narrow_s, wide_s = (count_work(with_probed(j, constant_rates()), 1, 0).moved_s for j in (job, wide))
     assert 1.1 < wide_s / narrow_s < 1.6
 
 
-def test_bytes_of_our_own_kernels_by_hand(job):
+def test_bytes_of_triton_blocks_match_a_count_by_hand(job):
     """Each pass of a block once: what it reads and what it writes of a token, in bytes."""
     width, inner, turned, all_heads = 2048, 8192, 2048 + 512, 2048 + 2 * 512
     norms = 2 * (2 * 2 + 2 * 2) * width
@@ -140,8 +140,8 @@ def test_bytes_of_our_own_kernels_by_hand(job):
     assert block_bytes(full, job.model) == 2 * first + 3 * 2 * width + backward
 
 
-def test_whose_kernels_move_them_decides_how_long_that_takes(job):
-    probed = lawful(elementwise=1.6, triton_elementwise=1.1)
+def test_the_block_backend_decides_the_time_of_elementwise_bytes(job):
+    probed = constant_rates(elementwise=1.6, triton_elementwise=1.1)
     compiled = dataclasses.replace(job, train=dataclasses.replace(job.train, block_backend="compile"))
     for which, longer in ((job, 1.1), (compiled, 1.6)):
         work = count_work(with_probed(which, probed), 1, 0)
@@ -149,14 +149,14 @@ def test_whose_kernels_move_them_decides_how_long_that_takes(job):
         assert left_s == pytest.approx(longer * work.moved_s)
 
 
-def test_products_in_8_bits_have_times_of_their_own(job):
+def test_fp8_gemms_have_their_own_times(job):
     """Those of blocks; the head's and attention stay in 16 bits. Without such times nothing is promised."""
     fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
-    assert not is_probed(with_probed(fp8, lawful()))
+    assert not is_probed(with_probed(fp8, constant_rates()))
     twice = tuple(
         product(*sizes, rate=2 * RATE, precision="fp8") for sizes in PROBE_SUITES["cuda"].fp8_gemms[:-1]
     )
-    probed = lawful(gemms=(*lawful().gemms, *twice))
+    probed = constant_rates(gemms=(*constant_rates().gemms, *twice))
     assert is_probed(with_probed(fp8, probed))
     compiled = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, block_backend="compile"))
     assert not is_probed(with_probed(compiled, probed))
@@ -168,16 +168,16 @@ def test_products_in_8_bits_have_times_of_their_own(job):
     assert three.attention_s == in_16.attention_s
 
 
-def test_products_whose_algorithms_raced_take_less(job):
+def test_autotuned_gemms_are_faster(job):
     """All of 16 bits, the head's among them."""
     raced = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
-    before, after = (count_work(with_probed(which, lawful()), 1, 0) for which in (job, raced))
+    before, after = (count_work(with_probed(which, constant_rates()), 1, 0) for which in (job, raced))
     assert after.gemm_s == pytest.approx(0.98 * before.gemm_s)
     assert after.attention_s == before.attention_s
 
 
 @pytest.mark.parametrize(("model", "batch", "train", "layout", "measured_s", "measured_bytes"), MEASURED)
-def test_models_on_an_h200_took_what_was_planned(
+def test_predicted_steps_on_an_h200_match_measured_ones(
     make_job, model, batch, train, layout, measured_s, measured_bytes
 ):
     """Of shapes, lengths, precisions and recomputations that the probe did not see."""
@@ -200,30 +200,30 @@ def test_models_on_an_h200_took_what_was_planned(
     assert found.ledger.peak_bytes == pytest.approx(measured_bytes, rel=0.001)
 
 
-def test_the_host_is_hidden_behind_a_gpu_and_added_on_a_core(job):
-    probed = lawful(block_s=1e-3, step_s=0.5)
+def test_cpu_time_is_overlapped_on_a_gpu_and_added_on_a_cpu(job):
+    probed = constant_rates(block_s=1e-3, step_s=0.5)
     on_gpu = count_work(with_probed(job, probed), 1, 0)
-    alone = on_gpu.total_s(lawful())
+    alone = on_gpu.total_s(constant_rates())
     assert on_gpu.total_s(probed) == pytest.approx(alone + 0.5)
-    busy = lawful(block_s=1.0)
+    busy = constant_rates(block_s=1.0)
     assert on_gpu.total_s(busy) == pytest.approx(job.model.num_layers + on_gpu.update_s)
     on_core = dataclasses.replace(on_gpu, hides_host=False)
     assert on_core.total_s(busy) == pytest.approx(alone + job.model.num_layers)
 
 
-def test_the_plan_of_a_probed_device_has_its_time_and_interval(job):
+def test_a_plan_for_a_probed_device_uses_its_times_and_interval(job):
     """And without the table the calibrated estimate."""
-    probed = with_probed(job, lawful())
+    probed = with_probed(job, constant_rates())
     step = predict(probed, probed.layout).time
-    assert step.total_s == pytest.approx(count_work(probed, 1, 0).total_s(lawful()))
+    assert step.total_s == pytest.approx(count_work(probed, 1, 0).total_s(constant_rates()))
     assert "probe" in step_interval(probed).basis
     assert "probe" not in step_interval(job).basis
     assert predict(job, job.layout).time.total_s != step.total_s
 
 
-def test_probed_steps_are_exactly_those_of_the_engine(job):
+def test_probed_times_replace_compute_and_optimizer_of_the_engine(job):
     """Compute and optimizer of the layouts that were probed; the others of a grid keep the counted ones."""
-    placed = with_probed(job, lawful(step_s=0.5))
+    placed = with_probed(job, constant_rates(step_s=0.5))
     layouts = [placed.layout, dataclasses.replace(placed.layout, tp=2)]
     estimated = estimate_step(Workload.of(placed), Grid.of(layouts))
     step, work = predict(placed, placed.layout).time, count_work(placed, 1, 0)
@@ -235,9 +235,9 @@ def test_probed_steps_are_exactly_those_of_the_engine(job):
     assert estimated.step_s[0] != plain.step_s[0]
 
 
-def test_probed_cpus_share_the_engines_communication(make_job):
+def test_probed_cpus_keep_the_communication_time_of_the_engine(make_job):
     """Two replicas: compute as probed, the all-reduce of gradients as counted from the cluster's links."""
-    made = lawful()
+    made = constant_rates()
     gemms = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.gemms)
     attended = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.attention)
     probed = dataclasses.replace(
@@ -270,15 +270,15 @@ def test_probed_cpus_share_the_engines_communication(make_job):
         ("cluster", {"probed": None}),
     ],
 )
-def test_what_was_not_probed_is_not_predicted_from_it(job, section, changes):
-    probed = with_probed(job, lawful())
+def test_unprobed_settings_use_the_calibrated_estimate(job, section, changes):
+    probed = with_probed(job, constant_rates())
     assert is_probed(probed)
     changed = dataclasses.replace(getattr(probed, section), **changes)
     assert not is_probed(dataclasses.replace(probed, **{section: changed}))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_what_is_left_of_real_steps_is_found_again(make_job, device):
+def test_the_fit_recovers_planted_overheads(make_job, device):
     """Steps of the small models, made up of planted figures."""
     suite, preset = PROBE_SUITES[device], {"cuda": "h200-sxm", "cpu": "local"}[device]
     cluster = dataclasses.replace(make_job(cluster={"preset": preset}).cluster, device=device)
@@ -306,8 +306,8 @@ def test_what_is_left_of_real_steps_is_found_again(make_job, device):
     assert (found.step_s, found.block_s) == pytest.approx((planted.step_s, planted.block_s), rel=1e-2)
 
 
-def test_steps_shorter_than_their_products_leave_nothing_negative(job):
-    work = count_work(with_probed(job, lawful()), 1, 0)
-    found = fit_steps(lawful(), [MeasuredStep(job, 1, 0, work.gemm_s / 2)])
+def test_the_fit_has_no_negative_overhead(job):
+    work = count_work(with_probed(job, constant_rates()), 1, 0)
+    found = fit_steps(constant_rates(), [MeasuredStep(job, 1, 0, work.gemm_s / 2)])
     assert found.elementwise > 0
     assert (found.step_s, found.block_s) == (0, 0)

@@ -1,4 +1,4 @@
-"""Stages by cost: layers that balance ranks, the slowest rank in closed form, one walk of the schedule."""
+"""Layers per stage by cost, the slowest rank in closed form, and the simulated schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def homes_of(pp, schedule, stages):
     return v_shaped_ranks(pp) if schedule == "zbv" else loop_ranks(pp, stages)
 
 
-def test_layers_go_where_the_least_work_is():
+def test_layers_are_assigned_to_the_least_loaded_stages():
     """A head of two layers on the last stage, an embedding of one on the first."""
     assert assign_layers(16, (0, 1, 2, 3), 0.0, 0.0) == (4, 4, 4, 4)
     assert assign_layers(13, (0, 1, 2, 3), 1.0, 2.0) == (3, 4, 4, 2)
@@ -86,7 +86,7 @@ def test_stages_are_balanced_by_the_costs_that_the_step_is_predicted_with(make_j
     assert rows.sum(axis=0)[-1] == pytest.approx(layers[-1] * costs.block.total_s + costs.head.total_s)
 
 
-def test_bubble_and_transfers_are_those_of_the_walk(make_job):
+def test_bubble_and_transfers_come_from_the_simulation(make_job):
     """Without transfers the walk has the bubble alone; transfers are what is left of the longer makespan."""
     job = make_job(
         model={"num_layers": 8},
@@ -123,7 +123,7 @@ def test_transfers_on_the_critical_path_are_the_fill_and_the_drain(make_job, sch
     assert planned.bubble_s == pytest.approx(books, rel=0.05)
 
 
-def test_a_schedule_that_is_too_large_keeps_the_closed_form(make_job):
+def test_a_schedule_too_large_to_simulate_uses_the_closed_form(make_job):
     layout = {"pp": 4, "micro_batch": 1}
     job = make_job(model={"num_layers": 4}, train={"global_batch": 2_000_000}, layout=layout)
     step = predict_step(job, 2_000_000)

@@ -1,4 +1,4 @@
-"""What ranks that share sequences move and hold, counted by hand."""
+"""Collectives and memory of context parallelism, counted by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_of(make_job):
     return rows
 
 
-def test_keys_and_values_go_round_the_ring(rows_of):
+def test_ring_attention_sends_keys_and_values_to_the_next_rank(rows_of):
     """Two ranks, 4 micro-batches, 2 blocks; 32 tokens a rank, keys and values 2 x 32 x 4 x 4 bytes.
 
     Forward one, backward one more, and one of their gradients; each is two sends, as there are two lanes.
@@ -44,7 +44,7 @@ def test_keys_and_values_go_round_the_ring(rows_of):
     assert rows["cp", "send", "setup"] == (1, 4)
 
 
-def test_gradients_travel_in_float32_and_keys_in_the_precision_of_products(rows_of):
+def test_ring_gradients_are_sent_in_float32_and_keys_in_bf16(rows_of):
     """Four ranks: 3 hops forward and backward of 512 bytes in 16 bits, 3 of gradients in 32; two lanes."""
     rows = rows_of({"cp": 4}, precision="bf16")
     each = 2 * 16 * 4
@@ -52,12 +52,12 @@ def test_gradients_travel_in_float32_and_keys_in_the_precision_of_products(rows_
 
 
 @pytest.mark.parametrize(("recompute", "hops"), [("none", 3), ("selective", 3), ("full", 4)])
-def test_the_ring_turns_again_where_attention_is_computed_again(rows_of, recompute, hops):
+def test_the_ring_is_repeated_if_attention_is_recomputed(rows_of, recompute, hops):
     assert rows_of({"cp": 2, "recompute": recompute})["cp", "send", "step"][0] == 8 * hops * 2
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 3), ("full", 3)])
-def test_ulysses_exchanges_twice_a_pass(rows_of, recompute, passes):
+def test_ulysses_has_two_all_to_alls_per_pass(rows_of, recompute, passes):
     """32 tokens x (8 queries + 2 x 4 keys and values), then x 8 results, 4 bytes each; no channel to open."""
     rows = rows_of({"cp": 2, "context": "ulysses", "recompute": recompute})
     assert rows["cp", "all_to_all", "step"] == (2 * 8 * passes, 8 * passes * 32 * (16 + 8) * 4)
@@ -65,13 +65,13 @@ def test_ulysses_exchanges_twice_a_pass(rows_of, recompute, passes):
     assert not any(op == "send" for _, op, _ in rows)
 
 
-def test_ulysses_repeats_key_heads_that_are_fewer_than_ranks(rows_of):
+def test_ulysses_repeats_key_heads_if_they_are_fewer_than_ranks(rows_of):
     """Two key heads of width 2 on four ranks: four travel."""
     rows = rows_of({"cp": 4, "context": "ulysses"})
     assert rows["cp", "all_to_all", "step"] == (2 * 8 * 2, 8 * 2 * 16 * (16 + 2 * 4 * 2) * 4)
 
 
-def test_ranks_of_a_sequence_sum_gradients_as_replicas_do(rows_of):
+def test_cp_ranks_all_reduce_gradients_like_replicas(rows_of):
     """21 tensors in one bucket; the state is whole, so that one rank saves it alone."""
     rows = rows_of({"cp": 2})
     assert rows["cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
@@ -81,7 +81,7 @@ def test_ranks_of_a_sequence_sum_gradients_as_replicas_do(rows_of):
     assert rows["dp_replicate+cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
 
 
-def test_zero_cuts_the_state_over_ranks_of_a_sequence_too(rows_of, make_job):
+def test_zero_shards_the_state_over_dp_shard_and_cp(rows_of, make_job):
     """Stage 1 over dp_shard x cp = 4; 8 samples over two ranks of data are 2 micro-batches."""
     rows = rows_of({"dp_shard": 2, "cp": 2, "zero": 1})
     assert rows["dp_shard+cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
@@ -94,7 +94,7 @@ def test_zero_cuts_the_state_over_ranks_of_a_sequence_too(rows_of, make_job):
     assert sharded_state(make_job(model=MODEL, layout=layout), 1)["parameters"] == PARAMETERS
 
 
-def test_tensor_parallel_and_pipelines_move_a_ranks_own_tokens(rows_of):
+def test_tp_and_pp_move_only_the_tokens_of_a_cp_rank(rows_of):
     """Half of the tokens: half of the bytes of what is summed over tp, handed on over pp, sent for keys."""
     for layout in ({"tp": 2}, {"pp": 2, "stage_layers": [1, 1]}):
         alone, shared = rows_of(layout), rows_of({**layout, "cp": 2})
@@ -106,7 +106,7 @@ def test_tensor_parallel_and_pipelines_move_a_ranks_own_tokens(rows_of):
     assert one == (24, 24 * 512), "a rank of tp has one of two key heads, and one lane"
 
 
-def test_memory_of_activations_falls_with_the_ranks_of_a_sequence(make_job):
+def test_cp_divides_the_memory_of_activations(make_job):
     """The block's activations are half; rotary tables are of the own positions.
 
     Key heads are as many as those of queries: one process would keep fewer repeated on a GPU.
@@ -125,7 +125,7 @@ def test_memory_of_activations_falls_with_the_ranks_of_a_sequence(make_job):
     assert alone.touched_bytes == 2 * shared.touched_bytes
 
 
-def test_ulysses_keeps_what_attention_gave_twice_and_a_key_head_a_rank(make_job):
+def test_ulysses_saves_the_attention_output_twice_and_repeated_key_heads(make_job):
     """2 blocks, 2 x 8 tokens on each of four ranks: 8 numbers more each, and 2 x (8 - 4) of repeated keys."""
     kept = {}
     for context in ("ring", "ulysses"):
@@ -139,7 +139,7 @@ def test_ulysses_keeps_what_attention_gave_twice_and_a_key_head_a_rank(make_job)
 
 
 @pytest.mark.parametrize(("context", "masks"), [("ring", 0), ("ulysses", 2 * 32 * 32 * 4)])
-def test_a_ring_keeps_no_mask_of_documents(make_job, context, masks):
+def test_ring_attention_saves_no_document_mask(make_job, context, masks):
     """Whose tokens belong to which document is known of whole sequences: 2 x 16 x 2 + 2 x 32 numbers."""
     job = make_job(
         model=MODEL,
@@ -151,7 +151,7 @@ def test_a_ring_keeps_no_mask_of_documents(make_job, context, masks):
     assert lines["batch"] == (2 * 32 + 2 * 32) * 8
 
 
-def test_a_plan_names_the_ranks_of_a_sequence(make_job):
+def test_a_plan_names_the_cp_axis(make_job):
     plan, _ = build_plan(make_job(model=MODEL, layout={"dp_shard": 2, "cp": 2, "zero": 3}))
     assert plan.reasons[0].startswith("dp_shard=2 cp=2 zero=3 ring micro_batch=2: given in the job")
     assert plan.world_size == 4

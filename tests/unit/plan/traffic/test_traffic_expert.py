@@ -1,4 +1,4 @@
-"""What routed experts move, counted by hand; D=8, E=4, two experts a token, each 8 wide."""
+"""Collectives of expert parallelism, counted by hand: D=8, E=4, two experts per token, each 8 wide."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rows_of(make_job):
     return rows
 
 
-def test_tokens_go_to_their_experts_and_back(rows_of):
+def test_tokens_are_dispatched_and_combined_by_all_to_all(rows_of):
     """2 micro-batches x 2 blocks; 64 tokens x 2 experts x 8 x 4 bytes each way, 4 split sizes of 8 bytes."""
     rows, moved = rows_of({"dp_shard": 2, "ep": 2, "zero": 3}), 64 * 2 * 8 * 4
     assert rows["ep", "all_to_all", "step"] == (4 * 5, 4 * (4 * 8 + 4 * moved))
@@ -45,28 +45,28 @@ def test_tokens_go_to_their_experts_and_back(rows_of):
 
 
 @pytest.mark.parametrize(("recompute", "calls"), [("none", 5), ("selective", 8), ("full", 8)])
-def test_the_way_to_the_experts_is_gone_again_where_blocks_are_computed_again(rows_of, recompute, calls):
+def test_the_dispatch_is_repeated_if_blocks_are_recomputed(rows_of, recompute, calls):
     rows = rows_of({"dp_shard": 2, "ep": 2, "zero": 3, "recompute": recompute})
     assert rows["ep", "all_to_all", "step"][0] == 4 * calls
 
 
-def test_ranks_that_share_an_expert_each_get_the_row(rows_of):
+def test_every_etp_rank_receives_the_row(rows_of):
     rows, moved = rows_of({"dp_shard": 2, "etp": 2, "zero": 3}, precision="bf16"), 64 * 2 * 8 * 2 * 2
     assert rows["ep", "all_to_all", "step"] == (4 * 5, 4 * (4 * 2 * 8 + 4 * moved))
 
 
-def test_experts_on_every_rank_need_no_exchange(rows_of):
+def test_without_ep_there_is_no_all_to_all(rows_of):
     rows = rows_of({"dp_shard": 2, "zero": 3})
     assert not any(axis.startswith("ep") for axis, _, _ in rows)
 
 
-def test_only_layers_with_experts_route(rows_of):
+def test_dense_layers_have_no_all_to_all(rows_of):
     some = rows_of({"dp_shard": 2, "ep": 2, "zero": 3}, model={"dense_layers": 1})
     assert some["ep", "all_to_all", "step"][0] == 2 * 5
     assert some["control", "all_reduce", "step"] == (3, (3 + 1 + 1 + LOAD // 2) * 8)
 
 
-def test_experts_that_no_other_rank_holds_are_neither_gathered_nor_reduced(rows_of):
+def test_experts_held_by_one_rank_are_neither_gathered_nor_reduced(rows_of):
     """ZeRO-3 over 2 ranks with ep=2: the rest is, as ever; 2 micro-batches."""
     rows = rows_of({"dp_shard": 2, "ep": 2, "zero": 3})
     assert rows["dp_shard", "all_gather", "step"] == (2 * 5, 2 * (4 * BLOCK + AROUND) * 4)
@@ -74,7 +74,7 @@ def test_experts_that_no_other_rank_holds_are_neither_gathered_nor_reduced(rows_
     assert not any(axis == "ep_shard" for axis, _, _ in rows)
 
 
-def test_experts_are_gathered_over_the_ranks_that_hold_the_same(rows_of):
+def test_experts_are_gathered_over_ep_shard(rows_of):
     """Four ranks, ep=2: two hold the same two experts, 384 elements a block; one micro-batch, 16 bits."""
     rows = rows_of({"dp_shard": 4, "ep": 2, "zero": 3}, precision="bf16")
     assert rows["ep_shard", "all_gather", "step"] == (2 * 2, 2 * 2 * EXPERTS // 2 * 2)
@@ -85,13 +85,13 @@ def test_experts_are_gathered_over_the_ranks_that_hold_the_same(rows_of):
     assert rows["ep_shard", "all_gather", "step"] == (2, EXPERTS * 4)
 
 
-def test_replicas_of_experts_are_summed_even_where_those_are_not_cut(rows_of):
+def test_expert_replicas_are_all_reduced_even_if_not_sharded(rows_of):
     """FSDP2 calls nothing over one rank, but sums over replicas: five groups, once a step."""
     rows = rows_of({"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 3})
     assert rows["dp_replicate", "all_reduce", "step"] == (5, (DENSE // 2 + EXPERTS) * 4)
 
 
-def test_whole_gradients_of_experts_have_their_own_buckets_and_axis(rows_of):
+def test_unsharded_expert_gradients_have_their_own_buckets_and_axis(rows_of):
     """ZeRO-1 on cp=4, ep=2: the rest over 4 ranks, experts over the 2 that hold the same; no DDP."""
     rows = rows_of({"cp": 4, "ep": 2, "zero": 1})
     assert rows["cp", "all_gather", "step"] == (1, DENSE * 4)
@@ -102,7 +102,7 @@ def test_whole_gradients_of_experts_have_their_own_buckets_and_axis(rows_of):
     assert rows["cp", "all_reduce", "step"] == (1 + balance, DENSE * 4 + balance * 2 * 4 * 4)
 
 
-def test_replicas_without_other_axes_use_ddp_for_experts_too(rows_of):
+def test_plain_replicas_use_ddp_for_experts(rows_of):
     rows = rows_of({"dp_replicate": 2})
     assert rows["dp_replicate", "all_reduce", "step"] == (1, (DENSE + 2 * EXPERTS) * 4)
     assert rows["dp_replicate", "broadcast", "setup"] == (2, (2 * 10 + 3 + 1 + 1) * 4)
@@ -110,7 +110,7 @@ def test_replicas_without_other_axes_use_ddp_for_experts_too(rows_of):
     assert rows["control", "all_reduce", "eval"] == (1, 2 * 8)
 
 
-def test_ranks_of_a_matrix_route_their_own_tokens(rows_of):
+def test_tp_ranks_route_their_own_tokens(rows_of):
     """tp=2: 4 micro-batches of 64 tokens, N D e = 2048 bytes.
 
     A block sums attention alone, forward and backward; the embedding and the head once, the loss twice; the
@@ -125,7 +125,7 @@ def test_ranks_of_a_matrix_route_their_own_tokens(rows_of):
     assert rows["ep_shard", "all_reduce", "step"] == (1, 2 * EXPERTS * 4)
 
 
-def test_with_sequence_parallelism_a_rank_has_its_own_tokens_already(rows_of):
+def test_sequence_parallel_ranks_route_without_an_extra_split(rows_of):
     """Gathers and scatters are attention's and the ends'; the router's gradient goes with the norms'."""
     rows = rows_of({"tp": 2, "sequence_parallel": True}, balance_loss=0.0)
     assert rows["tp", "all_gather", "step"] == (4 * (2 * 2 + 2), 4 * (2 * 2 + 2) * 2048)
@@ -134,7 +134,7 @@ def test_with_sequence_parallelism_a_rank_has_its_own_tokens_already(rows_of):
 
 
 @pytest.mark.parametrize(("recompute", "gathers"), [("none", 2), ("full", 3), ("selective", 3)])
-def test_shared_experts_enter_and_leave_as_a_dense_feed_forward(rows_of, recompute, gathers):
+def test_shared_experts_have_the_collectives_of_a_dense_feed_forward(rows_of, recompute, gathers):
     """Computed again, they make the routed path's gather, which comes before them, one that is repeated."""
     rows = rows_of({"tp": 2, "recompute": recompute}, model={"shared_experts": 1}, balance_loss=0.0)
     again = {"none": 0, "selective": 0, "full": 2}[recompute]
@@ -144,7 +144,7 @@ def test_shared_experts_enter_and_leave_as_a_dense_feed_forward(rows_of, recompu
     assert without["tp", "all_gather", "step"][0] == 4 * 2 * 2
 
 
-def test_ranks_that_share_sequences_count_choices_together(rows_of):
+def test_cp_ranks_sum_the_counts_of_chosen_experts(rows_of):
     """cp=2 x tp=2: 4 micro-batches x 2 blocks of 2 x 4 counts; a capacity asks for the choices instead."""
     rows = rows_of({"cp": 2, "tp": 2})
     assert rows["cp+tp", "all_reduce", "step"] == (8, 8 * 2 * 4 * 4)
@@ -165,13 +165,13 @@ def test_a_checkpoint_gathers_experts_over_their_ranks(rows_of):
     assert rows["dp_shard", "all_gather", "save"] == (17 * 3, 3 * DENSE * 4)
 
 
-def test_a_bias_that_ranks_of_an_expert_have_whole_is_not_gathered(rows_of):
+def test_an_unsharded_expert_bias_is_not_gathered(rows_of):
     """With etp alone the biases behind the sums are whole: 5 of 6 tensors a block are cut."""
     rows = rows_of({"dp_shard": 2, "etp": 2, "zero": 1}, model={"ffn_bias": True})
     assert rows["ep", "all_gather", "save"][0] == 2 * 5 * 3
 
 
-def test_a_pipeline_routes_in_its_own_layers(make_job):
+def test_a_pipeline_stage_routes_only_in_its_layers(make_job):
     job = make_job(
         model={**MODEL, "dense_layers": 1},
         layout={"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1, "micro_batch": 2, "stage_layers": [1, 1]},
@@ -181,7 +181,7 @@ def test_a_pipeline_routes_in_its_own_layers(make_job):
     assert "ep" in last
 
 
-def test_a_plan_names_experts_and_promises_state_of_every_rank(make_job):
+def test_a_plan_has_expert_axes_and_the_state_of_every_rank(make_job):
     """All ranks together hold the model once; names say over how many ranks experts are dealt."""
     job = make_job(model=MODEL, layout={"dp_shard": 4, "ep": 2, "zero": 3})
     plan, _ = build_plan(job)

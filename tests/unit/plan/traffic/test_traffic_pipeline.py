@@ -61,7 +61,7 @@ def rows(job, pp_rank):
         ({"pp": 2, "layers": 4, "schedule": "zbv", "virtual_stages": 2}, (16, 16), (6, 6)),
     ],
 )
-def test_every_border_between_ranks_is_sent_once_each_way(settled, layout, step, evaluation):
+def test_each_stage_boundary_has_one_send_in_each_direction(settled, layout, step, evaluation):
     job = settled(**layout)
     for pp_rank, (calls, forward) in enumerate(zip(step, evaluation, strict=True)):
         found = rows(job, pp_rank)
@@ -69,14 +69,14 @@ def test_every_border_between_ranks_is_sent_once_each_way(settled, layout, step,
         assert found.get(("pp", "send", "eval"), (0, 0)) == (forward, forward * STREAM)
 
 
-def test_a_sequence_that_is_cut_sends_its_parts(settled):
+def test_context_parallel_stages_send_their_part_of_the_sequence(settled):
     whole, cut = (settled(pp=2, tp=2, sequence_parallel=cut) for cut in (False, True))
     assert rows(whole, 0)["pp", "send", "step"] == (8, 8 * STREAM)
     assert rows(cut, 0)["pp", "send", "step"] == (8, 8 * STREAM // 2)
 
 
-def test_a_checkpoint_gets_what_the_first_place_lacks(settled):
-    """Place 1 sends its block and the final norm, each with two moments and a step count."""
+def test_other_pp_ranks_send_their_state_to_the_first_for_a_checkpoint(settled):
+    """Pp rank 1 sends its block and the final norm, each with two moments and a step count."""
     job = settled(pp=2)
     assert ("pp", "send", "save") not in rows(job, 0)
     tensors, elements = TENSORS["block"] + TENSORS["norm"], BLOCK + NORM
@@ -87,7 +87,7 @@ def test_a_checkpoint_gets_what_the_first_place_lacks(settled):
     assert rows(split, 1)["pp", "send", "save"] == rows(job, 1)["pp", "send", "save"]
 
 
-def test_two_copies_of_an_embedding_are_summed(settled):
+def test_gradients_of_tied_embeddings_are_all_reduced(settled):
     job = settled(layers=4, pp=4)
     found = [rows(job, pp_rank).get(("pp_tied", "all_reduce", "step")) for pp_rank in range(4)]
     assert found == [(1, 4 * WORDS), None, None, (1, 4 * WORDS)]
@@ -100,7 +100,7 @@ def test_two_copies_of_an_embedding_are_summed(settled):
 @pytest.mark.parametrize(
     "layout", [{"tied": False}, {"layers": 4, "schedule": "zbv", "virtual_stages": 2}], ids=["apart", "zbv"]
 )
-def test_nothing_is_summed_where_there_is_one_embedding(settled, layout):
+def test_a_single_embedding_is_not_all_reduced(settled, layout):
     job = settled(pp=2, **layout)
     assert all(t.axis != "pp_tied" for pp_rank in (0, 1) for t in predict_traffic(job, pp_rank))
 
@@ -108,7 +108,7 @@ def test_nothing_is_summed_where_there_is_one_embedding(settled, layout):
 # Together with the other axes
 
 
-def test_replicas_sum_the_buckets_of_each_stage(settled):
+def test_replicas_all_reduce_the_buckets_of_each_stage(settled):
     job = settled(pp=2, dp_replicate=2, bucket_mb=0.1)  # 25600 elements: most matrices fill it with others
     for pp_rank, elements in enumerate((WORDS + BLOCK, WORDS + BLOCK + NORM)):
         found = rows(job, pp_rank)
@@ -126,14 +126,14 @@ def test_no_bucket_has_parameters_of_two_stages(settled):
     assert rows(job, 1)["dp_replicate", "all_reduce", "step"] == (2, 4 * 2 * BLOCK)
 
 
-def test_zero_1_gathers_what_each_rank_updated(settled):
+def test_zero_1_gathers_updated_parameters(settled):
     job = settled(pp=2, dp_shard=2, zero=1)
     assert rows(job, 0)["dp_shard", "all_reduce", "step"] == (1, 4 * (WORDS + BLOCK))
     assert rows(job, 0)["dp_shard", "all_gather", "step"] == (1, 4 * (WORDS + BLOCK))
     assert rows(job, 1)["dp_shard", "all_gather", "save"] == (20, 4 * 2 * (BLOCK + NORM)), "moments"
 
 
-def test_zero_3_gathers_blocks_twice_and_the_ends_once_a_micro_batch(settled):
+def test_zero_3_gathers_blocks_twice_and_the_root_group_once_per_micro_batch(settled):
     job = settled(layers=4, pp=4, dp_shard=2, zero=3)  # 4 micro-batches a rank
     first, middle, last = (rows(job, pp_rank) for pp_rank in (0, 1, 3))
     assert middle["dp_shard", "all_gather", "step"] == (8, 8 * 4 * BLOCK)
@@ -144,7 +144,7 @@ def test_zero_3_gathers_blocks_twice_and_the_ends_once_a_micro_batch(settled):
     assert [len(list_groups(local_stages(job, pp_rank)[0])) for pp_rank in range(4)] == [2, 1, 1, 2]
 
 
-def test_zero_2_gathers_once_a_step(settled):
+def test_zero_2_gathers_once_per_step(settled):
     job = settled(pp=2, dp_shard=2, zero=2, accumulate="deferred")
     assert rows(job, 0)["dp_shard", "all_gather", "step"] == (2, 4 * (BLOCK + WORDS))
     assert rows(job, 0)["dp_shard", "reduce_scatter", "step"] == (2, 4 * (BLOCK + WORDS))
@@ -152,7 +152,7 @@ def test_zero_2_gathers_once_a_step(settled):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_stages_move_over_tp_what_the_whole_model_does(settled, sequence, recompute):
+def test_tp_collectives_of_all_stages_equal_those_of_the_unsplit_model(settled, sequence, recompute):
     """Passes of all stages together are those of one; sums of gradients are one call a rank."""
     split = {"tp": 2, "sequence_parallel": sequence, "recompute": recompute}
     whole, cut = settled(layers=4, **split), settled(layers=4, pp=4, **split)
@@ -166,7 +166,7 @@ def test_stages_move_over_tp_what_the_whole_model_does(settled, sequence, recomp
 # State
 
 
-def test_ranks_hold_their_stages_and_a_copy_of_a_tied_embedding(settled):
+def test_pp_ranks_hold_their_stages_and_a_copy_of_a_tied_embedding(settled):
     job = settled(layers=3, pp=2, stage_layers=[2, 1])
     states = [predict_ledger(job, 1, 8, pp_rank).state_bytes for pp_rank in (0, 1)]
     assert [s["parameters"] for s in states] == [4 * (WORDS + 2 * BLOCK), 4 * (WORDS + BLOCK + NORM)]
@@ -176,7 +176,7 @@ def test_ranks_hold_their_stages_and_a_copy_of_a_tied_embedding(settled):
     ]
 
 
-def test_shards_are_of_a_ranks_own_stages(settled):
+def test_fsdp_shards_only_the_stages_of_a_rank(settled):
     job = settled(pp=2, dp_shard=2, zero=3)
     held = [sharded_state(job, rank)["parameters"] for rank in range(4)]
     assert held == [2 * (WORDS + BLOCK)] * 2 + [2 * (WORDS + BLOCK + NORM)] * 2
@@ -208,7 +208,7 @@ def test_the_last_stage_keeps_the_heads_gradient_of_every_micro_batch(settled):
     assert last - first == 4 * WORDS + STREAM + norm
 
 
-def test_a_split_backward_pass_holds_what_the_weights_wait_for(settled):
+def test_a_split_backward_holds_inputs_of_deferred_weight_gradients(settled):
     """Between B and W a block holds less than between F and B, but it holds it longer."""
     split, plain = (settled(layers=8, pp=4, schedule=name) for name in ("zb-h1", "1f1b"))
     assert predict_ledger(split, 1, 8, 3).peak_bytes > predict_ledger(plain, 1, 8, 3).peak_bytes
@@ -224,7 +224,7 @@ def test_lines_of_sharded_stages_add_up(settled, zero):
 # Time, and what is chosen
 
 
-def test_the_parts_of_a_pipelines_step_are_one_walk_of_its_schedule(settled):
+def test_parts_of_a_pipeline_step_come_from_one_simulation(settled):
     """Work of an average rank, what the busiest has more, what it waits for: together the makespan."""
     job = settled(layers=4, pp=4)
     step = predict(job, job.layout).time
@@ -236,7 +236,7 @@ def test_the_parts_of_a_pipelines_step_are_one_walk_of_its_schedule(settled):
     assert 3 / 11 < step.pipeline.bubble < 0.6, "uneven stages and transfers add to (p - 1) / (m + p - 1)"
 
 
-def test_layers_are_dealt_by_cost_and_the_reason_says_so(make_job):
+def test_layers_are_assigned_by_cost_with_a_reason(make_job):
     wide = make_job(
         model={"num_layers": 8, "vocab_size": 32768},
         cluster={"preset": "local", "device": "cpu", "devices_per_node": 4},
@@ -266,13 +266,13 @@ def test_layers_are_dealt_by_cost_and_the_reason_says_so(make_job):
         ("interleaved", 2, 9, 5, 2),  # the only even number that nine samples make
     ],
 )
-def test_an_open_micro_batch_is_one_that_the_schedule_takes(make_job, schedule, pp, batch, size, count):
+def test_a_chosen_micro_batch_suits_the_schedule(make_job, schedule, pp, batch, size, count):
     job = interleaved(make_job, schedule, pp, batch)
     found = predict(job, job.layout)
     assert (found.layout.micro_batch, found.micro_batches) == (size, count)
 
 
-def test_a_batch_that_no_micro_batch_suits_is_refused(make_job):
+def test_a_batch_without_a_suitable_micro_batch_is_refused(make_job):
     """Four samples make 4, 2 or 1 micro-batches; three ranks take them three by three."""
     with pytest.raises(UserError, match="layout-interleaved"):
         build_plan(interleaved(make_job, "interleaved", 3, 4))
@@ -291,7 +291,7 @@ def interleaved(make_job, schedule, pp, batch):
 # The plan
 
 
-def test_a_plan_keeps_each_places_promise(settled, tmp_path):
+def test_a_plan_file_has_the_prediction_of_each_pp_rank(settled, tmp_path):
     job = settled(layers=4, pp=2, dp_replicate=2)
     plan = plan_from(predict(job, job.layout))
     write_plan(plan, tmp_path / "plan.toml")
