@@ -153,7 +153,9 @@ class Router(nn.Module):
             if extra_NE is not None:
                 logits_NE = _AddGradient.apply(logits_NE, extra_NE)
             best_NK = logits_NE.gather(1, experts_NK)
-            if self.kind == "softmax":  # over the top k: the softmax over all experts, renormalised
+            if self.kind == "softmax" or self.per_token == 1:
+                # Over the top k: the softmax over all experts, renormalised. A single choice has weight 1
+                # in both kinds; only the softmax then has a gradient of exactly 0. AdamW amplifies rounding.
                 weights_NK = best_NK.softmax(-1)
             else:
                 chosen_NK = best_NK.sigmoid()

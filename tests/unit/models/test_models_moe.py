@@ -191,6 +191,14 @@ def test_an_expert_without_tokens_has_a_zero_gradient():
     assert (rows > 0).tolist() == [True, False, True, False]
 
 
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_the_router_of_a_single_choice_has_a_gradient_of_exactly_zero(router):
+    """Its weight is 1 whatever the scores are. AdamW would turn a rounding error into a full update."""
+    layer = mixture(shaped(router=router, experts_per_token=1))
+    layer(stream(), torch.ones(BATCH)).square().sum().backward()
+    assert (layer.router.weight.grad == 0).all()
+
+
 def test_a_layer_without_tokens_has_gradients():
     """With expert parallelism a rank may receive no tokens."""
     layer = mixture(MODEL)

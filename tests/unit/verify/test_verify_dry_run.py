@@ -137,6 +137,7 @@ EXPERTS_PREFIX = [
     ("pp=2 dp_shard=2 ep=2 zero=1 schedule=zb-h1 micro_batch=1",),
     ("dp_shard=2 etp=2 zero=1", "model.capacity_factor=0.5"),
     ("dp_replicate=1", "model.activation=gelu", "model.router=sigmoid", "train.balance_rate=0.01"),
+    ("dp_replicate=2", "model.router=sigmoid", "model.experts_per_token=1", "train.precision=bf16"),
     ("dp_shard=4 ep=2 zero=3 prefetch=0",),
     ("dp_shard=4 ep=2 zero=2", "compression.kind=bf16"),
     ("dp_shard=2 ep=2 zero=3 recompute=selective", "train.precision=bf16"),

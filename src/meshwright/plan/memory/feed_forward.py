@@ -11,7 +11,7 @@ read R rows: an even share is n k etp, less the tokens that a capacity drops. Th
         logits, gradient      three indices per choice        the experts
 
 and 16 more per row where rows are exchanged over ``ep``: their order before and after the all-to-all. A
-sigmoid router saves 4 (k + 1) more per token. Without auxiliary losses there is no gradient of the logits.
+sigmoid router with k > 1 saves 4 (k + 1) more per token. Without auxiliary losses logits have no gradient.
 Under bf16 and fp16 the routing weights are also saved rounded, and so is a copy of the experts' weights.
 Shared experts save what a dense feed-forward of their width saves; they read the router's input, plus the
 tokens that other tp ranks route.
@@ -172,13 +172,18 @@ class _MoE:
         return self._router + self._choices + inside + self._shared
 
     @property
+    def _normalizes_scores(self) -> bool:
+        """Whether the router divides sigmoid scores by their sum; the weight of a single choice is 1."""
+        return self.model.router == "sigmoid" and self.model.experts_per_token != 1
+
+    @property
     def _router(self) -> int:
         """Its input and logits in float32, and the auxiliary losses' gradient of the logits."""
         model, train = self.model, self.job.train
         experts = model.num_experts or 0
         injected = bool(balance_coefficient(train) or train.z_loss)
         each = model.hidden_size + (1 + injected) * experts
-        if model.router == "sigmoid":  # the scores, and their sum for the normalization
+        if self._normalizes_scores:  # the scores, and their sum
             each += (model.experts_per_token or 0) + 1
         matrix = experts * model.hidden_size * FLOAT32_BYTES
         weight = matrix if self.fsdp and self.elem != FLOAT32_BYTES else 0
@@ -191,7 +196,7 @@ class _MoE:
         A sigmoid router does not save the unrounded weight, but the scores it is made of (with the router).
         """
         weight = self.elem
-        if self.elem != FLOAT32_BYTES and self.model.router == "softmax":
+        if self.elem != FLOAT32_BYTES and not self._normalizes_scores:
             weight += FLOAT32_BYTES
         return self.choices * (self.row + weight + 3 * INT64_BYTES)
 
