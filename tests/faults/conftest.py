@@ -1,4 +1,4 @@
-"""Starts the command as a user does, in a process of its own, and watches its events."""
+"""Starts ``meshwright`` in a subprocess and reads its events while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 
 class Command:
-    """A running ``meshwright`` whose events can be waited for."""
+    """A running ``meshwright`` subprocess; ``wait_for`` waits for an event."""
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Command:
                     return event
             if self.process.poll() is not None:
                 raise AssertionError(f"ended with {self.process.returncode}: {self.process.communicate()[1]}")
-            time.sleep(0.02)  # polls a condition; there is nothing else to wait on in a file
+            time.sleep(0.02)  # polls the file
         raise AssertionError(f"no such event within {limit_s} s")
 
     def finish(self, limit_s: float = 90) -> tuple[int, str, str]:
@@ -57,7 +57,7 @@ class Command:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Start a command in the test's folder; whatever still runs at the end is ended, by its own id."""
+    """Start a command in the test's folder; it is killed at the end of the test if it still runs."""
     started: list[Command] = []
 
     def start(*arguments: str) -> Command:

@@ -1,4 +1,4 @@
-"""Ranks that die, users who press Ctrl-C, supervisors that vanish: by really killing."""
+"""Rank failures, Ctrl-C and other signals, a killed supervisor, torchrun. Processes are really killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG = ("train.steps=100000", "layout.dp_replicate=2")
 
 
 @pytest.fixture(autouse=True)
-def _planted_entries_are_importable(monkeypatch):
+def _injected_faults_are_importable(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "multiproc"))
 
 
@@ -27,8 +27,8 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_kill_minus_nine_of_a_rank_ends_the_run_naming_it(command, job_file, tmp_path):
-    """Within 30 s, with rank, signal and last event; exit status 4; no process is left behind."""
+def test_sigkill_of_a_rank_ends_the_run_and_names_the_rank(command, job_file, tmp_path):
+    """The run ends within 30 s with status 4 and leaves no process. The error names rank and signal."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     victim = running.wait_for(run_dir, lambda e: e["event"] == "started" and e["rank"] == 1)["pid"]
@@ -47,10 +47,10 @@ def test_kill_minus_nine_of_a_rank_ends_the_run_naming_it(command, job_file, tmp
     assert not _is_running(other)
 
 
-def test_kill_minus_nine_of_a_stage_ends_the_pipeline_and_it_goes_on_from_its_checkpoint(
+def test_sigkill_of_a_pipeline_stage_ends_the_run_and_it_resumes_from_the_checkpoint(
     command, train, job_file, tmp_path
 ):
-    """The other stage waits for what never comes: it ends too, the dead one is named, and nothing is lost."""
+    """The other stage ends too, although it waits in a receive. The error names the killed rank."""
     run_dir = tmp_path / "run"
     pipeline = ("layout.pp=2", "checkpoint.every_steps=2", f"run_dir={run_dir}")
     running = command("train", job_file, "train.steps=100000", *pipeline)
@@ -75,26 +75,26 @@ def test_kill_minus_nine_of_a_stage_ends_the_pipeline_and_it_goes_on_from_its_ch
     assert all(loss < 6 for loss in resumed.losses)
 
 
-def test_a_rank_that_raises_is_named_not_its_victims(train, monkeypatch):
-    """Rank 1's own exception is the story; rank 0, which lost its peer, is not."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:raises_in_step_three")
+def test_an_exception_on_one_rank_is_reported_without_the_lost_peers(train, monkeypatch):
+    """Only rank 1's exception is reported. Ranks 0 and 2 fail because they lost their peer."""
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:exception_in_step_3")
     failed = train("layout.dp_replicate=3", expect=4)
     (error,) = failed.result["errors"]
     assert error["code"] == "run-rank-died"
     assert "rank 1 of 3" in error["message"]
-    assert "the cat sat on the keyboard" in error["message"]
+    assert "raised by the test" in error["message"]
 
 
-def test_the_first_to_fail_is_named_even_if_the_next_does_not_look_like_a_victim(train, monkeypatch):
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:cause_and_consequence")
+def test_the_first_failed_rank_is_reported_when_the_next_error_is_not_a_lost_peer(train, monkeypatch):
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:secondary_error_on_rank_0")
     failed = train("layout.dp_replicate=2", expect=4)
     assert "rank 1 of 2" in failed.result["errors"][0]["message"]
-    assert "the cause" in failed.result["errors"][0]["message"]
+    assert "primary error" in failed.result["errors"][0]["message"]
 
 
 @pytest.mark.slow
-def test_a_hang_up_stops_a_run_unless_nohup(command, job_file, tmp_path):
-    """A dropped connection stops the run with a checkpoint; under nohup the whole group ignores it."""
+def test_sighup_stops_a_run_unless_started_by_nohup(command, job_file, tmp_path):
+    """SIGHUP stops the run with a checkpoint. Under nohup all processes of the group ignore it."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
@@ -114,8 +114,8 @@ def test_a_hang_up_stops_a_run_unless_nohup(command, job_file, tmp_path):
     assert kept.finish()[0] == 0
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(train, monkeypatch):
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:nan_in_step_three")
+def test_a_nan_loss_stops_the_run(train, monkeypatch):
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:nan_in_step_3")
     failed = train("layout.dp_replicate=2", expect=4)
     assert failed.result["errors"][0]["code"] == "train-not-finite"
     assert "at step 3; no checkpoint was written before" in failed.result["errors"][0]["message"]
@@ -123,9 +123,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, monkeypatch):
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
-def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(train, monkeypatch, clip):
-    """The loss of the step is fine, its gradient is not: the run stops, the checkpoint before it stays."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:infinite_gradient")
+def test_a_non_finite_gradient_stops_the_run_before_the_checkpoint(train, monkeypatch, clip):
+    """The loss is finite and a gradient is not. The run stops and keeps the previous checkpoint."""
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:infinite_gradient")
     options = ["checkpoint.every_steps=1", "checkpoint.keep_last=1", f"train.clip={clip}", "run_dir=run"]
     failed = train("layout.dp_replicate=2", *options, expect=4)
     assert failed.result["errors"][0]["code"] == "train-not-finite"
@@ -133,8 +133,8 @@ def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(train, monk
     assert [p.name for p in Path("run/checkpoints").iterdir()] == ["step-00000002"]
 
 
-def test_a_second_ctrl_c_ends_it_at_once(command, job_file, tmp_path):
-    """A rank that is frozen never ends its step: exit status 130 all the same, and nobody is left."""
+def test_a_second_ctrl_c_kills_the_ranks(command, job_file, tmp_path):
+    """A stopped rank never finishes its step. The run still ends with status 130 and leaves no process."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
@@ -149,8 +149,8 @@ def test_a_second_ctrl_c_ends_it_at_once(command, job_file, tmp_path):
     assert not any(_is_running(pid) for pid in pids)
 
 
-def test_ctrl_c_while_the_ranks_start_is_quiet(command, job_file, tmp_path):
-    """The whole group is signalled while torch is being imported: no traceback, exit status 130."""
+def test_ctrl_c_during_startup_prints_no_traceback(command, job_file, tmp_path):
+    """The process group gets SIGINT while ranks import torch. The exit status is 130."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     deadline = time.monotonic() + 60
@@ -164,8 +164,8 @@ def test_ctrl_c_while_the_ranks_start_is_quiet(command, job_file, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_ctrl_c_stops_after_the_step_with_a_checkpoint(command, job_file, tmp_path, number):
-    """Exit status 130, a checkpoint of that step, an audit that holds; and it can be resumed."""
+def test_ctrl_c_stops_after_the_step_and_saves_a_checkpoint(command, job_file, tmp_path, number):
+    """Exit status 130, a checkpoint of the last step, and a passing audit. The run can be resumed."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}", "--json")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 5)
@@ -185,8 +185,8 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(command, job_file, tmp_pa
     assert len(json.loads(out)["losses"]) == 2
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_whole_group(command, job_file, tmp_path):
-    """A terminal signals every process of the group at once; the stop is as clean."""
+def test_ctrl_c_to_the_process_group_saves_a_checkpoint(command, job_file, tmp_path):
+    """A terminal sends SIGINT to supervisor and ranks. The run still saves and prints no traceback."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}", "--json")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 5)
@@ -197,8 +197,8 @@ def test_ctrl_c_in_a_terminal_reaches_the_whole_group(command, job_file, tmp_pat
     assert "Traceback" not in err
 
 
-def test_ranks_end_when_their_supervisor_vanishes(command, job_file, tmp_path):
-    """After kill -9 of the supervisor no rank is left computing for nobody."""
+def test_ranks_exit_when_the_supervisor_is_killed(command, job_file, tmp_path):
+    """After SIGKILL of the supervisor all ranks exit within 30 s."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
@@ -212,8 +212,8 @@ def test_ranks_end_when_their_supervisor_vanishes(command, job_file, tmp_path):
         time.sleep(0.05)
 
 
-def test_everything_listens_on_loopback_only(command, job_file, tmp_path):
-    """The store and gloo's sockets are not reachable from other machines."""
+def test_all_sockets_listen_on_loopback(command, job_file, tmp_path):
+    """Other machines cannot reach the store or gloo's sockets."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 2)
@@ -234,13 +234,13 @@ def test_everything_listens_on_loopback_only(command, job_file, tmp_path):
             if fields[3] == "0A" and fields[9] in inodes:
                 listening.append(fields[1].split(":")[0])
                 assert fields[1].split(":")[0] == loopback, f"{table} {fields[1]} listens beyond loopback"
-    assert listening, "the store must listen somewhere, or this test looks in the wrong place"
+    assert listening, "the store listens on some socket"
     running.process.send_signal(signal.SIGTERM)
     assert running.finish()[0] == 130
 
 
 def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks, started by torchrun and not by us."""
+    """Start two ranks by torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "meshwright", "train", *arguments]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
@@ -249,8 +249,8 @@ def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_torchrun_starts_the_same_run(job_file, tmp_path, train):
-    """``torchrun -m meshwright train`` gives the losses and the audit of our own launcher."""
+def test_torchrun_gives_the_losses_of_the_local_launcher(job_file, tmp_path, train):
+    """``torchrun -m meshwright train`` gives equal losses and passes the audit."""
     ours = train("layout.dp_replicate=2")
     done = _torchrun(tmp_path, str(job_file), "--json", f"run_dir={tmp_path / 'launched'}")
     assert done.returncode == 0, done.stderr
@@ -261,10 +261,10 @@ def test_torchrun_starts_the_same_run(job_file, tmp_path, train):
 
 
 @pytest.mark.slow
-def test_a_failure_under_torchrun_names_the_run_folder(job_file, tmp_path):
+def test_a_failure_under_torchrun_reports_the_run_folder(job_file, tmp_path):
     run_dir = tmp_path / "launched"
-    spoilt = ("train.lr=1e30", "train.clip=0.0", f"run_dir={run_dir}")
-    done = _torchrun(tmp_path, str(job_file), "--json", *spoilt)
+    diverging = ("train.lr=1e30", "train.clip=0.0", f"run_dir={run_dir}")
+    done = _torchrun(tmp_path, str(job_file), "--json", *diverging)
     assert done.returncode != 0
     result = json.loads(done.stdout)
     assert (result["status"], result["run_dir"]) == ("error", str(run_dir))
@@ -272,8 +272,8 @@ def test_a_failure_under_torchrun_names_the_run_folder(job_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_restart_by_torchrun_goes_on_from_the_checkpoint(job_file, tmp_path):
-    """Rank 1 is killed; torchrun starts all again in the same store: the second attempt resumes and ends."""
+def test_a_restart_by_torchrun_resumes_from_the_checkpoint(job_file, tmp_path):
+    """Rank 1 is killed, and torchrun restarts all ranks. The second attempt resumes and completes."""
     run_dir = tmp_path / "launched"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [
@@ -309,7 +309,7 @@ def test_a_restart_by_torchrun_goes_on_from_the_checkpoint(job_file, tmp_path):
     assert lines[-1]["event"] == "finished"
 
 
-def test_torchrun_with_the_wrong_number_of_ranks_is_refused(job_file, tmp_path):
+def test_torchrun_with_a_wrong_world_size_is_refused(job_file, tmp_path):
     done = _torchrun(tmp_path, str(job_file), "layout.dp_replicate=3")
     assert done.returncode != 0
     assert "[launch-world-size]" in done.stderr

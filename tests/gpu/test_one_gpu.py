@@ -130,10 +130,10 @@ def test_a_step_is_told_while_the_device_updates_if_another_comes_next(job_file,
     assignment = Assignment(str(tmp_path), plan.job.data.path, str(tmp_path / "checkpoints"))
     counter, events = CollectiveCounter(), EventWriter(tmp_path / EVENTS_FILE, 0)
     trainer = build_trainer(RankContext(plan, assignment, init_mesh(plan.job, counter), counter, events))
-    meter, honest = loop.start_meter(trainer), Trainer.update
+    meter, original = loop.start_meter(trainer), Trainer.update
 
     def long_update(trainer, lr, *known):
-        norm = honest(trainer, lr, *known)
+        norm = original(trainer, lr, *known)
         torch.cuda._sleep(LONG)
         return norm
 

@@ -32,7 +32,7 @@ WIDE = (
 @pytest.fixture
 def together(train, monkeypatch):
     """Train with the ranks of a layout on one GPU."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted_on_gpu:through_gloo")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:through_gloo")
     monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None, None])
     return train
 
@@ -42,7 +42,7 @@ def hold_through_nccl(train, monkeypatch, settings, *model):
     monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None] * 4)
     given = (*WIDE, *model, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
     alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted_on_gpu:through_nccl")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:through_nccl")
     shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")
     assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
     assert shared.result["audit_ok"], shared.result["differences"]

@@ -1,4 +1,4 @@
-"""All layouts that run, by asking the legality table, and small sets in which all pairs of settings meet."""
+"""All layouts that the legality table allows, and small covering sets of them (pairwise and 3-wise tests)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 
 SEED = 5
-"""Of the order in which layouts are tried; recorded, so that the same ones run everywhere."""
+"""Seed of all random choices, so that the same layouts run everywhere."""
 SEQ_LEN = 24
 DECODER = {"num_layers": 2, "hidden_size": 48, "num_heads": 24, "head_dim": 4, "ffn_size": 96}
-"""Heads and feed-forward split over 2, 3, 4 and 8 ranks."""
+"""Heads and feed-forward size are divisible by 2, 3, 4 and 8."""
 GPT = {**GPT_PARTS, "max_positions": SEQ_LEN}
 EXPERTS = {"num_experts": 12, "experts_per_token": 2, "expert_ffn_size": 12}
-"""They are dealt to 2, 3 and 4 ranks, and so are the columns of each."""
+"""Experts and their columns are divisible by 2, 3 and 4."""
 DROPPING = {**EXPERTS, "capacity_factor": 1.0, "shared_experts": 1}
 SIGMOID = {**EXPERTS, "router": "sigmoid", "dense_layers": 1}
 PIPELINED_LAYERS = 4
-"""Of a model that is cut into stages: two a rank on two ranks, or unequal ones on three."""
-WORKS: dict[str, dict[str, Any]] = {
+"""Layers of pipelined models: two per rank on two ranks, unequal stages on three."""
+WORKLOADS: dict[str, dict[str, Any]] = {
     "llama": {
         "model": {"num_kv_heads": 12, "vocab_size": 264, "tied_embeddings": False},
         "train": {"global_batch": 5, "optimizer": "sgd", "lr": 0.1},
@@ -51,13 +51,13 @@ WORKS: dict[str, dict[str, Any]] = {
         "train": {"global_batch": 5, "balance_rate": 0.01, "z_loss": 0.01},
     },
 }
-"""Both families of decoders, dense and with experts: places that run out, shared experts, a dense layer in
-front of them, key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied, packed
-documents, masked prompts, and batches that no number of ranks divides. Pipelines have fewer micro-batches
-than stages, and, with a batch of seven, enough for the schedules that ask for many."""
+"""Both decoder families, dense and MoE. They cover: dropped tokens, shared experts, a leading dense layer,
+fewer key heads than ``tp``, a vocabulary that ``tp`` does not divide, tied and untied embeddings, document
+masks, prompt masking, and batches that no number of ranks divides. Pipelines have fewer micro-batches than
+stages; a batch of seven gives enough for schedules with a minimum."""
 
 LAYOUT_RULES = [rule for rule in RULES if rule.code.startswith("layout") and rule.applies(to_run=True)]
-"""What may be wrong with a layout, where nothing is with model, data and training."""
+"""Legality rules of the layout; model, data and training are legal."""
 _HINTS = get_type_hints(Layout)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SETTINGS: dict[str, Sequence[Any]] = {
@@ -72,9 +72,9 @@ SETTINGS: dict[str, Sequence[Any]] = {
     "prefetch": (1, 0, 2),
     "offload": get_args(_HINTS["offload"]),
 }
-"""What is tried beside the degrees and ``zero``; those that are not built yet join when they are."""
-DRAWN = ("recompute", "accumulate", "prefetch", "offload")
-"""Settings of which one is drawn for each layout with expert parallelism: else they are too many."""
+"""Values of all other layout keys. Values that are not built yet are refused by the legality table."""
+SAMPLED = ("recompute", "accumulate", "prefetch", "offload")
+"""Settings with one random value per layout with expert parallelism, to limit the number of cells."""
 ROUTING: dict[str, Sequence[Any]] = {
     "model.experts_per_token": (1, 2, 3),
     "model.router": ("softmax", "sigmoid"),
@@ -85,149 +85,143 @@ ROUTING: dict[str, Sequence[Any]] = {
     "train.balance_rate": (0.0, 0.01),
     "train.z_loss": (0.0, 0.01),
 }
-"""How tokens find their experts: tried in pairs with each other and with everything else."""
+"""Routing settings: covered in pairs with each other and with all layout settings."""
 SEVERAL_STAGES = ("interleaved", *V_SCHEDULES)
-"""Schedules with several stages a rank: here two."""
-SPLIT = ("zb-h1", *V_SCHEDULES)
-"""Those that make the gradients of weights apart from those of inputs."""
+"""Schedules with several stages per rank: two here."""
+SPLIT_BACKWARD = ("zb-h1", *V_SCHEDULES)
+"""Schedules with a split backward (input gradient, weight gradient)."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One layout of one model."""
+    """One layout of one workload."""
 
-    work: str
+    workload: str
     settings: tuple[tuple[str, Any], ...]
     compiled: bool = False
     routing: tuple[tuple[str, Any], ...] = ()
-    """Where it is not that of the work."""
+    """Routing settings that replace those of the workload."""
 
     @property
     def job(self) -> Job:
         """The job to prove."""
-        job = _place(_job(self.work, self.pipelined, self.routing), dict(self.settings))
+        job = _with_settings(_job(self.workload, self.pipelined, self.routing), dict(self.settings))
         if not self.compiled:
             return job
         train = dataclasses.replace(job.train, block_backend="compile", compile_backend="aot_eager")
         return dataclasses.replace(job, train=train)
 
     @property
-    def layout(self) -> tuple[tuple[str, Any], ...]:
-        """How it is split, without how the batch is cut."""
-        return tuple(item for item in self.settings if item[0] != "micro_batch")
-
-    @property
     def pipelined(self) -> bool:
-        """Whether its model is cut into stages."""
+        """Whether the layout has pipeline parallelism."""
         return dict(self.settings)["pp"] > 1
 
     @property
-    def sharing(self) -> str:
-        """How ranks share sequences; empty where they do not."""
+    def context_method(self) -> str:
+        """Method of context parallelism; empty without it."""
         settings = dict(self.settings)
         return settings["context"] if settings["cp"] > 1 else ""
 
     @property
-    def dealing(self) -> str:
-        """What of experts lies on different ranks: they, parts of them, or both; empty where nothing does."""
+    def expert_axes(self) -> str:
+        """Axes that shard experts: `ep`, `etp` or both; empty without them."""
         settings = dict(self.settings)
         return " ".join(key for key in ("ep", "etp") if settings[key] > 1)
 
     @property
-    def family(self) -> str:
-        """Of its decoder."""
-        return self.work.split()[0].strip(",")
-
-    @property
-    def routed(self) -> bool:
-        """Whether its decoder has experts."""
-        return "num_experts" in WORKS[self.work]["model"]
+    def is_moe(self) -> bool:
+        """Whether the model has experts."""
+        return "num_experts" in WORKLOADS[self.workload]["model"]
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Of the axes."""
+        """Degrees of ``DEGREES``."""
         return tuple(value for key, value in self.settings if key in DEGREES)
 
     @property
     def ranks(self) -> int:
-        """How many it needs."""
+        """World size."""
         return math.prod(self.degrees)
 
     @property
-    def passes(self) -> int:
-        """Micro-batches of a step on all ranks, by which it takes its time."""
-        settings, batch = dict(self.settings), _train(self.work, self.pipelined)["global_batch"]
+    def cost(self) -> int:
+        """Micro-batches of a step, summed over ranks: proportional to the run time."""
+        settings, batch = dict(self.settings), _train(self.workload, self.pipelined)["global_batch"]
         share = -(-batch // (settings["dp_replicate"] * settings["dp_shard"]))
         return self.ranks * -(-share // settings["micro_batch"])
 
     def __str__(self) -> str:
-        """As the name of a test: what is not the default."""
-        idle = {field.name: field.default for field in dataclasses.fields(Layout)}
-        said = [f"{key}={value}" for key, value in self.settings if value != idle[key]]
-        said += [f"{key}={value}" for key, value in self.routing]
-        return " ".join((self.work, *said, *(["compiled"] if self.compiled else [])))
+        """Test id: the workload and all settings that are not defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(Layout)}
+        words = [f"{key}={value}" for key, value in self.settings if value != defaults[key]]
+        words += [f"{key}={value}" for key, value in self.routing]
+        return " ".join((self.workload, *words, *(["compiled"] if self.compiled else [])))
 
 
 def list_cells(ranks: Iterable[int]) -> list[Cell]:
-    """Every legal cell on so many ranks; where experts are dealt, ``DRAWN`` are drawn.
+    """Every legal cell on these numbers of ranks; with expert parallelism, ``SAMPLED`` settings are random.
 
-    Degrees and ``zero`` need each other and come together. The settings are added one by one, and what the
-    table refuses on the way is not gone on with: no rule asks of a setting that a later one be there.
+    Degrees and ``zero`` are enumerated together because rules relate them. The other settings are added one
+    by one. An illegal prefix is dropped: no rule requires a setting that is added later.
     """
     return [
-        Cell(work, tuple(settings.items()))
-        for work in WORKS
+        Cell(workload, tuple(settings.items()))
+        for workload in WORKLOADS
         for count in ranks
-        for settings in _legal_settings(work, count)
+        for settings in _legal_settings(workload, count)
     ]
 
 
-def draw_cells(ranks: int) -> Iterator[Cell]:
-    """Legal cells on so many ranks, drawn without an end."""
-    drawn = random.Random(SEED)
-    shapes = _list_shapes(ranks)
-    jobs = {(work, cut): _job(work, cut) for work in WORKS for cut in (False, True)}
+def sample_cells(ranks: int) -> Iterator[Cell]:
+    """Endless random legal cells on this number of ranks."""
+    rng = random.Random(SEED)
+    shapes = _list_degrees(ranks)
+    jobs = {
+        (workload, pipelined): _job(workload, pipelined)
+        for workload in WORKLOADS
+        for pipelined in (False, True)
+    }
     while True:
-        work, zero = drawn.choice(list(WORKS)), drawn.randrange(4)
-        settings = {**drawn.choice(shapes), "zero": zero}
-        settings |= {key: drawn.choice(values) for key, values in SETTINGS.items()}
-        if _is_legal(jobs[work, settings["pp"] > 1], settings):
-            yield Cell(work, tuple(settings.items()))
+        workload, zero = rng.choice(list(WORKLOADS)), rng.randrange(4)
+        settings = {**rng.choice(shapes), "zero": zero}
+        settings |= {key: rng.choice(values) for key, values in SETTINGS.items()}
+        if _is_legal(jobs[workload, settings["pp"] > 1], settings):
+            yield Cell(workload, tuple(settings.items()))
 
 
-def draw_routings(cells: Sequence[Cell], count: int) -> list[Cell]:
-    """So many of those cells that have experts, each with a way of routing, all drawn."""
-    drawn = random.Random(SEED)
-    chosen = drawn.sample([cell for cell in cells if cell.routed], count)
-    routings = [tuple((key, drawn.choice(values)) for key, values in ROUTING.items()) for _ in chosen]
-    found = (dataclasses.replace(c, routing=r) for c, r in zip(chosen, routings, strict=True))
-    return [cell for cell in found if not find_problems(cell.job)]
+def sample_routings(cells: Sequence[Cell], count: int) -> list[Cell]:
+    """Random MoE cells, at most ``count``, each with random routing settings."""
+    rng = random.Random(SEED)
+    chosen = rng.sample([cell for cell in cells if cell.is_moe], count)
+    routings = [tuple((key, rng.choice(values)) for key, values in ROUTING.items()) for _ in chosen]
+    candidates = (dataclasses.replace(c, routing=r) for c, r in zip(chosen, routings, strict=True))
+    return [cell for cell in candidates if not find_problems(cell.job)]
 
 
 def list_compiled(cells: Sequence[Cell]) -> list[Cell]:
-    """Those whose blocks may be compiled, compiled."""
+    """The cells whose blocks can be compiled, with compiled blocks."""
     compiled = (dataclasses.replace(cell, compiled=True) for cell in cells)
     return [cell for cell in compiled if not find_problems(cell.job)]
 
 
-def _legal_settings(work: str, ranks: int) -> list[dict[str, Any]]:
-    jobs = [_job(work, pipelined=cut) for cut in (False, True)]
-    found = [{**shape, "zero": zero} for shape, zero in itertools.product(_list_shapes(ranks), range(4))]
+def _legal_settings(workload: str, ranks: int) -> list[dict[str, Any]]:
+    jobs = [_job(workload, pipelined) for pipelined in (False, True)]
+    found = [{**degrees, "zero": zero} for degrees, zero in itertools.product(_list_degrees(ranks), range(4))]
     found = [settings for settings in found if _is_legal(jobs[settings["pp"] > 1], settings)]
-    drawn = random.Random(SEED)
+    rng = random.Random(SEED)
     for key, values in SETTINGS.items():
-        wider = []
+        extended = []
         for settings in found:
-            tried = [{**settings, key: value} for value in values]
-            legal = [more for more in tried if _is_legal(jobs[more["pp"] > 1], more)]
-            dealing = settings.get("ep", 1) * settings.get("etp", 1) > 1
-            wider += drawn.sample(legal, 1) if legal and dealing and key in DRAWN else legal
-        found = wider
+            candidates = [{**settings, key: value} for value in values]
+            legal = [more for more in candidates if _is_legal(jobs[more["pp"] > 1], more)]
+            shards_experts = settings.get("ep", 1) * settings.get("etp", 1) > 1
+            extended += rng.sample(legal, 1) if legal and shards_experts and key in SAMPLED else legal
+        found = extended
     return found
 
 
-def _list_shapes(ranks: int) -> list[dict[str, int]]:
-    """All ways to place the ranks on the axes."""
+def _list_degrees(ranks: int) -> list[dict[str, int]]:
+    """All degrees whose product is the number of ranks."""
     return [
         dict(zip(DEGREES, degrees, strict=True))
         for degrees in itertools.product(range(1, ranks + 1), repeat=len(DEGREES))
@@ -236,24 +230,24 @@ def _list_shapes(ranks: int) -> list[dict[str, int]]:
 
 
 def _is_legal(job: Job, settings: dict[str, Any]) -> bool:
-    placed = _place(job, settings)
-    return all(rule.check(placed) is None for rule in LAYOUT_RULES)
+    candidate = _with_settings(job, settings)
+    return all(rule.check(candidate) is None for rule in LAYOUT_RULES)
 
 
-def _place(job: Job, settings: dict[str, Any]) -> Job:
+def _with_settings(job: Job, settings: dict[str, Any]) -> Job:
     stages = 2 if settings.get("schedule") in SEVERAL_STAGES else 1
     layout = Layout(mode="given", **settings, virtual_stages=stages)
     return dataclasses.replace(job, layout=layout)
 
 
-def _job(work: str, pipelined: bool, routing: Sequence[tuple[str, Any]] = ()) -> Job:
-    """The model and its batch; the data are those of the test."""
-    parts = WORKS[work]
+def _job(workload: str, pipelined: bool, routing: Sequence[tuple[str, Any]] = ()) -> Job:
+    """The job of a workload on one rank; the test replaces its data."""
+    parts = WORKLOADS[workload]
     layers = {"num_layers": PIPELINED_LAYERS} if pipelined else {}
     tree: dict[str, dict[str, Any]] = {
         "model": {**DECODER, **parts["model"], **layers},
         "data": {"path": "builtin:python-stdlib", "seq_len": SEQ_LEN, **parts.get("data", {})},
-        "train": {"steps": 10, "lr": 3e-3, "warmup": 2, **_train(work, pipelined)},
+        "train": {"steps": 10, "lr": 3e-3, "warmup": 2, **_train(workload, pipelined)},
         "cluster": {"preset": "local", "device": "cpu"},
         "layout": {"dp_replicate": 1},
     }
@@ -265,63 +259,69 @@ def _job(work: str, pipelined: bool, routing: Sequence[tuple[str, Any]] = ()) ->
     return build_job({"name": "matrix", **tree})
 
 
-def _train(work: str, pipelined: bool) -> dict[str, Any]:
-    parts = WORKS[work]
+def _train(workload: str, pipelined: bool) -> dict[str, Any]:
+    parts = WORKLOADS[workload]
     return {**parts["train"], **(parts.get("pipelined", {}) if pipelined else {})}
 
 
-Meetings = Callable[[Cell], Iterable[tuple[Any, ...]]]
-"""What of a cell a covering set must have."""
+Combinations = Callable[[Cell], Iterable[tuple[Any, ...]]]
+"""The combinations of settings that a cell covers."""
 
 
 def list_values(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """Each setting of a cell by itself, with the model and the ways to share sequences and experts."""
-    return [("work", cell.work), *cell.settings, ("sharing", cell.sharing), ("dealing", cell.dealing)]
+    """Each setting alone, the workload, the context method and the expert axes."""
+    return [("workload", cell.workload), *cell.settings, *_list_methods(cell)]
 
 
 def list_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """Settings that meet in a cell, two by two; the model is one of them."""
-    return itertools.combinations((("work", cell.work), *cell.settings, *cell.routing), 2)
+    """All pairs of settings; the workload is one of them."""
+    return itertools.combinations((("workload", cell.workload), *cell.settings, *cell.routing), 2)
 
 
 def list_triples(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """Settings that meet in a cell, three by three, and all degrees; the model is one of the settings."""
-    return [*itertools.combinations((("work", cell.work), *cell.settings), 3), ("degrees", cell.degrees)]
+    """All triples of settings, and the degrees; the workload is one of the settings."""
+    settings = (("workload", cell.workload), *cell.settings)
+    return [*itertools.combinations(settings, 3), ("degrees", cell.degrees)]
 
 
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """The same with less of pipelines, sequences and experts: settings once each, in pairs what they mean.
+    """All pairs of settings, with traits in place of pp, schedule, cp, context, ep and etp; these once each.
 
-    To the code a schedule is an order, which all have, and two traits: whether ranks have several stages, and
-    whether the backward pass is split. Of ranks that share sequences or experts it is how they do.
+    The runtime code depends on two traits of a schedule: several stages per rank, and a split backward. For
+    context and expert parallelism it depends on the method, not on the degree.
     """
     settings = dict(cell.settings)
     once = [(key, settings.pop(key)) for key in ("pp", "schedule", "cp", "context", "ep", "etp")]
-    traits = [("sharing", cell.sharing), ("dealing", cell.dealing)]
+    traits = _list_methods(cell)
     if cell.pipelined:
         schedule = once[1][1]
-        traits += [("several stages", schedule in SEVERAL_STAGES), ("split", schedule in SPLIT)]
-    return [*itertools.combinations((("work", cell.work), *settings.items(), *traits), 2), *once]
+        traits += [("several stages", schedule in SEVERAL_STAGES), ("split", schedule in SPLIT_BACKWARD)]
+    pairs = itertools.combinations((("workload", cell.workload), *settings.items(), *traits), 2)
+    return [*pairs, *once]
 
 
-def choose_covering(cells: Sequence[Cell], meetings: Meetings) -> list[Cell]:
-    """Few cells in which all that meets in any legal cell does.
+def _list_methods(cell: Cell) -> list[tuple[str, Any]]:
+    return [("context method", cell.context_method), ("expert axes", cell.expert_axes)]
 
-    Greedily: always the cell with the most that is new, and of equal ones the cheapest. What is new in a cell
-    only shrinks, so a cell is counted again only when it comes to the top of the heap.
+
+def choose_covering(cells: Sequence[Cell], combinations: Combinations) -> list[Cell]:
+    """A small set of cells that covers every combination of any cell.
+
+    Greedy set cover: repeatedly the cell with the most uncovered combinations, then the lowest cost. These
+    counts only shrink, so a cell is counted again only when it is at the top of the heap.
     """
     numbers: dict[Any, int] = {}
-    tried = random.Random(SEED).sample(cells, len(cells))
-    masks = [sum(1 << numbers.setdefault(met, len(numbers)) for met in meetings(cell)) for cell in tried]
-    left, chosen = (1 << len(numbers)) - 1, []
-    heap = [(-mask.bit_count(), tried[index].passes, index) for index, mask in enumerate(masks)]
+    shuffled = random.Random(SEED).sample(cells, len(cells))
+    masks = [sum(1 << numbers.setdefault(c, len(numbers)) for c in combinations(cell)) for cell in shuffled]
+    uncovered, chosen = (1 << len(numbers)) - 1, []
+    heap = [(-mask.bit_count(), shuffled[index].cost, index) for index, mask in enumerate(masks)]
     heapq.heapify(heap)
-    while left:
-        _, passes, index = heapq.heappop(heap)
-        new = (masks[index] & left).bit_count()
-        if heap and (-new, passes, index) > heap[0]:
-            heapq.heappush(heap, (-new, passes, index))
+    while uncovered:
+        _, cost, index = heapq.heappop(heap)
+        new = (masks[index] & uncovered).bit_count()
+        if heap and (-new, cost, index) > heap[0]:
+            heapq.heappush(heap, (-new, cost, index))
             continue
-        chosen.append(tried[index])
-        left &= ~masks[index]
+        chosen.append(shuffled[index])
+        uncovered &= ~masks[index]
     return chosen

@@ -49,7 +49,7 @@ def test_a_job_is_proved_and_one_rank_dry_run(job):
 
 
 def test_a_run_that_fails_is_an_error_with_its_folder(job, monkeypatch):
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:raises_in_step_three")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:exception_in_step_3")
     with pytest.raises(mw.RunFailedError) as caught:
         job.train()
     assert mw.load_run(caught.value.run_dir).status == "failed"

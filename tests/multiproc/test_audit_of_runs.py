@@ -68,7 +68,7 @@ def test_compression_halves_what_is_sent(train):
 
 
 def test_an_extra_collective_fails_the_audit_naming_axis_and_op(train, monkeypatch, capfd):
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:extra_all_reduce")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:extra_all_reduce")
     trained = train("layout.dp_replicate=2", expect=3)
     assert not trained.result["audit_ok"]
     (difference,) = trained.result["differences"]
@@ -81,7 +81,7 @@ def test_an_extra_collective_fails_the_audit_naming_axis_and_op(train, monkeypat
 
 def test_a_single_stray_broadcast_is_found(train, monkeypatch):
     """One call, in one step, on a group that belongs to no axis."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:extra_broadcast_once")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:extra_broadcast_once")
     trained = train("layout.dp_replicate=2", expect=3)
     (difference,) = trained.result["differences"]
     assert "broadcast in phase step: 1 calls and 40 bytes" in difference
@@ -90,7 +90,7 @@ def test_a_single_stray_broadcast_is_found(train, monkeypatch):
 
 def test_collectives_that_leave_autograd_out_are_counted_too(train, monkeypatch):
     """A functional collective, as DTensor makes them, and one in inference mode."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:hidden_collectives")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:collectives_outside_autograd")
     trained = train("layout.dp_replicate=2", expect=3)
     reduced, broadcast = sorted(trained.result["differences"])
     assert "all_reduce in phase step: 7 calls" in reduced

@@ -7,7 +7,13 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from curves import TEN, Resumed, phases_of, reference, relative
+from reference_runs import (
+    TEN_STEPS,
+    ResumeChecker,
+    max_relative_diff,
+    reference_losses,
+    require_equal_losses_and_plan,
+)
 
 from meshwright.audit.record import read_record
 from meshwright.layout.ring_chunks import HEAD_CHUNKS, list_head_chunks
@@ -146,7 +152,7 @@ slow = pytest.mark.slow
 )
 def test_losses_and_contract(train, layout, job, tolerance):
     """Ten losses as in one process; state and collectives equal to the byte, the peak within 5%."""
-    assert phases_of(train, "cp", layout, job, tolerance) >= {"step", "eval"}
+    assert require_equal_losses_and_plan(train, "cp", layout, job, tolerance) >= {"step", "eval"}
 
 
 @pytest.mark.slow
@@ -154,18 +160,18 @@ def test_losses_and_contract(train, layout, job, tolerance):
 def test_compiled_blocks_are_equal_too(train, context):
     """torch.compile does not trace into the ring, and its transfers are still counted."""
     compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager")
-    split = train("layout.cp=2", f"layout.context={context}", *TEN, *compiled)
-    assert relative(split.losses, reference(train)) < 1e-5
+    split = train("layout.cp=2", f"layout.context={context}", *TEN_STEPS, *compiled)
+    assert max_relative_diff(split.losses, reference_losses(train)) < 1e-5
     assert split.result["audit_ok"], split.result["differences"]
 
 
 @pytest.mark.slow
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
     """From context parallel to one process and to FSDP, and back; the same layout resumes bit-identically."""
-    runs = Resumed(train, tmp_path)
+    runs = ResumeChecker(train, tmp_path)
     shared = ("layout.cp=2", "layout.zero=1")
-    runs.require_the_same_bits(shared)
+    runs.require_bit_identical(shared)
     for other in (("layout.cp=1",), ("layout.dp_shard=2", "layout.zero=3")):
-        runs.require_the_same_curve(shared, other)
-        runs.require_the_same_curve(other, shared)
-    runs.require_the_same_curve(shared, ("layout.cp=2", "layout.context=ulysses", "layout.zero=0"))
+        runs.require_equal_losses(shared, other)
+        runs.require_equal_losses(other, shared)
+    runs.require_equal_losses(shared, ("layout.cp=2", "layout.context=ulysses", "layout.zero=0"))

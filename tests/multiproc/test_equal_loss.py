@@ -1,4 +1,4 @@
-"""The loss curve does not depend on the layout, and equals a bare torch loop written without our code."""
+"""Losses of data parallelism equal those of one process and of a plain torch training loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from reference_runs import max_relative_diff
 from safetensors.torch import load_file
 
 from meshwright.data.dataset import TokenDataset
@@ -16,13 +17,10 @@ from meshwright.parallel.build import build_model
 from meshwright.spec.load import load_job
 
 
-def relative(a: list[float], b: list[float]) -> float:
-    assert len(a) == len(b), f"{len(a)} and {len(b)} losses"
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-
-def bare_loop(job_file: Path, prepared: Path, overrides: list[str]) -> tuple[list[float], torch.nn.Module]:
-    """One process, whole batches, plain AdamW: what every layout has to equal."""
+def plain_torch_loop(
+    job_file: Path, prepared: Path, overrides: list[str]
+) -> tuple[list[float], torch.nn.Module]:
+    """Train in one process with full batches, ``torch.optim.AdamW`` and no code of ``meshwright.train``."""
     job = load_job(str(job_file), overrides)
     data = TokenDataset.open(prepared, "train", job.data.seq_len)
     order = SampleOrder(data.shard_sample_counts, job.train.seed)
@@ -56,61 +54,61 @@ def bare_loop(job_file: Path, prepared: Path, overrides: list[str]) -> tuple[lis
 
 
 @pytest.mark.parametrize("batch", [12, 7])
-def test_one_to_four_ranks_give_the_loss_of_a_bare_torch_loop(train, job_file, prepared, batch):
-    """Batch 7 leaves ranks with zero-weight samples; ten steps within 1e-5, and the weights agree too."""
+def test_losses_and_weights_of_1_to_4_ranks_equal_a_plain_torch_loop(train, job_file, prepared, batch):
+    """Ten losses within 1e-5, and the final weights. With a batch of 7, ranks have zero-weight samples."""
     common = [f"train.global_batch={batch}", "train.steps=10"]
-    reference, model = bare_loop(job_file, prepared, common)
+    reference, model = plain_torch_loop(job_file, prepared, common)
     for ranks in (1, 2, 3, 4):
         trained = train(*common, f"layout.dp_replicate={ranks}")
         assert trained.result["world_size"] == ranks
-        assert relative(trained.losses, reference) < 1e-5, f"{ranks} ranks"
+        assert max_relative_diff(trained.losses, reference) < 1e-5, f"{ranks} ranks"
         saved = load_file(Path(trained.result["checkpoint"]) / "model.safetensors")
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(saved[name], parameter.detach(), rtol=2e-4, atol=2e-5, msg=name)
 
 
-def test_a_rank_without_any_sample_still_takes_part(train):
-    """One sample over two ranks: rank 1 runs zero-weight micro-batches only, and nothing hangs."""
+def test_a_rank_without_samples_changes_no_loss(train):
+    """One sample on two ranks: rank 1 has only zero-weight micro-batches and still joins all collectives."""
     alone = train("train.global_batch=1", "layout.dp_replicate=1")
     together = train("train.global_batch=1", "layout.dp_replicate=2")
-    assert relative(together.losses, alone.losses) < 1e-5
+    assert max_relative_diff(together.losses, alone.losses) < 1e-5
 
 
-def test_accumulation_does_not_change_the_loss(train):
-    """Micro-batches of one sample against whole shares, on two ranks, with no_sync in between."""
+def test_gradient_accumulation_changes_no_loss(train):
+    """Two ranks with six micro-batches of one sample, under no_sync, equal two ranks with one of six."""
     whole = train("layout.dp_replicate=2", "layout.micro_batch=6")
-    cut = train("layout.dp_replicate=2", "layout.micro_batch=1")
-    assert relative(cut.losses, whole.losses) < 1e-5
+    accumulated = train("layout.dp_replicate=2", "layout.micro_batch=1")
+    assert max_relative_diff(accumulated.losses, whole.losses) < 1e-5
 
 
-def test_evaluation_does_not_depend_on_the_layout(train):
-    """The held-out loss is a sum over tokens too: 5 samples over 3 ranks are padded and weigh nothing."""
+def test_eval_loss_of_3_ranks_equals_that_of_1(train):
+    """Five held-out samples on three ranks: the padding has zero weight."""
     one = train("layout.dp_replicate=1", "train.eval_samples=5")
     three = train("layout.dp_replicate=3", "train.eval_samples=5")
     assert three.result["eval_loss"] == pytest.approx(one.result["eval_loss"], rel=1e-5)
 
 
-def test_bf16_runs_and_stays_near_float32(train):
-    """bf16 products (which crash without the launcher's care on some machines) follow the float32 curve."""
+def test_bf16_losses_stay_within_2_percent_of_float32(train):
+    """bf16 GEMMs run on the CPU and change the losses by less than 2%."""
     exact = train("layout.dp_replicate=2", "train.steps=8")
     rounded = train("layout.dp_replicate=2", "train.steps=8", "train.precision=bf16")
-    assert relative(rounded.losses, exact.losses) < 0.02
+    assert max_relative_diff(rounded.losses, exact.losses) < 0.02
     assert rounded.losses != exact.losses
 
 
-def test_deterministic_mode_repeats_to_the_last_bit_and_refuses_what_would_not(train, monkeypatch):
-    """An operation without a repeatable version is an error in the rank, not a silent difference."""
+def test_deterministic_mode_is_bit_identical_and_refuses_nondeterministic_operators(train, monkeypatch):
+    """Two runs have equal losses. An operator without a deterministic implementation fails the run."""
     first = train("layout.dp_replicate=2", "train.deterministic=true")
     second = train("layout.dp_replicate=2", "train.deterministic=true")
     assert first.losses == second.losses
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:not_deterministic")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:nondeterministic_op")
     assert train("layout.dp_replicate=2").result["status"] == "complete"
     refused = train("layout.dp_replicate=2", "train.deterministic=true", expect=4)
     assert "deterministic" in refused.result["errors"][0]["message"]
 
 
-def test_learning_rate_scaling_is_what_the_job_says(train):
-    """Square-root scaling from a base batch of 3 doubles the rate: the same as doubling train.lr."""
+def test_sqrt_lr_scaling_multiplies_the_learning_rate(train):
+    """Square-root scaling from a base batch of 3 to 12 equals a doubled ``train.lr``."""
     scaled = train("train.lr_scaling=sqrt", "train.lr_base_batch=3")
     doubled = train("train.lr=6e-3")
     plain = train()

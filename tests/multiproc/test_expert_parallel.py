@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from curves import TEN, Resumed, reference, relative
-from proving import Prover, hold
+from prover import Prover, require_equal_and_planned
+from reference_runs import TEN_STEPS, ResumeChecker, max_relative_diff, reference_losses
 from safetensors.torch import load_file
 
 from meshwright.checkpoint.hf.export import export_checkpoint
@@ -72,7 +72,7 @@ def test_experts_on_other_ranks_are_those_of_one_process(prover, prepared, layou
 
     Capacity and balance are counted over whole sequences, however their tokens are sharded.
     """
-    proof = hold(prover, job_of(layout, BUSY, prepared, BALANCED))
+    proof = require_equal_and_planned(prover, job_of(layout, BUSY, prepared, BALANCED))
     steps = [[layer["dropped"] for layer in step] for step in proof.loads]
     assert len(steps) == 2
     assert all(sum(step) > 0 for step in steps), "some tokens are dropped"
@@ -82,7 +82,7 @@ def test_experts_on_other_ranks_are_those_of_one_process(prover, prepared, layou
 def crowded(tmp_path_factory, prepared):
     """Reference and layout route every token to the first two experts."""
     folder = tmp_path_factory.mktemp("crowded")
-    return Prover(folder, prepared, "planted_proofs:first_experts_alone")
+    return Prover(folder, prepared, "parallelism_bugs:route_to_first_experts")
 
 
 @pytest.mark.timeout(120)
@@ -103,7 +103,9 @@ def crowded(tmp_path_factory, prepared):
 )
 def test_an_expert_that_nobody_chooses_keeps_nobody_waiting(crowded, prepared, layout):
     """A rank with idle experts only takes part in all collectives without rows; its gradients are zero."""
-    proof = hold(crowded, job_of(layout, MIXTURE, prepared), "planted_proofs:first_experts_alone")
+    proof = require_equal_and_planned(
+        crowded, job_of(layout, MIXTURE, prepared), "parallelism_bugs:route_to_first_experts"
+    )
     assert {tuple(expert > 0 for expert in layer["load"]) for step in proof.loads for layer in step} == {
         (True, True, False, False)
     }
@@ -131,7 +133,7 @@ SHARDS = ("layout.dp_shard=2", "layout.ep=2", "layout.zero=3")
 )
 def test_a_checkpoint_of_sharded_experts_resumes_in_any_layout(train, tmp_path, layout):
     """With optimizer state and biases: the loss curve of an uninterrupted run."""
-    Resumed(train, tmp_path, *TRAINED).require_the_same_curve(SHARDS, layout)
+    ResumeChecker(train, tmp_path, *TRAINED).require_equal_losses(SHARDS, layout)
 
 
 def test_a_replicated_bias_is_saved_without_a_collective(train):
@@ -143,7 +145,7 @@ def test_a_replicated_bias_is_saved_without_a_collective(train):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_sharded_experts_resumes_bit_identically(train, tmp_path):
-    Resumed(train, tmp_path, *TRAINED).require_the_same_bits(SHARDS)
+    ResumeChecker(train, tmp_path, *TRAINED).require_bit_identical(SHARDS)
 
 
 @pytest.mark.slow
@@ -159,8 +161,10 @@ def test_a_checkpoint_of_sharded_experts_resumes_bit_identically(train, tmp_path
 def test_dispatch_in_16_bits(train, settings):
     """Half the bytes, as predicted; auxiliary losses are scaled like the loss; the curve follows float32."""
     training = [word for word in settings if word.startswith("train.") and "precision" not in word]
-    exact = reference(train, *as_overrides(MIXTURE, "model"), *training)
-    assert relative(train(*TEN, *as_overrides(MIXTURE, "model"), *settings).losses, exact) < 1e-2
+    exact = reference_losses(train, *as_overrides(MIXTURE, "model"), *training)
+    assert (
+        max_relative_diff(train(*TEN_STEPS, *as_overrides(MIXTURE, "model"), *settings).losses, exact) < 1e-2
+    )
 
 
 def test_sharded_experts_generate_and_export(train, tmp_path, capfd):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from curves import TEN, Resumed, reference, relative
+from reference_runs import TEN_STEPS, ResumeChecker, max_relative_diff, reference_losses
 
 from meshwright.plan.contract import PLAN_FILE, read_plan
 
@@ -34,8 +34,8 @@ def test_losses_and_contract(train, layout, job):
     Three ranks shard 64, 128 and 320 rows unevenly: the buffers and the prediction include padding.
     """
     asked = tuple(job.split())
-    sharded = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
-    assert relative(sharded.losses, reference(train, *asked)) < 1e-5
+    sharded = train(*(f"layout.{key}" for key in layout.split()), *TEN_STEPS, *asked)
+    assert max_relative_diff(sharded.losses, reference_losses(train, *asked)) < 1e-5
     result = sharded.result
     assert result["audit_ok"], result["differences"]
     assert result["state_bytes"] == result["predicted_state_bytes"]
@@ -61,8 +61,8 @@ def test_losses_and_contract(train, layout, job):
 def test_settings_keep_losses_bytes_and_peak(train, layout, job):
     """Ten losses within 1e-5 of one process, state and collectives to the byte, the peak within 2%."""
     asked = tuple(job.split())
-    sharded = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
-    assert relative(sharded.losses, reference(train, *asked)) < 1e-5
+    sharded = train(*(f"layout.{key}" for key in layout.split()), *TEN_STEPS, *asked)
+    assert max_relative_diff(sharded.losses, reference_losses(train, *asked)) < 1e-5
     require_contract(sharded)
 
 
@@ -73,7 +73,7 @@ def require_contract(sharded, peak=0.02):
     assert result["state_bytes"] == result["predicted_state_bytes"]
     assert result["offloaded_bytes"] == result["predicted_offloaded_bytes"]
     assert all(row["calls"] == row["predicted_calls"] > 0 for row in result["collectives"])
-    assert relative(result["peak_memory_bytes"], [rank.peak_bytes for rank in plan.ranks]) < peak
+    assert max_relative_diff(result["peak_memory_bytes"], [rank.peak_bytes for rank in plan.ranks]) < peak
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def require_contract(sharded, peak=0.02):
 def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
     """Rounded gradients follow the exact curve; half the bytes, predicted; the state stays float32."""
     given = tuple(f"layout.{key}" for key in layout.split())
-    exact = train(*given, *TEN)
-    rounded = train(*given, *TEN, f"compression.kind={kind}")
+    exact = train(*given, *TEN_STEPS)
+    rounded = train(*given, *TEN_STEPS, f"compression.kind={kind}")
     require_contract(rounded)
     assert rounded.result["state_bytes"] == exact.result["state_bytes"]
-    assert 0 < relative(rounded.losses, exact.losses) < 1e-3
+    assert 0 < max_relative_diff(rounded.losses, exact.losses) < 1e-3
 
     def sent(run):
         rows = run.result["collectives"]
@@ -104,7 +104,7 @@ def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
 )
 def test_compiled_blocks_under_zero(train, monkeypatch, zero):
     """Blocks with gathered parameters: equal losses and bytes, as many graphs as without ZeRO."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:count_graphs")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:count_graphs")
     given = (
         "train.block_backend=compile",
         "train.compile_backend=aot_eager",
@@ -112,8 +112,8 @@ def test_compiled_blocks_under_zero(train, monkeypatch, zero):
         "model.num_layers=3",
     )
     compiled = train("layout.dp_shard=2", f"layout.zero={zero}", "layout.micro_batch=3", *given)
-    plain = reference(train, "train.steps=3", "model.num_layers=3")
-    assert relative(compiled.losses, plain) < 1e-5
+    plain = reference_losses(train, "train.steps=3", "model.num_layers=3")
+    assert max_relative_diff(compiled.losses, plain) < 1e-5
     assert compiled.result["peak_memory_bytes"] == [None, None]
     lines = [json.loads(line) for line in (compiled.run_dir / "events.jsonl").read_text().splitlines()]
     graphs = [e["graphs"] for e in lines if e["event"] == "graphs"]
@@ -123,7 +123,7 @@ def test_compiled_blocks_under_zero(train, monkeypatch, zero):
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
     """When a block starts, the all-gathers of itself and of the next `prefetch` blocks have been issued."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:note_gathers")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:record_all_gathers")
     given = (f"layout.prefetch={depth}", "layout.micro_batch=6", "train.steps=1")
     trained = train("layout.dp_shard=2", "model.num_layers=4", *given)
     lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
@@ -136,7 +136,7 @@ def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
 
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch):
     """fp16: other ranks' rows are finite, but a step that only one rank skips would break the model."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:infinite_row")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:infinite_gradient_on_rank_1")
     trained = train("layout.dp_shard=2", "train.precision=fp16")
     lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
     skipped = [(e["rank"], e["step"]) for e in lines if e["event"] == "step" and e["skipped"]]
@@ -146,7 +146,7 @@ def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch)
 
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
     """Shards resume bit-identically; replicas resume from them up to rounding, and the other way."""
-    runs, cut, whole = Resumed(train, tmp_path), ("layout.dp_shard=3",), ("layout.dp_replicate=2",)
-    runs.require_the_same_bits(cut)
-    runs.require_the_same_curve(cut, whole)
-    runs.require_the_same_curve(whole, cut)
+    runs, cut, whole = ResumeChecker(train, tmp_path), ("layout.dp_shard=3",), ("layout.dp_replicate=2",)
+    runs.require_bit_identical(cut)
+    runs.require_equal_losses(cut, whole)
+    runs.require_equal_losses(whole, cut)

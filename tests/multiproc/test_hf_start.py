@@ -69,7 +69,7 @@ def test_a_rank_never_holds_the_whole_model(train, job_file, tmp_path, monkeypat
     trained = train("train.steps=1", "layout.dp_replicate=1", DEEP)
     folder = tmp_path / "folder"
     export_checkpoint(Path(trained.result["checkpoint"]), folder, "float32", 100_000)
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:watched_start")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:record_startup_memory")
     drawn = train("name=drawn", *cut, "layout.zero=2", DEEP)
     job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
     one = train("name=one", *common, "layout.dp_replicate=1")

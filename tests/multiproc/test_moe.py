@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from proving import Prover
+from prover import Prover
 from safetensors.torch import load_file
 
 from meshwright.checkpoint.hf.export import export_checkpoint

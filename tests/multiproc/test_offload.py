@@ -58,6 +58,6 @@ def test_an_offloaded_run_goes_on_from_a_checkpoint_bit_by_bit(train, tmp_path):
 
 def test_state_that_stays_is_found_out(train, monkeypatch):
     """A rank that was asked to offload and does not: the audit says what is missing on the host."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:state_that_stays")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:optimizer_state_not_offloaded")
     result = train("layout.dp_replicate=1", *AWAY, expect=3).result
     assert any("optimizer in CPU memory is 0 bytes" in said for said in result["differences"])

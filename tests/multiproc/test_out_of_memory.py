@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from planted import ROOM
+from injected_faults import MEMORY_LIMIT_BYTES
 
 LARGE = ("model.num_layers=6", "data.seq_len=128", "train.global_batch=256", "train.steps=2")
 LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
@@ -13,14 +13,14 @@ LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
 
 def test_the_ledger_is_told_and_the_cheapest_change_runs_in_the_same_room(train, monkeypatch):
     """Rank 1 gets less than what is predicted. Its error is the run's; the other rank is a victim."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:little_memory")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:limited_memory")
     failed = train(*LARGE, *LAYOUT, expect=4)
     (error,) = failed.result["errors"]
     assert error["code"] == "run-out-of-memory"
     assert re.search(r"rank 1 of 2 .* ran out of memory", error["rule"])
     memory = failed.result["out_of_memory"]
     assert sum(line["bytes"] for line in memory["lines"]) <= memory["predicted_peak_bytes"]
-    assert memory["free_bytes"] < ROOM < memory["predicted_peak_bytes"]
+    assert memory["free_bytes"] < MEMORY_LIMIT_BYTES < memory["predicted_peak_bytes"]
     assert memory["requested_bytes"] > 0
     assert len(memory["changes"]) == 3
     for change in memory["changes"]:

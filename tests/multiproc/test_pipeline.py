@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from curves import relative
+from reference_runs import max_relative_diff
 
 from meshwright.checkpoint.hf.export import export_checkpoint
 from meshwright.cli.generate import write_text
@@ -74,7 +74,7 @@ def straight(job_text, tmp_path_factory):
 def test_a_pipeline_trains_and_evaluates_as_one_process(straight):
     """Equal losses, reported by every rank; the audit passes."""
     one, two = straight
-    assert relative(two.result["losses"], one.result["losses"]) < 1e-5
+    assert max_relative_diff(two.result["losses"], one.result["losses"]) < 1e-5
     assert two.result["eval_loss"] == pytest.approx(one.result["eval_loss"], rel=1e-5)
     assert two.result["audit_ok"], two.result["differences"]
     assert {row["axis"] for row in two.result["collectives"]} >= {"pp", "pp_tied", "control"}
@@ -82,7 +82,7 @@ def test_a_pipeline_trains_and_evaluates_as_one_process(straight):
         assert [event["loss"] for event in two.of("step", rank)] == two.result["losses"]
         assert [event["loss"] for event in two.of("eval", rank)] == [two.result["eval_loss"]]
     norms = [[event["grad_norm"] for event in run.of("step", 0)] for run in straight]
-    assert relative(norms[1], norms[0]) < 1e-5
+    assert max_relative_diff(norms[1], norms[0]) < 1e-5
 
 
 def test_what_ran_when_is_the_schedule(straight):
@@ -122,7 +122,7 @@ SHARDED = ("layout.pp=2", "layout.schedule=zb-h1", "layout.dp_shard=2", "layout.
 def test_a_checkpoint_goes_on_with_or_without_a_pipeline(straight, resume, source, layout):
     """From one process and back, with other stages, another schedule and FSDP: the same curve."""
     resumed = resume(straight[source], *layout)
-    assert relative(resumed.losses, straight[source].result["losses"][3:]) < 1e-5
+    assert max_relative_diff(resumed.losses, straight[source].result["losses"][3:]) < 1e-5
     assert resumed.result["eval_loss"] == pytest.approx(straight[0].result["eval_loss"], rel=1e-5)
     assert "the sharding was" in resumed.messages
     if layout == BY_HAND:
@@ -150,7 +150,7 @@ def test_text_and_a_folder_come_out_of_a_pipeline(straight, train, job_file, tmp
 def test_fewer_micro_batches_than_stages(straight, train):
     """Four stages, two micro-batches: mostly bubble, and the losses are right."""
     trained = train(*COMMON, "layout.pp=4", "layout.micro_batch=2", "train.steps=2")
-    assert relative(trained.losses, straight[0].result["losses"][:2]) < 1e-5
+    assert max_relative_diff(trained.losses, straight[0].result["losses"][:2]) < 1e-5
 
 
 def refuse(job_file, *overrides):
@@ -184,7 +184,7 @@ def test_an_order_of_ones_own_runs_as_it_is_written(straight, train, tmp_path):
     file.write_text(THREE_STAGES)
     own = ("layout.pp=2", f"layout.schedule_file={file}")
     trained = train(*COMMON, *own, "layout.stage_layers=[1, 2, 1]", "train.steps=3")
-    assert relative(trained.losses, straight[0].result["losses"][:3]) < 1e-5
+    assert max_relative_diff(trained.losses, straight[0].result["losses"][:3]) < 1e-5
     events = read_events(trained.run_dir / EVENTS_FILE).of("timeline")
     written = {e["rank"]: ",".join(f"{s}{kind}{m}" for kind, s, m, *_ in e["actions"]) for e in events}
     rows = [line.partition("#")[0].strip() for line in THREE_STAGES.strip().splitlines()]

@@ -1,4 +1,4 @@
-"""`meshwright prove` finds layouts equal that are, and names the first module of those that are not."""
+"""`meshwright prove`: correct layouts are equal; for injected bugs it names the first module that differs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from proving import Prover
+from prover import Prover
 
 from meshwright.cli import prove as command
 from meshwright.cli.output import Output
@@ -20,7 +20,7 @@ KEYS |= {"tolerance", "layout", "shrunk"}
 
 @pytest.fixture
 def prove(job_file, tmp_path, monkeypatch, capfd):
-    """Prove on real ranks from inside the test; returns the object of ``--json``."""
+    """Run `prove` on real ranks inside the test process; returns the object of ``--json``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -40,7 +40,7 @@ def prove(job_file, tmp_path, monkeypatch, capfd):
     [
         ["layout.dp_replicate=3", "train.global_batch=7", "layout.recompute=full"],
         ["layout.dp_replicate=2", "layout.micro_batch=2", "train.precision=bf16", "compression.kind=bf16"],
-        # Attention's key bias has a gradient of nothing but rounding: it must not fail.
+        # The gradient of attention's key bias is zero up to rounding; that must not fail the proof.
         [
             *("model.positions=learned", "model.max_positions=32", "model.norm=layer"),
             *("model.activation=gelu", "model.attention_bias=true", "model.ffn_bias=true"),
@@ -48,8 +48,11 @@ def prove(job_file, tmp_path, monkeypatch, capfd):
         ],
     ],
 )
-def test_replicas_are_equal_to_one_process(prove, overrides, tmp_path):
-    """Uneven shares, accumulation, recomputation, and both families of decoders; nothing is left behind."""
+def test_replicas_equal_one_process(prove, overrides, tmp_path):
+    """Unequal shares, gradient accumulation, activation checkpointing, bf16, both decoder families.
+
+    The temporary folder is deleted.
+    """
     found = prove(*overrides)
     assert found.keys() >= KEYS
     assert found["equal"]
@@ -57,7 +60,7 @@ def test_replicas_are_equal_to_one_process(prove, overrides, tmp_path):
     assert found["shrunk"] is None
     assert len(found["losses"]) == len(found["reference_losses"]) == 10
     assert found["losses"] != found["reference_losses"] or found["max_rel_diff"] == 0
-    assert found["max_grad_diff"] > 0, "the gradients of two layouts differ by rounding, not by nothing"
+    assert found["max_grad_diff"] > 0, "gradients of two layouts differ by rounding"
     assert found["max_grad_diff"] < 1e-5
     assert list(tmp_path.glob("meshwright-prove-*")) == []
     if "train.precision=bf16" in overrides:
@@ -65,8 +68,8 @@ def test_replicas_are_equal_to_one_process(prove, overrides, tmp_path):
         assert any("compression.kind=bf16" in line for line in found["settings"])
 
 
-def test_a_job_for_many_ranks_is_proved_in_small_and_says_so(prove):
-    """Twelve replicas become two."""
+def test_a_layout_of_12_ranks_is_shrunk_to_2_and_reported(prove):
+    """``shrunk`` lists the change from twelve replicas to two."""
     found = prove("layout.dp_replicate=12")
     assert found["equal"]
     assert found["layout"]["dp_replicate"] == found["world_size"] == 2
@@ -76,8 +79,8 @@ def test_a_job_for_many_ranks_is_proved_in_small_and_says_so(prove):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "key_heads"), [(8, 2), (16, 1)])
-def test_seventy_billion_parameters_on_many_ranks_are_proved_in_small(prove, tp, key_heads):
-    """Shards and shared matrices stay both, and so does a key head that lies on several ranks."""
+def test_a_70b_model_on_many_ranks_is_proved_in_small(prove, tp, key_heads):
+    """The shrunk layout keeps FSDP, tensor and sequence parallel, and replicated key heads."""
     found = prove(
         "model.preset=llama3-70b",
         "data.seq_len=8192",
@@ -98,32 +101,34 @@ def test_seventy_billion_parameters_on_many_ranks_are_proved_in_small(prove, tp,
     assert "not compared" not in found["messages"]
 
 
-def test_a_rank_that_dies_is_a_failed_run(prove, monkeypatch):
-    """Exit status 4, with the place of the ranks' output, and no advice to resume."""
-    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:dies")
+def test_an_exception_on_a_rank_fails_the_proof(prove, monkeypatch):
+    """Exit status 4. The error names the folder of the ranks' logs and does not suggest to resume."""
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:exception_in_step_3")
     with pytest.raises(MeshwrightError) as caught:
         prove("layout.dp_replicate=2")
     assert caught.value.exit_status == 4
-    assert "the cat sat" in str(caught.value)
+    assert "raised by the test" in str(caught.value)
     assert "--resume" not in str(caught.value)
     folder = Path(str(caught.value).partition("is in ")[2].partition(". [")[0])
-    assert "the cat sat" in (folder / "rank-0.log").read_text()
+    assert "raised by the test" in (folder / "rank-0.log").read_text()
 
 
-def test_a_wrong_layout_ends_with_status_3_and_the_module_in_words(prove, monkeypatch):
-    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:missing_reduce")
+def test_a_wrong_layout_exits_with_status_3_and_names_the_module(prove, monkeypatch):
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:unreduced_norm")
     found = prove("layout.dp_replicate=2", expect=3)
     assert not found["equal"]
     assert found["max_grad_diff"] > 0.01
     assert found["first_divergence"]["module"] == "blocks.1.ffn_norm"
-    words = "First divergence: the gradient of blocks.1.ffn_norm.weight in blocks.1.ffn_norm at step 1"
-    assert words in found["messages"]
+    first = found["first_divergence"]
+    assert (first["kind"], first["step"]) == ("gradient", 1)
+    assert first["parameter"] == "blocks.1.ffn_norm.weight"
+    assert first["parameter"] in found["messages"]
     assert "[prove-differs]" in found["messages"]
 
 
-def test_a_layout_that_is_not_finite_is_not_equal(prove, monkeypatch):
-    """One process has a loss and the layout has none: a verdict with its module, not a failed run."""
-    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:not_finite")
+def test_a_nan_loss_is_a_verdict_that_names_the_module(prove, monkeypatch):
+    """The reference has a loss and the layout has NaN. The result is "not equal", not a failed run."""
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:nan_weight")
     found = prove("layout.dp_replicate=2", expect=3)
     assert found["max_rel_diff"] is None
     assert found["losses"] == [None]
@@ -143,14 +148,14 @@ def test_a_layout_that_is_not_finite_is_not_equal(prove, monkeypatch):
         (["train.steps=none"], "job-wrong-type"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(prove, overrides, code):
+def test_an_illegal_job_is_refused_with_its_code(prove, overrides, code):
     with pytest.raises(MeshwrightError) as caught:
         prove(*overrides)
     assert caught.value.exit_status == 2
     assert code in [problem.code for problem in caught.value.problems]
 
 
-def test_a_batch_norm_promises_nothing_that_could_be_proved(tmp_path, monkeypatch):
+def test_batch_norm_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     example = Path(__file__).parents[2] / "examples" / "resnet.toml"
     with pytest.raises(MeshwrightError) as caught:
@@ -158,77 +163,90 @@ def test_a_batch_norm_promises_nothing_that_could_be_proved(tmp_path, monkeypatc
     assert [problem.code for problem in caught.value.problems] == ["prove-batch-norm"]
 
 
-def test_shards_are_gathered_before_they_are_compared(prove, monkeypatch):
-    """FSDP2's sharded parameters and gradients (DTensor) go through the same comparison, right and wrong."""
-    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:shards")
-    right = prove("layout.dp_replicate=2", "train.clip=0")
-    assert right["equal"]
-    assert right["max_grad_diff"] < 1e-5
-    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:averaged_shards")
-    wrong = prove("layout.dp_replicate=2", "train.clip=0", expect=3)
-    assert "all gradients are 0.5 times" in wrong["first_divergence"]["note"]
+def test_dtensor_gradients_are_gathered_before_the_comparison(prove, monkeypatch):
+    """FSDP2's sharded parameters and gradients: summed gradients are equal, averaged ones are not."""
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:fsdp2")
+    summed = prove("layout.dp_replicate=2", "train.clip=0")
+    assert summed["equal"]
+    assert summed["max_grad_diff"] < 1e-5
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:fsdp2_averaged_grads")
+    averaged = prove("layout.dp_replicate=2", "train.clip=0", expect=3)
+    assert "all gradients are 0.5 times" in averaged["first_divergence"]["note"]
 
 
 def slow(*values):
-    """A case for which `make test` has no time."""
+    """A case of `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
-def against(prepared, tmp_path_factory):
-    """One reference for all defects of a model: each is planted in a small layout and judged."""
+def prove_bug(prepared, tmp_path_factory):
+    """Prove a small layout with an injected bug. All bugs of a model share one reference."""
     prover = Prover(tmp_path_factory.mktemp("proof"), prepared)
 
-    def run(defect, layout, model=(), train=()):
+    def run(bug, layout, model=(), train=()):
         tree = {
-            "name": "planted",
+            "name": "injected-bug",
             "model": {"preset": "tiny", **dict(model)},
             "data": {"path": str(prepared), "seq_len": 32},
             "train": {"steps": 10, "global_batch": 12, "lr": 3e-3, **dict(train)},
             "layout": {"micro_batch": 3, **layout},
             "cluster": {"preset": "local", "device": "cpu"},
         }
-        return prover.prove(build_job(tree), f"planted_proofs:{defect}")
+        return prover.prove(build_job(tree), f"parallelism_bugs:{bug}")
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("defect", "kind", "module", "rank", "said"),
+    ("bug", "kind", "module", "rank", "note"),
     [
-        ("wrong_divisor", "gradient", "norm", 0, "all gradients are 0.5 times"),
-        ("missing_reduce", "gradient", "blocks.1.ffn_norm", 0, ""),
-        ("no_gradient", "gradient", "blocks.0.attention.wk", 0, "missing"),
-        ("wrong_loss_scale", "gradient", "norm", 0, ""),
-        ("rope_offset", "activation", "blocks.0.attention", 1, ""),
-        ("tied_reduce", "gradient", "embed", 0, "it is also head.weight"),
-        ("unequal_weight", "activation", "blocks.1.ffn.down", 1, ""),
-        ("wrong_sum", "loss", "loss", None, "summation of losses"),
-        ("lost_update", "weight", "blocks.0.ffn.up", 0, "its gradient was right"),
-        ("wrong_samples", "input", "model", 1, ""),
+        ("loss_divided_twice", "gradient", "norm", 0, "all gradients are 0.5 times"),
+        ("unreduced_norm", "gradient", "blocks.1.ffn_norm", 0, ""),
+        ("frozen_weight", "gradient", "blocks.0.attention.wk", 0, "missing"),
+        ("loss_scaled_on_one_rank", "gradient", "norm", 0, ""),
+        ("rope_positions_restart", "activation", "blocks.0.attention", 1, ""),
+        ("unreduced_tied_embedding", "gradient", "embed", 0, "it is also head.weight"),
+        ("unequal_linear_weight", "activation", "blocks.1.ffn.down", 1, ""),
+        ("loss_averaged_over_ranks", "loss", "loss", None, "summation of losses"),
+        ("gradient_zeroed_before_update", "weight", "blocks.0.ffn.up", 0, "its gradient was right"),
+        ("ranks_read_same_samples", "input", "model", 1, ""),
     ],
 )
-def test_a_planted_defect_is_found_and_its_module_named(against, defect, kind, module, rank, said):
-    """The module, how it differs, and on which rank."""
-    first = named(against(defect, {"dp_replicate": 2}), kind, module, said)
+def test_a_data_parallel_bug_is_located(prove_bug, bug, kind, module, rank, note):
+    """The first divergence has the kind, module, rank and note of the bug."""
+    first = require_first_divergence(prove_bug(bug, {"dp_replicate": 2}), kind, module, note)
     assert first.rank == rank
 
 
-SEQUENCE = {"tp": 2, "sequence_parallel": True}
+SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
 ONE_KEY_HEAD = {"num_kv_heads": 1}
 GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
 
 
 @pytest.mark.parametrize(
-    ("defect", "layout", "model", "kind", "module", "said"),
+    ("bug", "layout", "model", "kind", "module", "note"),
     [
-        ("unsummed_norms", SEQUENCE, {}, "gradient", "norm", ""),
+        ("tp_unreduced_replicated_grads", SEQUENCE_PARALLEL, {}, "gradient", "norm", ""),
         pytest.param(
-            "unsummed_norms", {**SEQUENCE, "dp_shard": 2}, {}, "gradient", "norm", "", marks=pytest.mark.slow
+            "tp_unreduced_replicated_grads",
+            {**SEQUENCE_PARALLEL, "dp_shard": 2},
+            {},
+            "gradient",
+            "norm",
+            "",
+            marks=pytest.mark.slow,
         ),
-        ("unsummed_keys", SEQUENCE, ONE_KEY_HEAD, "gradient", "blocks.1.attention.wv", ""),
+        (
+            "tp_unreduced_kv_replicas",
+            SEQUENCE_PARALLEL,
+            ONE_KEY_HEAD,
+            "gradient",
+            "blocks.1.attention.wv",
+            "",
+        ),
         pytest.param(
-            "unsummed_keys",
+            "tp_unreduced_kv_replicas",
             {"tp": 2},
             ONE_KEY_HEAD,
             "gradient",
@@ -236,13 +254,21 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             "",
             marks=pytest.mark.slow,
         ),
-        ("bias_on_every_rank", SEQUENCE, GPT, "gradient", "blocks.1.ffn.down", ""),
-        ("other_words", SEQUENCE, {}, "activation", "embed", ""),
-        pytest.param("first_positions", SEQUENCE, GPT, "activation", "positions", "", marks=pytest.mark.slow),
-        ("shifted_tokens", SEQUENCE, {}, "activation", "blocks.0.attention", ""),
+        ("tp_bias_before_reduce", SEQUENCE_PARALLEL, GPT, "gradient", "blocks.1.ffn.down", ""),
+        ("tp_wrong_vocab_shard", SEQUENCE_PARALLEL, {}, "activation", "embed", ""),
+        pytest.param(
+            "sp_positions_of_rank_0",
+            SEQUENCE_PARALLEL,
+            GPT,
+            "activation",
+            "positions",
+            "",
+            marks=pytest.mark.slow,
+        ),
+        ("sp_gathered_tokens_shifted", SEQUENCE_PARALLEL, {}, "activation", "blocks.0.attention", ""),
         pytest.param(
             "tp_counted_as_data",
-            SEQUENCE,
+            SEQUENCE_PARALLEL,
             {},
             "gradient",
             "norm",
@@ -250,18 +276,36 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "rope_offset", SEQUENCE, {}, "activation", "blocks.0.attention", "", marks=pytest.mark.slow
+            "rope_positions_restart",
+            SEQUENCE_PARALLEL,
+            {},
+            "activation",
+            "blocks.0.attention",
+            "",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            "unequal_weight", SEQUENCE, {}, "activation", "blocks.1.ffn.down", "", marks=pytest.mark.slow
+            "unequal_linear_weight",
+            SEQUENCE_PARALLEL,
+            {},
+            "activation",
+            "blocks.1.ffn.down",
+            "",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            "unequal_norm", SEQUENCE, {}, "activation", "blocks.1.attention_norm", "", marks=pytest.mark.slow
+            "unequal_norm_weight",
+            SEQUENCE_PARALLEL,
+            {},
+            "activation",
+            "blocks.1.attention_norm",
+            "",
+            marks=pytest.mark.slow,
         ),
-        ("no_gradient", SEQUENCE, {}, "gradient", "blocks.0.attention.wk", "missing"),
+        ("frozen_weight", SEQUENCE_PARALLEL, {}, "gradient", "blocks.0.attention.wk", "missing"),
         pytest.param(
-            "tied_reduce",
-            {**SEQUENCE, "dp_replicate": 2},
+            "unreduced_tied_embedding",
+            {**SEQUENCE_PARALLEL, "dp_replicate": 2},
             {},
             "gradient",
             "embed",
@@ -270,62 +314,60 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
         ),
     ],
 )
-def test_a_defect_of_shared_matrices_is_found_and_its_module_named(
-    against, defect, layout, model, kind, module, said
-):
-    """Most of the ranks' losses are still near: what is named is the module."""
-    named(against(defect, layout, model), kind, module, said)
+def test_a_tensor_parallel_bug_is_located(prove_bug, bug, layout, model, kind, module, note):
+    """The first divergence names the module, although most losses are nearly equal."""
+    require_first_divergence(prove_bug(bug, layout, model), kind, module, note)
 
 
-SHARED = {"cp": 2}
+CP = {"cp": 2}
 HALF = "all gradients are 0.5 times"
 
 
 @pytest.mark.parametrize(
-    ("defect", "layout", "kind", "module", "said"),
+    ("bug", "layout", "kind", "module", "note"),
     [
-        ("contiguous_positions", SHARED, "activation", "blocks.0.attention", ""),
-        ("lost_sums", SHARED, "gradient", "blocks.1.attention.wv", ""),
+        ("ring_contiguous_positions", CP, "activation", "blocks.0.attention", ""),
+        ("ring_kv_grads_lost", CP, "gradient", "blocks.1.attention.wv", ""),
         ("cp_counted_as_data", {"cp": 2, "tp": 2}, "gradient", "norm", HALF),
-        ("swapped_heads", {"cp": 2, "context": "ulysses"}, "activation", "blocks.0.attention", ""),
-        slow("averaged_rounds", SHARED, "activation", "blocks.0.attention", ""),
-        slow("skipped_round", SHARED, "activation", "blocks.0.attention", ""),
-        slow("missing_reduce", SHARED, "gradient", "blocks.1.ffn_norm", ""),
-        slow("lost_sums", {"cp": 2, "pp": 2}, "gradient", "blocks.1.attention.wv", ""),
+        ("ulysses_heads_swapped", {"cp": 2, "context": "ulysses"}, "activation", "blocks.0.attention", ""),
+        slow("ring_steps_averaged", CP, "activation", "blocks.0.attention", ""),
+        slow("ring_steps_not_merged", CP, "activation", "blocks.0.attention", ""),
+        slow("unreduced_norm", CP, "gradient", "blocks.1.ffn_norm", ""),
+        slow("ring_kv_grads_lost", {"cp": 2, "pp": 2}, "gradient", "blocks.1.attention.wv", ""),
     ],
 )
-def test_a_defect_of_shared_sequences_is_found_and_its_module_named(
-    against, defect, layout, kind, module, said
-):
-    """Whole sequences are compared, of parts that lie on several ranks."""
-    named(against(defect, layout), kind, module, said)
+def test_a_context_parallel_bug_is_located(prove_bug, bug, layout, kind, module, note):
+    """Activations are compared over full sequences, gathered from the `cp` ranks."""
+    require_first_divergence(prove_bug(bug, layout), kind, module, note)
 
 
-MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32, "capacity_factor": 1.0}
-BIASED = {**MIXTURE, "ffn_bias": True}
+MOE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32, "capacity_factor": 1.0}
+BIASED = {**MOE, "ffn_bias": True}
 ROUTER, GATE, DOWN = "blocks.1.ffn.router", "blocks.1.ffn.experts.gate", "blocks.1.ffn.experts.down"
 
 
 @pytest.mark.parametrize(
-    ("defect", "layout", "model", "kind", "module"),
+    ("bug", "layout", "model", "kind", "module"),
     [
-        ("unsummed_router", {"tp": 2}, MIXTURE, "gradient", ROUTER),
-        ("experts_as_dense", {"cp": 2, "ep": 2}, MIXTURE, "gradient", DOWN),
-        ("turned_answers", {"cp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
-        ("own_queues", {"cp": 2}, MIXTURE, "activation", "blocks.0.ffn"),
-        ("own_counts", {"cp": 2}, {**MIXTURE, "capacity_factor": None}, "gradient", ROUTER),
-        slow("unsummed_router", {**SEQUENCE, "ep": 2}, MIXTURE, "gradient", "norm"),
-        slow("unsummed_experts", {"dp_replicate": 2, "cp": 2, "ep": 2}, MIXTURE, "gradient", DOWN),
-        slow("unsummed_experts", {"tp": 2}, MIXTURE, "gradient", DOWN),
-        slow("own_queues", {"tp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
-        slow("own_counts", {"tp": 2}, {**MIXTURE, "capacity_factor": None}, "gradient", ROUTER),
-        slow("bias_of_every_part", {"cp": 2, "etp": 2}, BIASED, "loss", "loss"),  # biases begin as zeros
-        slow("turned_answers", {"pp": 2, "tp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+        ("router_grad_unreduced", {"tp": 2}, MOE, "gradient", ROUTER),
+        ("expert_grads_reduced_over_cp", {"cp": 2, "ep": 2}, MOE, "gradient", DOWN),
+        ("expert_outputs_reversed", {"cp": 2, "ep": 2}, MOE, "activation", "blocks.0.ffn"),
+        ("capacity_per_rank", {"cp": 2}, MOE, "activation", "blocks.0.ffn"),
+        ("balance_counts_per_rank", {"cp": 2}, {**MOE, "capacity_factor": None}, "gradient", ROUTER),
+        slow("router_grad_unreduced", {**SEQUENCE_PARALLEL, "ep": 2}, MOE, "gradient", "norm"),
+        slow("expert_grads_unreduced", {"dp_replicate": 2, "cp": 2, "ep": 2}, MOE, "gradient", DOWN),
+        slow("expert_grads_unreduced", {"tp": 2}, MOE, "gradient", DOWN),
+        slow("capacity_per_rank", {"tp": 2, "ep": 2}, MOE, "activation", "blocks.0.ffn"),
+        slow("balance_counts_per_rank", {"tp": 2}, {**MOE, "capacity_factor": None}, "gradient", ROUTER),
+        slow(
+            "etp_bias_on_every_rank", {"cp": 2, "etp": 2}, BIASED, "loss", "loss"
+        ),  # biases are initialized to zero
+        slow("expert_outputs_reversed", {"pp": 2, "tp": 2, "ep": 2}, MOE, "activation", "blocks.0.ffn"),
     ],
 )
-def test_a_defect_of_experts_is_found_and_its_module_named(against, defect, layout, model, kind, module):
-    """Gradients are summed over the ranks that share an expert, and sequences counted whole."""
-    named(against(defect, layout, model, {"balance_loss": 0.05}), kind, module, "")
+def test_an_expert_parallel_bug_is_located(prove_bug, bug, layout, model, kind, module):
+    """Expert gradients, routing, capacity and balance counts."""
+    require_first_divergence(prove_bug(bug, layout, model, {"balance_loss": 0.05}), kind, module, "")
 
 
 PIPELINE = {"pp": 2}
@@ -334,51 +376,57 @@ SHARDS = {"pp": 2, "dp_shard": 2}
 
 
 @pytest.mark.parametrize(
-    ("defect", "layout", "kind", "module", "said"),
+    ("bug", "layout", "kind", "module", "note"),
     [
-        ("bf16_borders", PIPELINE, "activation", "model", ""),
-        ("forgotten_weights", SPLIT, "gradient", "blocks.1.ffn.down", ""),
-        ("untied_sum", PIPELINE, "gradient", "embed", "it is also head.weight"),
+        ("pp_bf16_transfers", PIPELINE, "activation", "model", ""),
+        ("pp_weight_grads_dropped", SPLIT, "gradient", "blocks.1.ffn.down", ""),
+        ("pp_tied_embedding_unreduced", PIPELINE, "gradient", "embed", "it is also head.weight"),
         slow(
-            "forgotten_weights",
+            "pp_weight_grads_dropped",
             {**SHARDS, "zero": 3, "schedule": "zb-h1"},
             "gradient",
             "blocks.1.ffn.down",
             "",
         ),
-        slow("untied_sum", {**SHARDS, "zero": 2}, "gradient", "embed", "it is also head.weight"),
+        slow(
+            "pp_tied_embedding_unreduced",
+            {**SHARDS, "zero": 2},
+            "gradient",
+            "embed",
+            "it is also head.weight",
+        ),
         slow("pp_counted_as_data", PIPELINE, "gradient", "norm", "all gradients are 0.5 times"),
-        slow("first_stage_reports_loss", PIPELINE, "loss", "loss", "summation of losses"),
-        slow("armed_early", {"pp": 2, "dp_replicate": 2}, "gradient", "norm", ""),
-        slow("swapped_micro_batches", {**PIPELINE, "schedule": "gpipe"}, "activation", "model", ""),
-        slow("unreleased_weights", {**SHARDS, "zero": 2}, "gradient", "norm", "missing"),
+        slow("pp_loss_from_first_stage", PIPELINE, "loss", "loss", "summation of losses"),
+        slow("pp_reduce_one_backward_early", {"pp": 2, "dp_replicate": 2}, "gradient", "norm", ""),
+        slow("pp_micro_batches_swapped", {**PIPELINE, "schedule": "gpipe"}, "activation", "model", ""),
+        slow("pp_fsdp_never_reshards", {**SHARDS, "zero": 2}, "gradient", "norm", "missing"),
     ],
 )
-def test_a_defect_of_a_pipeline_is_found_and_its_module_named(against, defect, layout, kind, module, said):
-    """Between two stages it is the model that is named: what lies between its modules."""
-    named(against(defect, layout), kind, module, said)
+def test_a_pipeline_bug_is_located(prove_bug, bug, layout, kind, module, note):
+    """For a bug in a transfer between stages, the module is ``model``."""
+    require_first_divergence(prove_bug(bug, layout), kind, module, note)
 
 
 @pytest.mark.slow
-def test_clipping_by_the_norm_of_ones_own_stages_is_found(against):
-    """Plain SGD shows it in the first update; AdamW, whose first steps have one size, in the third loss."""
+def test_clipping_by_the_norm_of_local_stages_is_located(prove_bug):
+    """With SGD the first update differs. AdamW's first updates do not depend on the gradient's scale."""
     plain = {"optimizer": "sgd", "lr": 0.1, "clip": 0.5}
-    proof = against("own_stage_norm", PIPELINE, train=plain)
-    named(proof, "weight", "norm", "its gradient was right")
+    proof = prove_bug("pp_clip_by_stage_norm", PIPELINE, train=plain)
+    require_first_divergence(proof, "weight", "norm", "its gradient was right")
     norms = {steps[0].grad_norm for steps in proof.steps}
-    assert len(norms) == 2, "each rank has its own"
+    assert len(norms) == 2, "each rank clips by its own norm"
     assert max(norms) < proof.reference_steps[0].grad_norm
 
 
-def named(proof, kind, module, said):
-    """The first divergence, which must be this one."""
+def require_first_divergence(proof, kind, module, note):
+    """Require this first divergence, and return it."""
     assert not proof.verdict.equal
     first = proof.verdict.first_divergence
     assert (first.kind, first.module) == (kind, module), first
-    assert said in first.note
-    if said in ("", "summation of losses"):
-        assert said or not first.note
+    assert note in first.note
+    if note in ("", "summation of losses"):
+        assert note or not first.note
     assert module in first.sentence()
-    assert first.difference is None if said == "missing" else first.difference > 1e-4
+    assert first.difference is None if note == "missing" else first.difference > 1e-4
     assert [found.not_compared for found in proof.findings] == [[] for _ in proof.findings]
     return first

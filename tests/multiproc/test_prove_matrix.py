@@ -1,8 +1,8 @@
-"""Every legal layout computes what one process computes, and does what its plan promised.
+"""The layout matrix: every legal layout equals one process, and its state and collectives equal the plan.
 
-The cells come from the legality table (``layout_matrix``). `make test` runs a few cheap cells in which every
-setting occurs. `make test-all` runs on two to four ranks sets in which every two and every three settings
-that can be combined are combined, and samples of eight ranks, of compiled blocks and of ways to route tokens.
+The cells come from the legality table (``layout_matrix``). `make test` runs a few cheap cells that cover
+every setting. `make test-all` runs sets on two to four ranks that cover all legal pairs and triples of
+settings, and samples with eight ranks, compiled blocks and other routing settings.
 """
 
 from __future__ import annotations
@@ -21,56 +21,56 @@ from layout_matrix import (
     SEED,
     SETTINGS,
     Cell,
-    Meetings,
+    Combinations,
     choose_covering,
-    draw_cells,
-    draw_routings,
     list_cells,
     list_compiled,
     list_pairs,
     list_traits,
     list_triples,
     list_values,
+    sample_cells,
+    sample_routings,
 )
-from proving import Prover, hold
+from prover import Prover, require_equal_and_planned
 
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
 
-MOST_PASSES = 4
+MAX_FAST_COST = 4
 CELLS = list_cells((2, 3, 4))
 COVERING = choose_covering(CELLS, list_traits)
-COMPILED = sorted(random.Random(SEED).sample(list_compiled(COVERING), 8), key=lambda cell: cell.passes)
-LARGE = list(islice(draw_cells(8), 12))
-ALL_DATA_AXES = next(cell for cell in draw_cells(8) if cell.degrees == (1, 2, 2, 1, 2))
-SHARED_SHARDS_OF_SPLITS = next(
-    cell for cell in draw_cells(8) if cell.degrees == (1, 1, 2, 2, 2) and dict(cell.settings)["zero"] == 3
+COMPILED = sorted(random.Random(SEED).sample(list_compiled(COVERING), 8), key=lambda cell: cell.cost)
+LARGE = list(islice(sample_cells(8), 12))
+HSDP_TP = next(cell for cell in sample_cells(8) if cell.degrees == (1, 2, 2, 1, 2))
+FSDP_CP_TP = next(
+    cell for cell in sample_cells(8) if cell.degrees == (1, 1, 2, 2, 2) and dict(cell.settings)["zero"] == 3
 )
-PIPELINE_OF_SHARDS = next(
-    cell for cell in draw_cells(8) if cell.degrees == (2, 1, 2, 1, 2) and dict(cell.settings)["zero"] == 3
+PP_FSDP_TP = next(
+    cell for cell in sample_cells(8) if cell.degrees == (2, 1, 2, 1, 2) and dict(cell.settings)["zero"] == 3
 )
-FAST = choose_covering([cell for cell in COVERING if cell.passes <= MOST_PASSES], list_values)
-"""Those for which `make test` has time: each setting of the cheap cells once, and one cell of eight ranks."""
+FAST = choose_covering([cell for cell in COVERING if cell.cost <= MAX_FAST_COST], list_values)
+"""Cells of `make test`: they cover each setting of the cheap cells."""
 
 
 @cache
 def triples() -> list[Cell]:
-    """Cells in which every three settings that can be combined are; found in seconds, so only when asked."""
+    """Cells that cover all legal triples of settings. Cached: choosing them takes seconds."""
     return choose_covering(CELLS, list_triples)
 
 
 @cache
 def routings() -> list[Cell]:
-    """Cells with experts in which every pair of settings and ways of routing occurs."""
-    return choose_covering(draw_routings(CELLS, 1000), list_pairs)
+    """MoE cells that cover all pairs of layout and routing settings."""
+    return choose_covering(sample_routings(CELLS, 1000), list_pairs)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The long sets are listed only where ``-m`` selects them."""
+    """Parametrize by cells; the slow sets are computed only if ``-m`` selects them."""
     slow = "not slow" not in metafunc.config.option.markexpr
     sets: dict[str, tuple[list[Cell], Callable[[], list[Cell]]]] = {
         "cell": (FAST, lambda: list(dict.fromkeys([*COVERING, *triples()]))),
         "compiled": ([], lambda: COMPILED),
-        "large": ([PIPELINE_OF_SHARDS], lambda: [ALL_DATA_AXES, SHARED_SHARDS_OF_SPLITS, *LARGE]),
+        "large": ([PP_FSDP_TP], lambda: [HSDP_TP, FSDP_CP_TP, *LARGE]),
         "routed": ([], routings),
     }
     for name, (fast, list_slow) in sets.items():
@@ -83,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def prover(tmp_path_factory):
-    """Short questions and answers: rows hold several, and masks have something to hide."""
+    """Data of short prompts and answers: a sequence packs several documents, and masks have an effect."""
     folder = tmp_path_factory.mktemp("matrix")
     lines = [
         json.dumps({"prompt": f"{n} + {n % 7}", "answer": f"= {n + n % 7}" + "!" * (n % 5)})
@@ -95,63 +95,68 @@ def prover(tmp_path_factory):
     return Prover(folder, folder / "data")
 
 
-def test_a_layout_equals_one_process_and_its_plan(prover, cell):
-    """Losses and every gradient of every rank; state and collectives equal to the byte."""
-    hold(prover, cell.job)
+def test_layout_equals_one_process_and_the_plan(prover, cell):
+    """Losses and all gradients equal one process; state and collectives of every rank equal the plan."""
+    require_equal_and_planned(prover, cell.job)
 
 
-def test_compiled_blocks_too(prover, compiled):
-    hold(prover, compiled.job)
+def test_compiled_blocks_equal_one_process_and_the_plan(prover, compiled):
+    require_equal_and_planned(prover, compiled.job)
 
 
-def test_eight_ranks_too(prover, large):
-    hold(prover, large.job)
+def test_eight_ranks_equal_one_process_and_the_plan(prover, large):
+    require_equal_and_planned(prover, large.job)
 
 
-def test_every_way_of_routing_too(prover, routed):
-    hold(prover, routed.job)
+def test_routing_settings_equal_one_process_and_the_plan(prover, routed):
+    require_equal_and_planned(prover, routed.job)
 
 
-def test_all_pairs_of_settings_meet_in_few_cells():
-    """No legal trait is left out; `make test` has every axis, context method and expert parallelism."""
-    for trait in ("sharing", "dealing", "work"):
+def test_cells_cover_all_pairs_of_traits():
+    """`make test` covers every axis, context method, expert axis and workload; `make test-all` all pairs."""
+    for trait in ("context_method", "expert_axes", "workload"):
         assert {getattr(cell, trait) for cell in FAST} == {getattr(cell, trait) for cell in CELLS}
     assert {axis for cell in FAST for axis, degree in cell.settings if degree != 1} >= set(DEGREES)
-    assert require_all_meet(COVERING, list_traits) < len(CELLS) / 10
+    assert require_covering(COVERING, list_traits) < len(CELLS) / 10
     pipelines = [dict(cell.settings) for cell in COVERING if cell.pipelined]
     assert {settings["schedule"] for settings in pipelines} == set(SETTINGS["schedule"])
     assert {settings["zero"] for settings in pipelines} == {0, 1, 2, 3}
-    shared = [dict(cell.settings) for cell in COVERING if cell.sharing]
-    assert {settings["zero"] for settings in shared if settings["dp_shard"] == 1} == {0, 1, 2, 3}
-    assert {settings["cp"] for settings in shared} == {2, 3, 4}
-    dealt = [dict(cell.settings) for cell in COVERING if cell.dealing]
-    degrees = {(settings["ep"], settings["etp"]) for settings in dealt}
+    context = [dict(cell.settings) for cell in COVERING if cell.context_method]
+    assert {settings["zero"] for settings in context if settings["dp_shard"] == 1} == {0, 1, 2, 3}
+    assert {settings["cp"] for settings in context} == {2, 3, 4}
+    experts = [dict(cell.settings) for cell in COVERING if cell.expert_axes]
+    degrees = {(settings["ep"], settings["etp"]) for settings in experts}
     assert degrees >= {(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)}
-    assert {settings["zero"] for settings in dealt} == {0, 1, 2, 3}
+    assert {settings["zero"] for settings in experts} == {0, 1, 2, 3}
 
 
 @pytest.mark.slow
-def test_all_triples_of_settings_meet_in_few_cells():
-    """All that `make test-all` claims to combine is combined: three settings, and axes with routing."""
-    assert require_all_meet(triples(), list_triples) < len(CELLS) / 10
-    placed = {degrees for degrees in product(range(1, 5), repeat=5) if 2 <= prod(degrees) <= 4}
-    assert {cell.degrees for cell in triples()} == placed, "the table refuses no axis as such"
-    met = {pair for cell in routings() for pair in list_pairs(cell)}
-    ways = [(key, value) for key, values in ROUTING.items() for value in values]
+def test_cells_cover_all_triples_of_settings():
+    """`make test-all` covers all legal triples, all degrees of 2 to 4 ranks, and axes with routing."""
+    assert require_covering(triples(), list_triples) < len(CELLS) / 10
+    all_degrees = {degrees for degrees in product(range(1, 5), repeat=5) if 2 <= prod(degrees) <= 4}
+    assert {cell.degrees for cell in triples()} == all_degrees
+    covered = {pair for cell in routings() for pair in list_pairs(cell)}
+    routing = [(key, value) for key, values in ROUTING.items() for value in values]
     degrees = [(key, 2) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")]
-    assert met >= {(degree, way) for degree in degrees for way in ways}, "every axis with every way to route"
+    assert covered >= set(product(degrees, routing)), "every axis with every routing setting"
 
 
-def require_all_meet(chosen: list[Cell], meetings: Meetings) -> int:
-    """Whatever meets in any legal cell meets in a chosen one; returns how many there are."""
+def require_covering(chosen: list[Cell], combinations: Combinations) -> int:
+    """Require that the chosen cells cover every combination of any legal cell; returns their number."""
     assert set(chosen) <= set(CELLS)
-    assert {m for cell in CELLS for m in meetings(cell)} == {m for cell in chosen for m in meetings(cell)}
+    legal, covered = ({c for cell in cells for c in combinations(cell)} for cells in (CELLS, chosen))
+    assert covered == legal
     return len(chosen)
 
 
-def test_documents_that_far_rounds_of_a_ring_ignore_are_found(prover):
-    """Here sequences have several documents, and not only one that is cut."""
-    cell = next(c for c in CELLS if c.sharing == "ring" and c.ranks == 2 and c.job.data.mask == "document")
-    first = prover.prove(cell.job, "planted_proofs:far_documents").verdict.first_divergence
+def test_ring_steps_without_document_mask_are_located(prover):
+    """Only the first ring step masks documents; sequences with several documents reveal it."""
+    cell = next(
+        c for c in CELLS if c.context_method == "ring" and c.ranks == 2 and c.job.data.mask == "document"
+    )
+    first = prover.prove(
+        cell.job, "parallelism_bugs:ring_document_mask_first_step_only"
+    ).verdict.first_divergence
     assert first is not None
     assert (first.kind, first.module) == ("activation", "blocks.0.attention"), first

@@ -17,7 +17,7 @@ def test_a_rank_holds_its_state_and_a_few_tensors_while_it_saves(train, monkeypa
 
     ``cut`` is how many whole tensors each parameter has that must be gathered: the weight, and two moments.
     """
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:watched_saving")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:record_saving_memory")
     trained = train("layout.dp_shard=4", f"layout.zero={zero}", "train.steps=2", "model.num_layers=6")
     assert trained.result["audit_ok"], trained.result["differences"]
     newest, refused = find_newest(trained.run_dir / "checkpoints")
@@ -35,7 +35,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(train, monke
     """Half of the tensors are written: that is no checkpoint. The run goes on from the one before it."""
     common = ("layout.dp_shard=2", "checkpoint.every_steps=2", "run_dir=run", "train.steps=6")
     straight = train(*common, "run_dir=straight")
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:killed_while_saving")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:sigkill_during_save")
     failed = train(*common, expect=4)
     assert "rank 0 of 2" in failed.result["errors"][0]["message"]
     root = failed.run_dir / "checkpoints"

@@ -6,7 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from curves import TEN, Resumed, phases_of, reference, relative
+from reference_runs import (
+    TEN_STEPS,
+    ResumeChecker,
+    max_relative_diff,
+    reference_losses,
+    require_equal_losses_and_plan,
+)
 
 from meshwright.cli.generate import write_text
 from meshwright.cli.output import Output
@@ -46,7 +52,7 @@ def test_losses_and_contract(train, layout, job, tolerance):
 
     A vocabulary of 321 is padded on 2 and 4 ranks; one key head is replicated on 4 ranks.
     """
-    assert phases_of(train, "tp", layout, job, tolerance) == {"step", "eval", "save"}
+    assert require_equal_losses_and_plan(train, "tp", layout, job, tolerance) == {"step", "eval", "save"}
 
 
 def test_four_all_reduces_a_block(train):
@@ -60,9 +66,9 @@ def test_four_all_reduces_a_block(train):
 
 def test_an_input_that_is_not_prepared_is_a_collective_too_many(train, monkeypatch):
     """Every column-parallel linear then reduces its own gradient: right, but more calls than planned."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:unprepared_inputs")
-    trained = train("layout.tp=2", *TEN, expect=3)
-    assert relative(trained.losses, reference(train)) < 1e-5
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:unprepared_inputs")
+    trained = train("layout.tp=2", *TEN_STEPS, expect=3)
+    assert max_relative_diff(trained.losses, reference_losses(train)) < 1e-5
     [said] = [line for line in trained.result["differences"] if "tp" in line]
     assert "all_reduce" in said
 
@@ -72,20 +78,20 @@ def test_compiled_blocks_are_equal_too(train):
     """Collectives inside compiled graphs are still counted, forward and backward."""
     compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager")
     for layout in ("layout.recompute=selective", "layout.sequence_parallel=true"):
-        split = train("layout.tp=2", layout, *TEN, *compiled)
-        assert relative(split.losses, reference(train)) < 1e-5
+        split = train("layout.tp=2", layout, *TEN_STEPS, *compiled)
+        assert max_relative_diff(split.losses, reference_losses(train)) < 1e-5
         assert split.result["audit_ok"], split.result["differences"]
 
 
 @pytest.mark.slow
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
     """Tensor parallel resumes bit-identically; other layouts up to rounding, and the other way."""
-    runs, whole = Resumed(train, tmp_path, *GPT.split()), ("layout.dp_replicate=2",)
+    runs, whole = ResumeChecker(train, tmp_path, *GPT.split()), ("layout.dp_replicate=2",)
     split = ("layout.tp=2", "layout.dp_shard=2", "layout.sequence_parallel=true")
-    runs.require_the_same_bits(split)
-    runs.require_the_same_curve(split, whole)
-    runs.require_the_same_curve(whole, split)
-    runs.require_the_same_curve(whole, (*split, "layout.zero=1"))
+    runs.require_bit_identical(split)
+    runs.require_equal_losses(split, whole)
+    runs.require_equal_losses(whole, split)
+    runs.require_equal_losses(whole, (*split, "layout.zero=1"))
 
 
 def test_generation_with_tensor_parallelism(train, capfd):

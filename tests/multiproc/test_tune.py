@@ -1,4 +1,4 @@
-"""``meshwright tune`` on real ranks: a layout that dies is a row, and the cluster file predicts closer."""
+"""``meshwright tune`` on real ranks: it reports failed layouts, and its cluster file improves predictions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright.plan.predict import predict
 from meshwright.spec.load import load_job
 
 
-def test_layouts_are_tried_and_the_file_makes_the_plan_closer(job_file, tmp_path, monkeypatch, capfd):
-    """Replicas run, on two ranks, and are audited; shards raise, and do not end the tuning."""
+def test_tune_ranks_layouts_and_its_cluster_file_improves_predictions(job_file, tmp_path, monkeypatch, capfd):
+    """Replicated layouts run on two ranks and pass the audit. Sharded ones raise and become failed rows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("meshwright.runs.measure.ENTRY", "planted:scaling_of_replicas_alone")
+    monkeypatch.setattr("meshwright.runs.measure.ENTRY", "injected_faults:fail_unless_replicated")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     status = tune_job(Output(as_json=True), str(job_file), [], top=3, steps=6, out=Path("cluster.toml"))
     out, err = capfd.readouterr()
@@ -23,8 +23,8 @@ def test_layouts_are_tried_and_the_file_makes_the_plan_closer(job_file, tmp_path
     result = json.loads(out)
     ran = [row for row in result["rows"] if row["step_s"] is not None]
     failed = result["rows"][len(ran) :]
-    assert ran, "replicas are among the best"
-    assert failed, "shards are among the best"
+    assert ran, "one of the best three layouts is replicated"
+    assert failed, "one of the best three layouts is sharded"
     assert [row["step_s"] for row in ran] == sorted(row["step_s"] for row in ran)
     for row in ran:
         assert row["audit_ok"], err
@@ -33,15 +33,15 @@ def test_layouts_are_tried_and_the_file_makes_the_plan_closer(job_file, tmp_path
     for row in failed:
         assert "dp_shard=2" in row["layout"]
         assert (row["step_s"], row["audit_ok"]) == (None, None)
-        assert "only replicas are for this test" in row["reason"]
+        assert "raised by the test" in row["reason"]
     assert result["error_after"] < result["error_before"]
 
     def error(*overrides: str) -> float:
-        """How far predictions are off that a fresh plan of the same job makes."""
-        misses = []
+        """Mean absolute log error of the predicted step times."""
+        errors = []
         for row in ran:
             job = load_job(str(job_file), [*overrides, *row["layout"].split()])
-            misses.append(abs(math.log(predict(job, job.layout).time.total_s / row["step_s"])))
-        return sum(misses) / len(misses)
+            errors.append(abs(math.log(predict(job, job.layout).time.total_s / row["step_s"])))
+        return sum(errors) / len(errors)
 
     assert error("cluster.file=cluster.toml") < error()
