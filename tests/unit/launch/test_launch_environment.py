@@ -1,11 +1,11 @@
-"""The traps that a user must never meet are set before torch is imported, and never over the user's will."""
+"""Environment variables are set before torch is imported and never override the user's."""
 
 from __future__ import annotations
 
 from meshwright.launch import environment
 
 
-def test_amx_is_capped_and_said(monkeypatch):
+def test_amx_is_disabled_with_a_note(monkeypatch):
     monkeypatch.setattr(environment, "_advertises_amx", lambda: True)
     variables: dict[str, str] = {}
     (notice,) = environment.prepare_environment(1, environ=variables)
@@ -13,14 +13,14 @@ def test_amx_is_capped_and_said(monkeypatch):
     assert "ONEDNN_MAX_CPU_ISA" in notice
 
 
-def test_nothing_is_capped_without_amx(monkeypatch):
+def test_nothing_is_set_without_amx(monkeypatch):
     monkeypatch.setattr(environment, "_advertises_amx", lambda: False)
     variables: dict[str, str] = {}
     assert environment.prepare_environment(1, environ=variables) == []
     assert "ONEDNN_MAX_CPU_ISA" not in variables
 
 
-def test_what_the_user_set_stays(monkeypatch):
+def test_variables_of_the_user_are_kept(monkeypatch):
     monkeypatch.setattr(environment, "_advertises_amx", lambda: True)
     variables = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",

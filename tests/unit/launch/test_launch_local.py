@@ -1,4 +1,4 @@
-"""The supervisor's own parts, without ranks."""
+"""The fork server and its ranks, without training."""
 
 import json
 import signal
@@ -19,8 +19,8 @@ print(Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_fork_server_is_born_deaf_to_group_signals():
-    """Ctrl-C reaches the whole group: an interpreter that is only just starting must not answer it."""
+def test_the_fork_server_ignores_group_signals_while_it_starts():
+    """Ctrl-C reaches the whole process group. An interpreter that is starting must not handle it."""
     status = subprocess.run(
         [sys.executable, "-c", STARTED], capture_output=True, text=True, check=True
     ).stdout
@@ -53,8 +53,8 @@ end_server()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_server_is_replaced_only_where_it_lacks_a_module_and_ends_at_once():
-    """Several launches of one process share a server; one that is not needed holds nobody's output open."""
+def test_a_fork_server_is_replaced_only_if_it_lacks_a_module():
+    """Several launches of one process share a server. A stopped server ends at once and closes its output."""
     done = subprocess.run([sys.executable, "-c", SERVERS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -80,8 +80,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_rank_looks_for_garbage_but_not_in_what_it_was_born_with(tmp_path: Path):
-    """The server imports without a look for garbage; ranks must not inherit that, nor the command."""
+def test_ranks_enable_garbage_collection_and_freeze_preloaded_objects(tmp_path: Path):
+    """The server imports with garbage collection disabled. Ranks and the command must not inherit that."""
     (tmp_path / "born.py").write_text(BORN)
     done = subprocess.run(
         [sys.executable, "born.py"], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""A run's folder has one writer; the lock goes with its holder, however it dies."""
+"""A run folder has one writer; the lock is released when its process ends."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ signal.pause()
 """
 
 
-def test_a_second_command_is_refused_naming_the_first(tmp_path):
+def test_a_second_command_is_refused_with_the_process_of_the_first(tmp_path):
     with RunLock.take(tmp_path), pytest.raises(UserError) as caught:
         RunLock.take(tmp_path)
     assert caught.value.problems[0].code == "run-busy"
     assert str(os.getpid()) in str(caught.value)
 
 
-def test_the_lock_of_a_killed_process_is_free(tmp_path):
+def test_the_lock_of_a_killed_process_is_released(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None

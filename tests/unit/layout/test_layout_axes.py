@@ -1,4 +1,4 @@
-"""Over which ranks state is cut and gradients are summed: names, groups, and that nothing is owned twice."""
+"""Axes of sharding and gradient reduction: names, groups, and every element owned exactly once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def joined(job):
         ({"cp": 2, "tp": 2, "zero": 2}, ("cp", 2), ALONE),
     ],
 )
-def test_dense_state_and_sums_by_stage(degrees, shards, sums):
+def test_dense_shard_and_reduce_axes_by_zero_stage(degrees, shards, sums):
     layout = Layout(**degrees)
     assert (dense_shard_axis(layout), dense_reduce_axis(layout)) == (shards, sums)
 
@@ -97,7 +97,7 @@ def test_dense_state_and_sums_by_stage(degrees, shards, sums):
         ),
     ],
 )
-def test_experts_have_the_rest_of_a_replica_for_shards(degrees, experts, shards, sums):
+def test_experts_are_sharded_over_ep_shard(degrees, experts, shards, sums):
     layout = Layout(**degrees)
     assert (expert_axis(layout), expert_shard_axis(layout), expert_reduce_axis(layout)) == (
         experts,
@@ -126,14 +126,14 @@ def test_a_pipeline_is_the_outermost_axis_of_both_meshes():
     assert list_rank_groups(layout, "ep_shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
-def test_experts_are_apart_where_their_ranks_are_others(make_job):
+def test_experts_have_their_own_axes_if_their_ranks_differ(make_job):
     assert not has_expert_axes(make_job(model=EXPERTS, layout={"dp_shard": 2, "cp": 2, "micro_batch": 2}))
     assert not has_expert_axes(make_job(model=MODEL, layout={"tp": 2, "micro_batch": 2}))
     for degrees in ({"tp": 2}, {"cp": 2, "ep": 2}, {"dp_shard": 2, "etp": 2}):
         assert has_expert_axes(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2}))
 
 
-def test_each_parameter_asks_its_own_axis(make_job):
+def test_each_parameter_has_its_gradient_and_state_axis(make_job):
     job = make_job(model=EXPERTS, layout={"dp_shard": 2, "cp": 2, "ep": 2, "zero": 1, "micro_batch": 2})
     expert, router = "blocks.0.ffn.experts.up.weight", "blocks.0.ffn.router.weight"
     assert (state_axis(job, expert), gradient_axis(job, expert)) == (("ep_shard", 2), ("ep_shard", 2))
@@ -144,12 +144,12 @@ def test_each_parameter_asks_its_own_axis(make_job):
     assert joined(together) == []
 
 
-def test_shared_experts_and_the_router_are_no_routed_experts():
+def test_shared_experts_and_the_router_are_not_routed_experts():
     names = ("blocks.0.ffn.shared.up.weight", "blocks.0.ffn.router.weight", "blocks.0.ffn.up.weight")
     assert not any(map(is_expert, names))
 
 
-def test_groups_that_run_needs_beside_the_mesh():
+def test_joined_axes_have_process_groups_beside_the_mesh():
     degrees = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4, "zero": 1, "micro_batch": 2}
     job = build({"model": EXPERTS, "layout": degrees})
     assert joined(job) == [
@@ -173,7 +173,7 @@ def test_groups_that_run_needs_beside_the_mesh():
         ({"tp": 2}, True),
     ],
 )
-def test_state_counts_as_cut_where_ranks_hold_different_parts(make_job, degrees, cut):
+def test_state_is_sharded_if_ranks_hold_different_parts(make_job, degrees, cut):
     assert is_sharded(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2})) is cut
 
 
@@ -191,7 +191,7 @@ def test_a_rank_holds_some_columns_of_some_experts():
     assert shapes["blocks.1.ffn.router.weight"] == (4, 8)
 
 
-def test_tp_splits_shared_experts_and_leaves_routed_ones():
+def test_tp_splits_shared_experts_but_not_routed_ones():
     model = {**EXPERTS, "shared_experts": 2, "expert_ffn_size": None}
     held = local_model(build({"model": model, "layout": {"tp": 2, "micro_batch": 2}}))
     shapes = {p.name: p.shape for p in list_parameters(held)}
@@ -201,7 +201,7 @@ def test_tp_splits_shared_experts_and_leaves_routed_ones():
     assert shapes["blocks.0.ffn.router.weight"] == (4, 8)
 
 
-def test_experts_apart_are_groups_before_their_block():
+def test_separate_experts_are_fsdp_groups_before_their_block():
     tables = {
         "model": {**EXPERTS, "dense_layers": 1},
         "layout": {"dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 2},
@@ -221,7 +221,7 @@ def test_experts_apart_are_groups_before_their_block():
     assert [g.name for g in list_groups(part)] == ["blocks.0", "blocks.1", "around the blocks"]
 
 
-def test_buckets_never_mix_experts_with_the_rest_where_those_are_apart():
+def test_buckets_do_not_mix_separate_experts_with_dense_parameters():
     job = build({"model": EXPERTS, "layout": {"cp": 2, "ep": 2, "micro_batch": 2}})
     dense, experts = local_buckets(job, pp_rank=0)
     assert not any(map(is_expert, dense))
@@ -312,7 +312,7 @@ def test_every_row_of_every_expert_is_owned_once_in_every_replica(job):
 
 @settings(max_examples=40, deadline=None)
 @given(job=jobs())
-def test_state_of_a_rank_is_what_its_parameters_say(job):
+def test_state_bytes_of_all_ranks_follow_from_their_parameters(job):
     """Optimizer state of all ranks: two moments of what each owns, and a step count a tensor."""
     for rank in range(0, job.layout.world_size, 3):
         parameters = local_parameters(job, pp_rank_of(job, rank))
@@ -326,7 +326,7 @@ def test_state_of_a_rank_is_what_its_parameters_say(job):
 
 @settings(max_examples=40, deadline=None)
 @given(job=jobs())
-def test_groups_of_an_axis_part_the_ranks(job):
+def test_groups_of_an_axis_partition_the_ranks(job):
     """Every rank is in one group, all are equally large, and places in them are the order."""
     layout = job.layout
     for axis in {*list_group_axes(job), "pp", "tp", "cp"}:

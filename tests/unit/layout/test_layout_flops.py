@@ -1,4 +1,4 @@
-"""FLOPs of a token by hand, and active parameters as published."""
+"""FLOPs per token computed by hand, and active parameters as published."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def model_of(preset):
     return load_job(preset, on="8xh100-sxm", to_run=False).model
 
 
-def test_flops_of_a_token_follow_windows_and_latent_heads():
+def test_flops_per_token_depend_on_windows_and_latent_heads():
     """Dense: 6 for each matrix element and 6 s h a layer; a window cuts it; latent heads are wider."""
     model = model_of("llama3-8b")
     dense = 6.0 * (count_parameters(model) - 128256 * 4096)
@@ -28,7 +28,7 @@ def test_flops_of_a_token_follow_windows_and_latent_heads():
     assert attention == pytest.approx(6 * 61 * 4096 * 128 * (192 + 128))
 
 
-def test_of_experts_only_the_chosen_ones_multiply():
+def test_only_chosen_experts_count_as_active():
     """Mixtral: 12.9 of 46.7 billion parameters are active as published, the input table not counted."""
     model = model_of("mixtral-8x7b")
     assert count_parameters(model) == pytest.approx(46.7e9, rel=0.005)

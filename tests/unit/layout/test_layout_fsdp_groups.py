@@ -1,4 +1,4 @@
-"""What ZeRO is predicted to hold and move, against torch's own rules and sums done by hand."""
+"""State and collectives of ZeRO, against torch's sharding rules and counts by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows_of(job):
 
 
 @given(rows=st.integers(1, 40), ranks=st.integers(1, 12))
-def test_rows_are_cut_as_torch_cuts_them(rows, ranks):
+def test_rows_are_sharded_like_torch_chunk(rows, ranks):
     """torch.chunk's pieces, then nothing for the ranks that are left over."""
     pieces = [len(piece) for piece in torch.arange(rows).chunk(ranks)]
     pieces += [0] * (ranks - len(pieces))
@@ -76,7 +76,7 @@ def test_gathers_and_reductions_of_each_stage(job_file):
     assert stages[3]["control", "all_reduce", "step"] == (1, 32)
 
 
-def test_deferred_gradients_are_reduced_once_and_held_whole(job_file):
+def test_deferred_reduction_has_one_reduce_scatter_and_unsharded_gradients(job_file):
     """Three micro-batches: a third of the reduce-scatters, the same gathers; the peak has the gradients."""
     given = ["layout.dp_shard=2", "layout.micro_batch=2"]
     for zero in (2, 3):
@@ -95,7 +95,7 @@ def test_deferred_gradients_are_reduced_once_and_held_whole(job_file):
         assert lines["gradients at peak"] >= 4 * sum(p.count for p in list_parameters(jobs[0].model))
 
 
-def test_16_bit_gradients_halve_what_is_reduced_and_nothing_else(job_file):
+def test_bf16_gradients_halve_only_the_reduced_bytes(job_file):
     """Replicas of 16-bit shards are summed in every micro-batch: partial sums would be rounded."""
     given = ["layout.dp_replicate=2", "layout.dp_shard=2", "layout.micro_batch=1"]
     exact = rows_of(load_job(str(job_file), given))
@@ -107,7 +107,7 @@ def test_16_bit_gradients_halve_what_is_reduced_and_nothing_else(job_file):
     assert low == exact
 
 
-def test_blocks_are_gathered_in_the_precision_of_products(job_file):
+def test_blocks_are_gathered_in_the_compute_dtype(job_file):
     given = ["layout.dp_shard=2", "layout.micro_batch=6"]
     exact = rows_of(load_job(str(job_file), given))["dp_shard", "all_gather", "step"]
     low = rows_of(load_job(str(job_file), [*given, "train.precision=bf16"]))["dp_shard", "all_gather", "step"]
@@ -116,7 +116,7 @@ def test_blocks_are_gathered_in_the_precision_of_products(job_file):
     assert low[1] - around == (exact[1] - around) // 2
 
 
-def test_replicas_of_shards_sum_their_shard_once_a_step(job_file):
+def test_hybrid_sharding_all_reduces_its_shard_once_per_step(job_file):
     given = ["layout.dp_replicate=2", "layout.dp_shard=2", "layout.micro_batch=1"]
     rows = rows_of(load_job(str(job_file), given))
     count = sum(p.count for p in list_parameters(load_job(str(job_file)).model)) * 4
@@ -136,7 +136,7 @@ def test_more_ranks_hold_less_and_the_gathered_blocks_are_in_the_peak(job_file):
     assert sum(lines.values()) == plans[3].ranks[0].peak_bytes
 
 
-def test_auto_shards_only_where_no_replica_fits(job_file):
+def test_the_planner_shards_only_if_no_replica_fits(job_file):
     """A device with room for the shards and not for the whole state."""
     given = ["layout.micro_batch=1", "model.num_layers=8", "train.eval_every=0"]
     roomy, _ = build_plan(load_job(str(job_file), given))
@@ -151,7 +151,7 @@ def test_auto_shards_only_where_no_replica_fits(job_file):
         assert not predict(tight.job, Layout("given", dp_replicate=ranks, micro_batch=1)).fits
 
 
-def test_what_lies_on_the_host_leaves_the_peak_and_slots_come_in(job_file):
+def test_offloading_replaces_optimizer_state_by_staging_buffers(job_file):
     """Three slots, each as large as the largest bucket that takes it; all state counted once, by kind."""
     assert staging_sizes([5, 1, 2, 3, 9]) == [5, 9, 2]
     assert staging_sizes([7]) == [7]
@@ -171,7 +171,7 @@ def test_what_lies_on_the_host_leaves_the_peak_and_slots_come_in(job_file):
     assert here.peak_bytes - away.peak_bytes == here.state_bytes["optimizer"] - lines["offload buffers"]
 
 
-def test_gradients_on_the_host_of_a_gpu_are_not_padded(job_file):
+def test_offloaded_gradients_of_a_gpu_are_not_padded(job_file):
     """They are copied row by row; on a core they stay in what they arrived in, which is padded."""
     given = ["layout.dp_shard=3", "layout.offload=all"]
     on_core, on_gpu = (

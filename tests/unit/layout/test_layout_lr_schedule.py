@@ -29,14 +29,14 @@ def make(schedule: str, **keys: object) -> Train:
         ("wsd", {10: 1.0, 60: 1.0, 88: 1.0, 89: 1 - 0.9 / 22, 99: 0.55, 110: 0.1}),
     ],
 )
-def test_points_computed_by_hand(schedule, points):
+def test_learning_rates_match_points_computed_by_hand(schedule, points):
     """Warm-up of a tenth a step, then the schedule; wsd falls over the last 22 of 110 steps."""
     train = make(schedule)
     assert [lr_at(s, train) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
     assert {s: lr_at(s, train) for s in points} == pytest.approx(points)
 
 
-def test_the_floor_and_the_fall_are_the_jobs():
+def test_min_lr_and_decay_fraction_come_from_the_job():
     train = make("wsd", min_lr_ratio=0.0, decay_fraction=0.5)
     assert [lr_at(s, train) for s in (54, 55, 82, 109)] == pytest.approx([1.0, 1.0, 28 / 55, 1 / 55])
     assert lr_at(110, make("linear", min_lr_ratio=0.5)) == pytest.approx(0.5)
@@ -74,7 +74,7 @@ def test_scaling_rules(rule, factor):
     assert scaled_lr(train) == 0.5 * factor
 
 
-def test_the_plan_says_what_scaling_made_of_the_rate(make_job):
+def test_the_plan_explains_the_scaled_learning_rate(make_job):
     """The sentence with its numbers is among the reasons, and linear scaling without warm-up is warned of."""
     scaling = {"lr": 3e-4, "lr_scaling": "linear", "lr_base_batch": 64, "global_batch": 256}
     plan, _ = build_plan(make_job(train=scaling))
@@ -84,7 +84,7 @@ def test_the_plan_says_what_scaling_made_of_the_rate(make_job):
     assert not any("warning" in reason for reason in warmed.reasons)
 
 
-def test_only_a_rate_that_linear_scaling_raised_needs_a_warm_up():
+def test_only_a_raised_learning_rate_warns_about_missing_warmup():
     common = {"steps": 9, "lr": 1.0, "lr_base_batch": 8}
     assert explain_lr(Train(**common, global_batch=32, lr_scaling="sqrt")) == [
         "lr 1 x 2 = 2: square-root rule, global batch 32 over 8"

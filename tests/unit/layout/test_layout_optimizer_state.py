@@ -1,4 +1,4 @@
-"""What an optimizer keeps and costs, by name and shape, without torch."""
+"""State, formulas and cost of each optimizer, without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOTAL, TENSORS = 94_528, 20
     ],
     ids=str,
 )
-def test_state_bytes_and_a_formula_that_evaluates_to_them(make_job, keys, expected):
+def test_optimizer_formulas_evaluate_to_their_bytes(make_job, keys, expected):
     """The ledger's line is the optimizer's own, and its formula, without the words, gives the number."""
     ledger = predict_ledger(make_job(train=keys), 1, 1)
     (line,) = [line for line in ledger.lines if line.name == "optimizer"]
@@ -44,7 +44,7 @@ def test_state_bytes_and_a_formula_that_evaluates_to_them(make_job, keys, expect
     assert eval(re.sub(r"\([^)]*\)", "", line.formula).replace("x", "*")) == expected
 
 
-def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(make_job):
+def test_muon_updates_only_the_matrices_of_blocks(make_job):
     job = make_job(train={"optimizer": "muon"}, model={"tied_embeddings": False})
     rules = {p.name: rule_of(p.name, len(p.shape), job.train) for p in list_parameters(job.model)}
     muon = {name for name, rule in rules.items() if rule == "muon"}
@@ -55,14 +55,14 @@ def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(make_job):
     assert rule_of("blocks.0.ffn.shared.up.weight", 2, job.train) == "muon"
 
 
-def test_norms_and_biases_never_decay_and_the_embedding_only_if_wanted(make_job):
+def test_norms_and_biases_never_decay_and_the_embedding_by_option(make_job):
     train, spared = make_job().train, make_job(train={"decay_embeddings": False}).train
     assert [decays(*p, train) for p in (("embed.weight", 2), ("norm.weight", 1), ("x.bias", 1))] == [1, 0, 0]
     assert not decays("embed.weight", 2, spared)
     assert decays("head.weight", 2, spared)
 
 
-def test_work_grows_with_passes_and_with_muons_products(make_job):
+def test_optimizer_cost_counts_memory_passes_and_muon_gemms(make_job):
     """AdamW reads and writes 7 arrays; Newton-Schulz of an m x n matrix is 5 x 2 (2 m^2 n + m^3) FLOPs."""
     costs = {name: _cost(make_job(train={"optimizer": name})) for name in OPTIMIZERS}
     assert costs["adamw"].moved_bytes == 28 * TOTAL
@@ -89,7 +89,7 @@ def test_defaults_are_the_optimizers_own_and_are_printed(make_job):
     assert not [r for r in build_plan(make_job())[0].reasons if "takes" in r]
 
 
-def test_a_plan_laid_over_with_another_optimizer_takes_its_defaults(make_job):
+def test_overriding_the_optimizer_of_a_plan_uses_the_new_defaults(make_job):
     """Keys that were left out stay out of the plan's job: none of AdamW's gets in the way of SGD."""
     tree = job_tree(make_job(layout={"dp_replicate": 1}))
     sgd = build_job(tree | {"train": tree["train"] | {"optimizer": "sgd", "schedule": "constant"}})

@@ -81,12 +81,12 @@ def preset(name: str) -> DecoderModel:
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
-def test_parameters_of_a_preset_are_as_many_as_published(name, count):
+def test_preset_parameter_counts_equal_the_published_ones(name, count):
     assert count_parameters(preset(name)) == count
 
 
 @pytest.mark.parametrize("name", ABOUT)
-def test_parameters_of_a_preset_are_within_a_percent_of_those_published(name):
+def test_preset_parameter_counts_are_within_a_percent_of_the_published_ones(name):
     """What is left out (norms of queries, sinks, biases of routers) weighs less than that.
 
     Those for each token are published to two digits, and some count the input embedding, so within 3%.
@@ -109,7 +109,7 @@ def test_the_130_billion_gpt_follows_the_published_formula():
     assert count_parameters(preset("gpt-130b")) == pytest.approx(12 * layers * width**2 * scale, rel=1e-6)
 
 
-def test_every_preset_is_held_to_a_published_count():
+def test_every_preset_has_a_published_count():
     assert set(preset_names("models")) == {*PUBLISHED, *ABOUT, *OWN}
 
 
@@ -133,7 +133,7 @@ def test_every_preset_is_held_to_a_published_count():
         tied_embeddings=st.booleans(),
     )
 )
-def test_experts_are_counted_wholly_and_for_each_token(model):
+def test_total_and_active_parameters_of_experts_are_counted(model):
     """Against a dense model: a layer's feed-forward gives way to experts, shared ones and a router."""
     dense = dataclasses.replace(
         model,
@@ -246,7 +246,7 @@ def test_a_bucket_that_is_filled_exactly_is_closed():
 
 @settings(max_examples=30)
 @given(models, st.floats(0.001, 1.0))
-def test_buckets_depend_on_the_model_alone(model, bucket_mb):
-    """A resumed run cuts its sums as the first one did."""
+def test_buckets_depend_on_the_model_only(model, bucket_mb):
+    """A resumed run has the same buckets."""
     listed = list_parameters(model)
     assert bucket_parameters(listed, bucket_mb) == bucket_parameters(list(listed), bucket_mb)

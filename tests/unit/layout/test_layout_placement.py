@@ -22,7 +22,7 @@ from meshwright.spec.legality.table import with_layout
     ],
     ids=str,
 )
-def test_a_group_reaches_as_far_as_its_last_member(make_job, layout, axis, tier):
+def test_a_group_spans_the_widest_link_of_its_members(make_job, layout, axis, tier):
     """Eight nodes of eight devices, two nodes per rack; tp is innermost, pp outermost."""
     job = make_job(cluster={"nodes": 8, "nodes_per_rack": 2})
     assert tier_of(with_layout(job, layout), axis) == tier

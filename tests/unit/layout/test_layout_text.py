@@ -1,4 +1,4 @@
-"""A layout as text: one line that says all, and overrides that lead back to it."""
+"""A layout as text: one line, and overrides that restore it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def asked(job, words):
     return build_job(tree).layout
 
 
-def test_a_layout_can_be_asked_for_with_the_overrides_that_are_shown(make_job):
+def test_printed_overrides_restore_the_layout(make_job):
     job = make_job(model={"preset": "llama3.2-1b"}, train={"global_batch": 32})
     for prediction in search_job(job, top=8).best:
         layout = dataclasses.replace(prediction.layout, stage_layers=None)
         assert asked(job, layout_overrides(prediction.layout)) == layout
 
 
-def test_one_device_has_a_name():
+def test_one_process_has_a_text():
     layout = Layout("given", micro_batch=4)
     assert describe_layout(layout) == "one device micro_batch=4"
     assert layout_overrides(layout) == "layout.dp_replicate=1 layout.micro_batch=4"
 
 
-def test_what_differs_from_its_default_is_in_the_line():
+def test_settings_other_than_the_default_are_in_the_line():
     layout = Layout(
         "given", pp=4, cp=2, tp=8, dp_shard=2, zero=3, schedule="interleaved", virtual_stages=2,
         context="ulysses", sequence_parallel=True, recompute="full", offload="all", micro_batch=1,
@@ -52,7 +52,7 @@ def test_what_differs_from_its_default_is_in_the_line():
     ],
     ids=describe_layout,
 )
-def test_overrides_from_another_layout_take_back_what_it_had(make_job, layout):
+def test_overrides_reset_keys_of_another_layout(make_job, layout):
     """Pasted behind a job that says more than the new layout does."""
     before = Layout(
         "given", dp_shard=2, tp=2, pp=2, zero=3, prefetch=2, sequence_parallel=True, recompute="full",

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: skips what overflows, remembers itself, and says when it collapses."""
+"""Dynamic loss scaling of fp16: skips overflows, is saved in checkpoints, and detects a collapse."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_collapse_names_its_step_and_where_it_began(job, saved):
     assert ("resume" in problem.fix, "no checkpoint was written" in problem.rule) == (saved, not saved)
 
 
-def test_the_scale_goes_on_from_a_checkpoint(job):
+def test_the_loss_scale_is_restored_from_a_checkpoint(job):
     weight = nn.Parameter(torch.ones(1))
     optimizer, before, after = (
         torch.optim.SGD([weight], lr=0.5),
@@ -75,7 +75,7 @@ def test_the_scale_goes_on_from_a_checkpoint(job):
     assert take(after, weight, optimizer, float("inf"))["loss_scale"] == 2.0
 
 
-def test_a_step_without_targets_is_no_overflow(job):
+def test_a_step_without_targets_is_not_an_overflow(job):
     precision = MixedPrecision(job, CPU)
     assert precision.step_fields(None, 0.0)["skipped"] is False
     assert precision.step_fields(None, float("inf"))["skipped"] is True

@@ -1,4 +1,4 @@
-"""The next step's batch, prepared while the device computes: the same samples, in the same order, no more."""
+"""Micro-batches of a rank, and the prefetched batch of the next step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read(prefetcher: BatchPrefetcher, steps: range, *, ahead: bool) -> list[tupl
     return found
 
 
-def test_samples_and_their_order_are_the_same(build_prefetcher, unpinned):
+def test_prefetching_keeps_samples_and_their_order(build_prefetcher, unpinned):
     """Every step but the first was prepared, and of each one micro-batch read ahead."""
     usual = read(build_prefetcher(CPU), range(5), ahead=False)
     assert len(usual[0][3]) == BATCH // MICRO_BATCH
@@ -68,20 +68,20 @@ def test_samples_and_their_order_are_the_same(build_prefetcher, unpinned):
     assert len(unpinned) == 4
 
 
-def test_a_resumed_run_goes_on_where_it_was(build_prefetcher):
+def test_a_resumed_run_continues_at_its_position(build_prefetcher):
     assert (
         read(build_prefetcher(GPU), range(3, 5), ahead=True)
         == read(build_prefetcher(CPU), range(5), ahead=False)[3:]
     )
 
 
-def test_what_was_prepared_for_another_position_is_not_given(build_prefetcher):
+def test_a_batch_prefetched_for_another_position_is_discarded(build_prefetcher):
     prefetcher = build_prefetcher(GPU)
     prefetcher.prefetch(BATCH)
     assert prefetcher.get(3 * BATCH).samples.tolist() == build_prefetcher(CPU).get(3 * BATCH).samples.tolist()
 
 
-def test_on_cpu_nothing_is_prepared(build_prefetcher, unpinned):
+def test_nothing_is_prefetched_on_a_cpu(build_prefetcher, unpinned):
     prefetcher = build_prefetcher(CPU)
     prefetcher.prefetch(0)
     assert not unpinned
@@ -104,7 +104,7 @@ def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in events if event["event"] in ("step", "eval")]
 
 
-def test_the_loop_prepares_before_it_waits_and_not_after_the_last_step(
+def test_the_loop_prefetches_before_it_synchronizes_except_in_the_last_step(
     job_file, tmp_path, monkeypatch, unpinned
 ):
     """A whole run with its evaluation: the same losses to the bit, each batch ready when the host waits."""
@@ -146,7 +146,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
-def test_a_step_looks_at_no_device_value_before_its_end(job_file, tmp_path, mask):
+def test_a_step_does_not_synchronize_before_its_end(job_file, tmp_path, mask):
     """When the host prepares the next batch, it has read the counts of its own targets, and nothing else."""
     trainer = build_rank(job_file, tmp_path / "run", f"data.mask={mask}")
     trainer.counter.phase = "step"
@@ -160,18 +160,20 @@ def test_a_step_looks_at_no_device_value_before_its_end(job_file, tmp_path, mask
     assert {look.dtype for look in reads.looks} == {torch.int64}
 
 
-def test_values_of_the_host_and_of_the_device_are_added_up():
+def test_cpu_and_device_scalars_are_summed_together():
     mesh = Mesh(0, 1, CPU)
     found = mesh.all_reduce_scalars([torch.tensor(0.1, dtype=torch.float64), 3, 0.25, torch.tensor(2.0)])
     assert found == [0.1, 3.0, 0.25, 2.0]
 
 
 @given(st.integers(0, 200), st.integers(1, 17))
-def test_samples_are_dealt_once_each_and_evenly(count, ranks):
-    hands = [assign_samples(count, rank, ranks) for rank in range(ranks)]
-    assert [s for hand in hands for s in hand] == list(range(count))
-    assert max(map(len, hands)) - min(map(len, hands)) <= 1
-    assert len(hands[0]) == max(map(len, hands)), "rank 0 is the fullest: it sets the number of micro-batches"
+def test_samples_are_assigned_once_and_evenly(count, ranks):
+    assigned = [assign_samples(count, rank, ranks) for rank in range(ranks)]
+    assert [s for samples in assigned for s in samples] == list(range(count))
+    assert max(map(len, assigned)) - min(map(len, assigned)) <= 1
+    assert len(assigned[0]) == max(map(len, assigned)), (
+        "rank 0 has the most: it sets the number of micro-batches"
+    )
 
 
 class Counting:

@@ -1,4 +1,4 @@
-"""What a rank does not load, and that leaving it out changes nothing."""
+"""Ranks that do not compile do not import the compiler, and results are unchanged."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ print(json.dumps({"status": status, "loaded": loaded}))
 """
 
 
-def test_one_process_trains_without_the_compiler_and_without_sharding(job_file: Path):
+def test_one_process_imports_neither_compiler_nor_sharding(job_file: Path):
     """Not at its start, in no step, nor at its end: it would cost as much as torch itself."""
     overrides = ["layout.dp_replicate=1", "train.steps=3", f"run_dir={job_file.parent / 'run'}"]
     done = subprocess.run(
@@ -56,7 +56,9 @@ def hidden_again():
 
 @pytest.mark.usefixtures("hidden_again")
 @pytest.mark.parametrize("rule", [AdamW, SGD])
-def test_updates_are_the_same_to_the_bit(rule: type[AdamW | SGD], monkeypatch: pytest.MonkeyPatch):
+def test_updates_without_the_compiler_import_are_bit_identical(
+    rule: type[AdamW | SGD], monkeypatch: pytest.MonkeyPatch
+):
     """With what torch does around a step: no graph grows, hooks are called, state is saved and loaded."""
     monkeypatch.setattr(rule, "step", rule.step)  # put back afterwards
     found, hooks = [], []
@@ -80,7 +82,7 @@ def test_updates_are_the_same_to_the_bit(rule: type[AdamW | SGD], monkeypatch: p
 
 
 @pytest.mark.usefixtures("hidden_again")
-def test_sparing_again_leaves_the_hooks_of_living_optimizers(monkeypatch: pytest.MonkeyPatch):
+def test_a_second_call_keeps_hooks_of_existing_optimizers(monkeypatch: pytest.MonkeyPatch):
     """Torch wraps the step of a class once more when the first optimizer is built: that wrapper stays."""
     monkeypatch.setattr(AdamW, "step", AdamW.step)  # put back afterwards
     skip_compiler_import()

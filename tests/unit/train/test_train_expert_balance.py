@@ -36,7 +36,7 @@ def test_biases_move_by_the_rate_towards_the_mean():
     assert routers[1].auxiliary.balance == 0.5
 
 
-def test_the_figures_of_a_step():
+def test_imbalance_and_dropped_shares_of_a_step_are_computed():
     load = ExpertLoad(0, [[4.0, 4.0], [6.0, 2.0]], [0.0, 4.0], 1.5, 0.5)
     figures = {"expert_imbalance": 1.5, "expert_dropped": 0.25, "balance_loss": 1.5, "z_loss": 0.5}
     assert load.step_fields() == figures
@@ -55,7 +55,7 @@ def replay(tmp_path):
     return ReplayedRouting(trainer, tmp_path), dict(list_routers(network))
 
 
-def test_the_references_choice_is_taken_where_nothing_decides(replay):
+def test_tied_routing_scores_use_the_experts_of_the_reference(replay):
     """Of the rank's one real sample, the third: its first token ties, its second one's choice is clear."""
     choices, routers = replay
     scores = torch.tensor([[0.5, 0.1, 0.1 + 5e-7, 0.1 - 1e-3], [0.1, 0.4, 0.2, 0.3]])
@@ -67,7 +67,7 @@ def test_the_references_choice_is_taken_where_nothing_decides(replay):
     assert choices.replayed == 1
 
 
-def test_another_choice_than_those_that_tie_is_not_covered_up(replay):
+def test_experts_outside_the_tie_are_not_replaced(replay):
     """The reference's experts must be among the tied: a wrong layout is not made to look right."""
     choices, routers = replay
     scores = torch.tensor([[0.1, 0.5, 0.1, 0.1], [0.4, 0.1, 0.3, 0.3]])

@@ -1,4 +1,4 @@
-"""From one step to the next: a step's numbers are read before its update, and everything else is as it was.
+"""The end of a step: the loss may be read back before the optimizer step, with unchanged results.
 
 There is no GPU here: what the host asks for, and in which order, is what a GPU's queue would see.
 """
@@ -86,9 +86,7 @@ def note_order(trainer: Trainer, monkeypatch) -> list[list[str]]:
 EARLY, WHOLE = ["numbers", "update", "batch"], ["update", "batch", "numbers"]
 
 
-def test_numbers_are_asked_for_before_the_update_where_a_step_comes_next(
-    job_file, tmp_path, monkeypatch, early
-):
+def test_the_loss_is_read_before_the_update_if_another_step_follows(job_file, tmp_path, monkeypatch, early):
     """Not in the audited second step, before evaluations and checkpoints, and at the end."""
     trainer = build_rank(job_file, tmp_path / "run", "train.eval_every=4", "checkpoint.every_steps=6")
     steps = note_order(trainer, monkeypatch)
@@ -97,7 +95,7 @@ def test_numbers_are_asked_for_before_the_update_where_a_step_comes_next(
     assert steps == [EARLY, WHOLE, EARLY, WHOLE, evaluation, EARLY, WHOLE, EARLY, last, evaluation, []]
 
 
-def test_a_checkpoint_that_is_due_by_time_is_waited_for(job_file, tmp_path, monkeypatch):
+def test_a_checkpoint_due_by_time_waits_for_the_update(job_file, tmp_path, monkeypatch):
     trainer = build_rank(job_file, tmp_path / "run")
     assert loop.is_followed_by_step(trainer)
     monkeypatch.setattr(CheckpointSaver, "is_due_by_time", lambda saver: True)
@@ -105,7 +103,7 @@ def test_a_checkpoint_that_is_due_by_time_is_waited_for(job_file, tmp_path, monk
 
 
 @pytest.mark.parametrize("more", [(), ("train.clip=0",), ("train.noise_scale_every=2",)])
-def test_events_and_checkpoints_are_the_same(job_file, tmp_path, monkeypatch, more):
+def test_early_readback_changes_neither_events_nor_checkpoints(job_file, tmp_path, monkeypatch, more):
     """To the bit, in the same order; of runs with evaluations and checkpoints in between."""
     more = (*more, "train.eval_every=3", "checkpoint.every_steps=4")
     usual = build_rank(job_file, tmp_path / "usual", *more)
@@ -120,7 +118,7 @@ def test_events_and_checkpoints_are_the_same(job_file, tmp_path, monkeypatch, mo
         assert saved[0]
 
 
-def test_whoever_listens_ends_the_run_after_the_step_it_hears_of(job_file, tmp_path, early):
+def test_a_listener_can_end_the_run_after_the_reported_step(job_file, tmp_path, early):
     """The step is updated, and of the next one nothing has begun."""
     begun = []
 
@@ -138,7 +136,7 @@ def test_whoever_listens_ends_the_run_after_the_step_it_hears_of(job_file, tmp_p
 
 
 @pytest.mark.parametrize("can_read_loss_early", [False, True])
-def test_a_wish_to_stop_ends_the_run_at_the_same_step(job_file, tmp_path, monkeypatch, can_read_loss_early):
+def test_a_stop_request_ends_the_run_at_the_same_step(job_file, tmp_path, monkeypatch, can_read_loss_early):
     """It is seen by the next step, which is saved."""
     monkeypatch.setattr(Trainer, "can_read_loss_early", lambda trainer: can_read_loss_early)
 
@@ -152,7 +150,7 @@ def test_a_wish_to_stop_ends_the_run_at_the_same_step(job_file, tmp_path, monkey
     assert read_log(tmp_path / "run")[-1]["status"] == "interrupted"
 
 
-def test_only_one_gpu_alone_reads_early(job_file, tmp_path):
+def test_only_a_single_gpu_reads_the_loss_early(job_file, tmp_path):
     """Not a CPU, not one rank of several, not where the optimizer's state lies on the host."""
     trainer = build_rank(job_file, tmp_path / "run")
     assert not trainer.can_read_loss_early()

@@ -1,4 +1,4 @@
-"""What counts as out of memory, and what the allocators say of it."""
+"""Which errors count as out of memory, and the requested bytes in their messages."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ CUDA = (
     ],
     ids=str,
 )
-def test_an_allocator_with_nothing_left_is_known(error, expected):
+def test_out_of_memory_errors_are_recognised(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def test_the_cause_counts_too():
+def test_the_cause_of_an_error_is_examined():
     error = RuntimeError("autograd gave up")
     error.__cause__ = MemoryError()
     assert is_out_of_memory(error)
 
 
-def test_torchs_own_allocator_says_so_in_these_words():
+def test_the_message_of_torchs_allocator_is_recognised():
     """Really asked, for more than any machine has."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
@@ -49,7 +49,7 @@ def test_torchs_own_allocator_says_so_in_these_words():
     assert requested_bytes(str(caught.value)) == 2**60
 
 
-def test_what_was_asked_for_is_read():
+def test_the_requested_bytes_are_parsed():
     assert requested_bytes(CPU) == 8388608
     assert requested_bytes(CUDA) == int(2.5 * 2**30)
     assert requested_bytes("nothing was said") is None

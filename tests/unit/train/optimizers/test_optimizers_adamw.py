@@ -1,4 +1,4 @@
-"""The AdamW of one pass: torch's own numbers, clipping on the way, 16-bit copies."""
+"""Fused AdamW: equal to torch's AdamW, with clipping and bf16 weight copies in the same pass."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def take_step(parameters, optimizer, step: int, most: float) -> None:
     optimizer.step()
 
 
-def test_the_numbers_are_torchs():
+def test_updates_equal_those_of_torch():
     """Over steps with another rate each, decay and none, gradients that are clipped and some that are not."""
     ours, _, fused = build()
     theirs, torchs = build_torchs()
@@ -76,7 +76,7 @@ def test_the_numbers_are_torchs():
             torch.testing.assert_close(fused.state[own][key], value, rtol=1e-5, atol=1e-7, msg=key)
 
 
-def test_gradients_in_16_bits_move_as_the_same_ones_in_float32():
+def test_bf16_gradients_give_the_update_of_equal_float32_gradients():
     """Clipped and not: only what is read is shorter."""
     kinds, found = (torch.float32, torch.bfloat16), []
     for kind in kinds:
@@ -93,7 +93,7 @@ def test_gradients_in_16_bits_move_as_the_same_ones_in_float32():
         assert torch.equal(wide, narrow)
 
 
-def test_the_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits():
+def test_the_norm_of_bf16_gradients_is_computed_in_float32():
     """Some in each precision; the norm of each of the others is 577.06, and 576 in 16 bits."""
     shapes = (5, (1000, 333), (1000, 333))
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
@@ -106,7 +106,7 @@ def test_the_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits():
     assert norm.item() == pytest.approx((666_000 + 20) ** 0.5, rel=1e-6)
 
 
-def test_the_factor_is_that_of_torchs_clipping():
+def test_the_clipping_factor_equals_torchs():
     for size in (1e-4, 0.5, 30.0):
         gradients = [nn.Parameter(value) for value in draw(0)]
         for p in gradients:
@@ -127,7 +127,7 @@ def test_copies_are_the_rounded_parameters():
         assert torch.equal(low, p.detach().bfloat16())
 
 
-def test_copies_of_parameters_that_others_own_are_not_promised():
+def test_weight_copies_of_sharded_parameters_are_not_updated():
     """Rows of a parameter are moved under another name: the copy of the whole stays as it was."""
     parameters, lows, _ = build(copies=True)
     rows = [nn.Parameter(p.detach()[:1]) for p in parameters]
@@ -144,7 +144,7 @@ def test_a_parameter_without_gradient_stays_and_counts_no_step():
     assert [int(optimizer.state[p]["step"]) for p in parameters] == [0, *[1] * (len(SHAPES) - 1)]
 
 
-def test_the_job_says_when_the_update_is_fused(job_file):
+def test_the_job_decides_whether_the_update_is_fused(job_file):
     def fuses(*overrides: str, device: str = "cuda") -> bool:
         return uses_fused_adamw(load_job(str(job_file), [f"cluster.device={device}", *overrides]))
 
@@ -159,7 +159,7 @@ def test_the_job_says_when_the_update_is_fused(job_file):
     assert not fuses(inductor, "layout.offload=optimizer")
 
 
-def test_clipping_tells_the_optimizer_and_leaves_gradients_alone(job_file):
+def test_fused_clipping_does_not_change_gradients(job_file):
     """The same step as with torch's AdamW and gradients that were scaled; its state is made at once."""
     job = load_job(str(job_file), ["train.block_backend=triton", "train.compile_backend=aot_eager"])
     found = []
