@@ -36,7 +36,7 @@ def test_state_and_collectives_equal_the_plan(train, overrides):
     assert bool(rows) == (result["world_size"] > 1)
     for row in rows:
         assert (row["calls"], row["bytes"]) == (row["predicted_calls"], row["predicted_bytes"]), row
-        assert row["calls"] > 0, f"a promise about nothing: {row}"
+        assert row["calls"] > 0, f"a planned collective without a call: {row}"
 
 
 def test_experts_that_are_not_equally_busy_keep_the_plan(train):

@@ -30,7 +30,7 @@ def hammer(run_dir, listener):
     return 0
 
 
-def test_counting_never_blocks_the_threads_that_communicate(job_file, tmp_path):
+def test_the_counter_does_not_deadlock_with_python_futures(job_file, tmp_path):
     """A counter that kept the GIL during the redispatch hung here within seconds."""
     heard = []
     LocalLaunch(f"{__name__}:hammer", tmp_path, 2, 0, 10.0, heard.append).run()

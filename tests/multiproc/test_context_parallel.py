@@ -79,7 +79,7 @@ def attend(run_dir, listener):
     return 0
 
 
-def test_ring_attention_is_that_of_one_process(job_file, tmp_path):
+def test_ring_attention_equals_full_attention(job_file, tmp_path):
     """Output and gradients of queries, keys and values on every rank, for every mask."""
     heard = []
     build_launch(f"{__name__}:attend", load_job(str(job_file), RING), tmp_path, heard.append).run()
@@ -150,14 +150,14 @@ slow = pytest.mark.slow
         pytest.param("cp=2 context=ulysses", "train.precision=bf16", 1e-2, marks=slow),
     ],
 )
-def test_losses_and_contract(train, layout, job, tolerance):
+def test_losses_equal_one_process_and_the_plan_holds(train, layout, job, tolerance):
     """Ten losses as in one process; state and collectives equal to the byte, the peak within 5%."""
     assert require_equal_losses_and_plan(train, "cp", layout, job, tolerance) >= {"step", "eval"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
-def test_compiled_blocks_are_equal_too(train, context):
+def test_compiled_blocks_equal_one_process(train, context):
     """torch.compile does not trace into the ring, and its transfers are still counted."""
     compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager")
     split = train("layout.cp=2", f"layout.context={context}", *TEN_STEPS, *compiled)
@@ -166,7 +166,7 @@ def test_compiled_blocks_are_equal_too(train, context):
 
 
 @pytest.mark.slow
-def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
+def test_checkpoints_resume_in_other_layouts(train, tmp_path):
     """From context parallel to one process and to FSDP, and back; the same layout resumes bit-identically."""
     runs = ResumeChecker(train, tmp_path)
     shared = ("layout.cp=2", "layout.zero=1")

@@ -42,7 +42,7 @@ def moved(rows, place, phases=("setup", "step")):
         ("pp=2 dp_shard=2 zero=3 schedule=zb-h1 micro_batch=3", 2),
     ],
 )
-def test_a_rehearsed_rank_is_a_real_one(train, dry_run, layout, rank):
+def test_a_dry_run_equals_a_real_rank(train, dry_run, layout, rank):
     """The first step of real gloo ranks and of a fake one: equal collectives, state, activations and peak."""
     overrides = [*(f"layout.{key}" for key in layout.split()), "train.steps=1", "train.eval_every=1"]
     real = train(*overrides)
@@ -57,7 +57,7 @@ def test_a_rehearsed_rank_is_a_real_one(train, dry_run, layout, rank):
     assert found == measured["state_bytes"]
 
 
-def test_a_compiled_job_is_rehearsed_as_an_eager_one(dry_run):
+def test_a_dry_run_of_a_compiled_job_uses_eager_blocks(dry_run):
     """With the stream that eager blocks have; the plan beside it is of those."""
     wide = [
         "model.hidden_size=256",

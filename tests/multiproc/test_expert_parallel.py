@@ -67,7 +67,7 @@ def prover(tmp_path_factory, prepared):
         slow("pp=2 tp=2 ep=2 sequence_parallel=true"),
     ],
 )
-def test_experts_on_other_ranks_are_those_of_one_process(prover, prepared, layout):
+def test_sharded_experts_equal_one_process(prover, prepared, layout):
     """Losses, gradients, calls and bytes per axis, state per rank, and the load of every expert.
 
     Capacity and balance are counted over whole sequences, however their tokens are sharded.
@@ -101,7 +101,7 @@ def crowded(tmp_path_factory, prepared):
         slow("tp=2 etp=2 recompute=full"),
     ],
 )
-def test_an_expert_that_nobody_chooses_keeps_nobody_waiting(crowded, prepared, layout):
+def test_experts_without_tokens_equal_one_process(crowded, prepared, layout):
     """A rank with idle experts only takes part in all collectives without rows; its gradients are zero."""
     proof = require_equal_and_planned(
         crowded, job_of(layout, MIXTURE, prepared), "parallelism_bugs:route_to_first_experts"

@@ -28,7 +28,7 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
         ("dp_shard=2 zero=3", "train.steps=1"),
     ],
 )
-def test_losses_and_contract(train, layout, job):
+def test_losses_equal_one_process_and_the_plan_holds(train, layout, job):
     """Ten losses within 1e-5 of one process; state and collectives equal to the byte, the peak within 5%.
 
     Three ranks shard 64, 128 and 320 rows unevenly: the buffers and the prediction include padding.
@@ -121,7 +121,7 @@ def test_compiled_blocks_under_zero(train, monkeypatch, zero):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
+def test_all_gathers_are_issued_prefetch_blocks_ahead(train, monkeypatch, depth):
     """When a block starts, the all-gathers of itself and of the next `prefetch` blocks have been issued."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:record_all_gathers")
     given = (f"layout.prefetch={depth}", "layout.micro_batch=6", "train.steps=1")
@@ -134,7 +134,7 @@ def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
     assert asked == forward + backward
 
 
-def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch):
+def test_fp16_overflow_in_one_shard_skips_the_step_on_all_ranks(train, monkeypatch):
     """fp16: other ranks' rows are finite, but a step that only one rank skips would break the model."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:infinite_gradient_on_rank_1")
     trained = train("layout.dp_shard=2", "train.precision=fp16")
@@ -144,7 +144,7 @@ def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch)
     assert trained.losses[-1] < trained.losses[0]
 
 
-def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
+def test_checkpoints_resume_in_other_layouts(train, tmp_path):
     """Shards resume bit-identically; replicas resume from them up to rounding, and the other way."""
     runs, cut, whole = ResumeChecker(train, tmp_path), ("layout.dp_shard=3",), ("layout.dp_replicate=2",)
     runs.require_bit_identical(cut)

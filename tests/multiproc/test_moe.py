@@ -91,7 +91,7 @@ def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
     assert "Tokens routed to each expert in step 8" in draw_page(report)
 
 
-def test_a_trained_mixture_goes_to_hugging_face(train, tmp_path):
+def test_an_exported_moe_model_equals_transformers(train, tmp_path):
     """Without selection biases; logits equal those of transformers."""
     transformers = pytest.importorskip("transformers")
     trained = train(*EXPERTS, "layout.dp_replicate=1", "train.steps=2", "model.tied_embeddings=false")

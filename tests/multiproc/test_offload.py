@@ -22,7 +22,7 @@ AWAY = ("layout.offload=optimizer", SMALL_BUCKETS)
         ("layout.dp_shard=2 layout.zero=1", "lion"),
     ],
 )
-def test_streamed_state_gives_the_same_bits_with_less_on_the_device(train, layout, optimizer):
+def test_offloaded_optimizer_state_is_bit_identical(train, layout, optimizer):
     """Buckets change no number; the peak loses the state and has the buffers; every byte as predicted."""
     given = (*layout.split(), f"train.optimizer={optimizer}", "layout.micro_batch=3", "train.lr=1e-3")
     here = train(*given, SMALL_BUCKETS)
@@ -46,7 +46,7 @@ def test_shards_on_the_host_are_counted_by_kind(train, kind):
         assert found == (result["state_bytes"][name] if name in OFFLOADED[kind] else [0, 0])
 
 
-def test_an_offloaded_run_goes_on_from_a_checkpoint_bit_by_bit(train, tmp_path):
+def test_an_offloaded_run_resumes_bit_identically(train, tmp_path):
     """A checkpoint does not say where the state lay: one from the device is read into the host's buffers."""
     common = ("layout.dp_shard=2", "train.steps=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9")
     straight = train(*common)
@@ -56,7 +56,7 @@ def test_an_offloaded_run_goes_on_from_a_checkpoint_bit_by_bit(train, tmp_path):
     assert again.losses == straight.losses[3:]
 
 
-def test_state_that_stays_is_found_out(train, monkeypatch):
+def test_state_that_is_not_offloaded_fails_the_audit(train, monkeypatch):
     """A rank that was asked to offload and does not: the audit says what is missing on the host."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:optimizer_state_not_offloaded")
     result = train("layout.dp_replicate=1", *AWAY, expect=3).result

@@ -11,7 +11,7 @@ LARGE = ("model.num_layers=6", "data.seq_len=128", "train.global_batch=256", "tr
 LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
 
 
-def test_the_ledger_is_told_and_the_cheapest_change_runs_in_the_same_room(train, monkeypatch):
+def test_out_of_memory_reports_the_ledger_and_a_change_that_fits(train, monkeypatch):
     """Rank 1 gets less than what is predicted. Its error is the run's; the other rank is a victim."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:limited_memory")
     failed = train(*LARGE, *LAYOUT, expect=4)

@@ -85,7 +85,7 @@ def test_a_pipeline_trains_and_evaluates_as_one_process(straight):
     assert max_relative_diff(norms[1], norms[0]) < 1e-5
 
 
-def test_what_ran_when_is_the_schedule(straight):
+def test_the_recorded_timeline_equals_the_schedule(straight):
     """Each rank records start and end of every action of its row, once and in order."""
     run = straight[1]
     job = read_plan(run.run_dir / PLAN_FILE).job
@@ -119,7 +119,7 @@ SHARDED = ("layout.pp=2", "layout.schedule=zb-h1", "layout.dp_shard=2", "layout.
 
 
 @pytest.mark.parametrize(("source", "layout"), [(0, BY_HAND), (1, ONE), (1, SHARDED)])
-def test_a_checkpoint_goes_on_with_or_without_a_pipeline(straight, resume, source, layout):
+def test_a_checkpoint_resumes_with_and_without_a_pipeline(straight, resume, source, layout):
     """From one process and back, with other stages, another schedule and FSDP: the same curve."""
     resumed = resume(straight[source], *layout)
     assert max_relative_diff(resumed.losses, straight[source].result["losses"][3:]) < 1e-5
@@ -130,7 +130,7 @@ def test_a_checkpoint_goes_on_with_or_without_a_pipeline(straight, resume, sourc
         assert [len(part.layers) for pp_rank in (0, 1) for part in local_stages(job, pp_rank)] == [3, 1]
 
 
-def test_text_and_a_folder_come_out_of_a_pipeline(straight, train, job_file, tmp_path, capfd):
+def test_a_pipeline_checkpoint_generates_and_exports(straight, train, job_file, tmp_path, capfd):
     """A pipeline's checkpoint is a whole model: it generates text, and a pipeline starts from its export."""
     run = straight[1]
     settings = {"prompt": "the ", "tokens": 8, "temperature": 0.0, "template": None, "seed": 0, "tp": 1}
@@ -178,7 +178,7 @@ def test_too_few_micro_batches_are_refused_with_the_number_to_use(
     assert f"train.global_batch={number}" in (problem.fix or "")
 
 
-def test_an_order_of_ones_own_runs_as_it_is_written(straight, train, tmp_path):
+def test_a_custom_schedule_runs_in_its_order(straight, train, tmp_path):
     """Three stages on two ranks, the middle one the largest: equal losses, and that order in the events."""
     file = tmp_path / "three.csv"
     file.write_text(THREE_STAGES)
@@ -191,7 +191,7 @@ def test_an_order_of_ones_own_runs_as_it_is_written(straight, train, tmp_path):
     assert [written[rank] for rank in (0, 1)] == rows
 
 
-def test_an_order_that_waits_for_itself_is_refused_before_any_rank_starts(job_file, tmp_path, monkeypatch):
+def test_a_schedule_with_a_deadlock_is_refused(job_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deadlock.csv").write_text(DEADLOCK)
     two = ("train.global_batch=2", "layout.pp=2", "layout.schedule_file=deadlock.csv")

@@ -51,7 +51,7 @@ def test_resume_in_place_adds_a_generation(train):
     assert '"generation":1' in events
 
 
-def test_a_damaged_checkpoint_is_passed_over(train):
+def test_a_damaged_checkpoint_is_skipped(train):
     """One flipped byte in the newest: it is named, and the one before is used."""
     first = train("train.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
     newest = _checkpoint(first.run_dir, 6) / "model.safetensors"

@@ -31,7 +31,7 @@ def test_a_rank_holds_its_state_and_a_few_tensors_while_it_saves(train, monkeypa
     assert cut * sum(sizes) > 3 * 4 * max(sizes), "or holding everything would pass, too"
 
 
-def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(train, monkeypatch):
+def test_sigkill_during_a_save_keeps_the_previous_checkpoint(train, monkeypatch):
     """Half of the tensors are written: that is no checkpoint. The run goes on from the one before it."""
     common = ("layout.dp_shard=2", "checkpoint.every_steps=2", "run_dir=run", "train.steps=6")
     straight = train(*common, "run_dir=straight")

@@ -47,7 +47,7 @@ UNTIED = "model.tied_embeddings=false train.optimizer=lion train.grad_noise=0.01
         ("tp=2 dp_shard=2 zero=3 sequence_parallel=true", "train.precision=fp16 data.mask=document", 1e-2),
     ],
 )
-def test_losses_and_contract(train, layout, job, tolerance):
+def test_losses_equal_one_process_and_the_plan_holds(train, layout, job, tolerance):
     """Ten losses as in one process; state and collectives equal to the byte, activations and peak within 5%.
 
     A vocabulary of 321 is padded on 2 and 4 ranks; one key head is replicated on 4 ranks.
@@ -55,7 +55,7 @@ def test_losses_and_contract(train, layout, job, tolerance):
     assert require_equal_losses_and_plan(train, "tp", layout, job, tolerance) == {"step", "eval", "save"}
 
 
-def test_four_all_reduces_a_block(train):
+def test_a_block_has_four_all_reduces(train):
     """Two in the forward pass and two in the backward pass, beside one each for embedding and head."""
     result = train("layout.tp=2", "model.num_layers=3", "layout.micro_batch=12").result
     wanted = {"axis": "tp", "op": "all_reduce", "phase": "step"}
@@ -74,7 +74,7 @@ def test_an_input_that_is_not_prepared_is_a_collective_too_many(train, monkeypat
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_equal_too(train):
+def test_compiled_blocks_equal_one_process(train):
     """Collectives inside compiled graphs are still counted, forward and backward."""
     compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager")
     for layout in ("layout.recompute=selective", "layout.sequence_parallel=true"):
@@ -84,7 +84,7 @@ def test_compiled_blocks_are_equal_too(train):
 
 
 @pytest.mark.slow
-def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
+def test_checkpoints_resume_in_other_layouts(train, tmp_path):
     """Tensor parallel resumes bit-identically; other layouts up to rounding, and the other way."""
     runs, whole = ResumeChecker(train, tmp_path, *GPT.split()), ("layout.dp_replicate=2",)
     split = ("layout.tp=2", "layout.dp_shard=2", "layout.sequence_parallel=true")

@@ -230,7 +230,7 @@ def run_ours(run_dir, listener):
         "dp_replicate=2 schedule=interleaved virtual_stages=2",
     ],
 )
-def test_ours_has_the_gradients_of_one_process(job_file, prepared, tmp_path, layout):
+def test_our_pipeline_has_the_gradients_of_one_process(job_file, prepared, tmp_path, layout):
     """Where torch is wrong or crashes: every gradient of a second step is right."""
     given = ("pp=2", "micro_batch=1", *layout.split())
     asked = ["model.num_layers=4", "model.tied_embeddings=false", "train.global_batch=8"]

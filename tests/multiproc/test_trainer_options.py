@@ -94,7 +94,7 @@ def test_compiled_blocks_on_two_ranks_give_the_same_losses_and_say_compiled(trai
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [REPLICATED, "layout.dp_shard=2"])
 def test_fp8_on_two_ranks_stays_near_bf16_and_its_state_is_audited(train, layout):
-    """Products in 8 bits of kept copies, and of what ZeRO-3 gathers; the optimizer's state stays float32."""
+    """fp8 GEMMs on weight copies, and of what ZeRO-3 gathers; the optimizer's state stays float32."""
     layout = (layout, "model.num_heads=8", "model.num_kv_heads=4")
     near = train("run_dir=bf16", *layout, "train.precision=bf16").losses
     compiled = (
@@ -141,7 +141,7 @@ def test_fp8_follows_the_bf16_curve_for_200_steps(train):
 
 @pytest.mark.slow
 def test_copies_and_a_stream_in_16_bits_follow_the_plain_curve(train):
-    """Products read copies that the update has made stale: two ranks stay within what 16 bits round."""
+    """GEMMs read bf16 weight copies and a bf16 residual stream: two ranks stay within bf16 rounding."""
     low = ("train.precision=bf16", "model.num_heads=8", "model.num_kv_heads=4")
     plain = train("run_dir=plain", REPLICATED, *low)
     compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager", "train.residual_dtype=bf16")
