@@ -63,7 +63,7 @@ def ledgers(job, micro_batches):
 
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_largest_moment_is_near_an_end_of_alike_blocks(settled, monkeypatch, layout, model):
+def test_the_peak_is_near_an_end_of_equal_blocks(settled, monkeypatch, layout, model):
     job = settled(layout, **model)
     micro_batches = 8 // job.layout.data_degree
     found = ledgers(job, micro_batches)
@@ -75,7 +75,7 @@ def test_the_largest_moment_is_near_an_end_of_alike_blocks(settled, monkeypatch,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[-5:], ids=str)
-def test_alike_places_hold_and_move_as_much(settled, monkeypatch, layout):
+def test_equal_pp_ranks_have_equal_memory_and_traffic(settled, monkeypatch, layout):
     job = settled(layout)
     found = ledgers(job, 4), [predict_traffic(job, pp_rank) for pp_rank in range(job.layout.pp)]
     assert representative_pp_rank(job, 0) == 0
@@ -88,7 +88,7 @@ def test_alike_places_hold_and_move_as_much(settled, monkeypatch, layout):
     )
 
 
-def test_middle_places_are_alike(settled):
+def test_middle_pp_ranks_are_equal(settled):
     job = settled({"pp": 6, "stage_layers": [2] * 6})
     assert [representative_pp_rank(job, pp_rank) for pp_rank in range(6)] == [0, 1, 1, 1, 1, 5]
 

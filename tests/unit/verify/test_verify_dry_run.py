@@ -1,4 +1,4 @@
-"""Dry runs: the ledger against torch itself for large models, planted mistakes, and what is refused."""
+"""Dry runs: the ledger against torch with fake tensors for large models, planted errors, refused jobs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ LARGE = [
     ("preset", "layout", "rank", "on"),
     [pytest.param(*case, marks=[] if case is LARGE[0] else [pytest.mark.slow]) for case in LARGE],
 )
-def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, rank, on):
+def test_the_ledger_of_large_models_matches_a_dry_run(dry_run, preset, layout, rank, on):
     """8B to 405B on 8 to 512 ranks: state and bytes equal, activations and peak within 5%, no memory."""
     asked = [*(f"layout.{key}" for key in layout.split()), "layout.micro_batch=1"]
     named = dict(key.split("=") for key in layout.split())
@@ -77,7 +77,7 @@ def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, 
 
 
 @pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])
-def test_ranks_agree_on_what_goes_to_which_experts(tokens, etp):
+def test_ranks_agree_on_the_even_routing(tokens, etp):
     """What one knows to arrive is what the others send, and is even: also of fewer tokens than experts."""
     ranks, experts = 4, 8
     held = experts * etp // ranks
@@ -92,7 +92,7 @@ def test_ranks_agree_on_what_goes_to_which_experts(tokens, etp):
         assert torch.equal(even_counts(told, place, experts, etp), counts[:, first : first + held])
 
 
-def test_ranks_with_fewer_choices_than_experts_are_rehearsed(dry_run):
+def test_ranks_with_fewer_choices_than_experts_are_dry_run(dry_run):
     """Rank 3 sends nothing to its own experts and gets tokens from others all the same."""
     mixture = ("model.num_experts=4", "model.experts_per_token=1", "data.seq_len=8")
     layout = ("layout.cp=2", "layout.tp=2", "layout.ep=4", "layout.micro_batch=1")
@@ -113,7 +113,7 @@ def test_ranks_with_fewer_choices_than_experts_are_rehearsed(dry_run):
     ],
     ids=lambda layout: layout[0],
 )
-def test_settings_that_read_values_run_too(dry_run, layout):
+def test_settings_that_read_tensor_values_can_be_dry_run(dry_run, layout):
     """Loss scales, noise scales, masks and every optimizer: what they read is zero, what they move is not."""
     degrees, *settings = layout
     asked = [*(f"layout.{key}" for key in degrees.split()), *settings, *SMALL]
@@ -121,7 +121,7 @@ def test_settings_that_read_values_run_too(dry_run, layout):
     assert found["equal"], found["differences"]
 
 
-def test_the_peak_of_many_tokens_is_in_the_final_norm(dry_run):
+def test_the_peak_of_long_sequences_is_in_the_final_norm(dry_run):
     """Few parameters and long sequences: the norm's backward pass is the largest moment, and predicted."""
     found, _ = dry_run("tiny", "layout.dp_shard=2", "layout.micro_batch=8", "train.global_batch=16")
     assert found["equal"], found["differences"]
@@ -159,7 +159,7 @@ EXPERTS_PREFIX = [
     ],
     ids=lambda case: case[0],
 )
-def test_the_ledger_of_experts_is_what_torch_does(dry_run, case):
+def test_the_ledger_of_experts_matches_a_dry_run(dry_run, case):
     """Calls and bytes equal; activations to the byte but for a loss or two; the peak within 2%."""
     degrees, *settings = case
     asked = [*EXPERTS, *(f"layout.{key}" for key in degrees.split()), *settings]
@@ -205,7 +205,7 @@ def test_a_wrong_prediction_of_the_peak_is_found(dry_run, monkeypatch):
     assert [d.split(" is ")[0] for d in found["differences"]] == ["rank 0: peak"]
 
 
-def test_a_mistake_in_the_layout_itself_is_found(dry_run, monkeypatch):
+def test_an_error_in_the_runtime_is_found(dry_run, monkeypatch):
     """Replicas of shards summed in every micro-batch: twice the all-reduces that the plan has."""
     monkeypatch.setattr("meshwright.parallel.data_parallel.set_gradient_sync", lambda *_: None)
     layout = ("layout.dp_replicate=2", "layout.dp_shard=2")
@@ -213,7 +213,7 @@ def test_a_mistake_in_the_layout_itself_is_found(dry_run, monkeypatch):
     assert any("axis dp_replicate, all_reduce in phase step: 6 calls" in d for d in found["differences"])
 
 
-def test_what_does_not_fit_is_rehearsed_and_said(dry_run):
+def test_a_job_that_does_not_fit_is_dry_run_with_a_note(dry_run):
     found, said = dry_run("tiny", "layout.dp_replicate=2", "cluster.memory_bytes=1000000", *SMALL)
     assert found["equal"]
     assert not found["fits"]
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_rehearsed_and_said(dry_run):
         ("tiny", ["layout.dp_shard=4", "layout.micro_batch=999"], 0, "layout-micro-batch"),
     ],
 )
-def test_what_is_refused(preset, overrides, rank, code):
+def test_unsupported_jobs_are_refused_with_codes(preset, overrides, rank, code):
     with pytest.raises(UserError) as caught:
         dry_run_job(Output(as_json=True), preset, overrides, rank, None)
     assert code in [problem.code for problem in caught.value.problems]

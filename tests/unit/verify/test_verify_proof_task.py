@@ -1,4 +1,4 @@
-"""What a proof runs: which settings it forces, what it says of them, and which samples it looks at."""
+"""The settings of a proof, its messages, and the samples that it compares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.verify.proof_task import (
 TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")
 
 
-def test_the_proof_is_float32_eager_and_repeatable_on_cores_and_says_so():
+def test_a_proof_is_float32_eager_and_deterministic_on_cpus():
     overrides = [
         "train.precision=fp16",
         "train.loss_scale=8.0",
@@ -71,8 +71,8 @@ def test_the_reference_splits_nothing_and_keeps_the_micro_batch():
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [(12, 2), (7, 3), (2, 4), (1, 1)])
-def test_every_rank_with_samples_is_looked_at(batch, ranks):
-    """Its first and its last one, as ``train/batches.py`` deals them."""
+def test_samples_of_every_rank_are_compared(batch, ranks):
+    """The first and the last sample of each rank, as ``train/batches.py`` assigns them."""
     expected = {
         place
         for rank in range(ranks)

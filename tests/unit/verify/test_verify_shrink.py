@@ -1,4 +1,4 @@
-"""A job too large for one machine is made smaller, legally, with the same axes, and says how."""
+"""Large jobs are shrunk to a legal job with the same axes, and every change is listed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def job_of(source: str, *overrides: str):
     return proof_job(load_job(source, overrides, to_run=False), 16 * GIB)
 
 
-def test_a_small_job_is_proved_as_it_is():
+def test_a_small_job_is_not_shrunk():
     job = job_of(TEXT, "layout.dp_replicate=2")
     shrunk = shrink_to_fit(job, 10, 16 * GIB, 8e10)
     assert shrunk.job is job
@@ -64,7 +64,7 @@ def test_state_is_counted_as_the_ledger_does():
         ("llama2-7b", {"cp": 8, "dp_shard": 4}),
     ],
 )
-def test_every_kind_of_split_stays(source, degrees):
+def test_every_axis_above_one_stays_above_one(source, degrees):
     """A degree above one becomes a small one above one, one stays one; the result is legal and light."""
     overrides = [f"layout.{axis}={degree}" for axis, degree in degrees.items()]
     job = job_of(source, *overrides)
@@ -96,7 +96,7 @@ def ranks_of(job) -> list[str]:
     return [f"{job.layout.world_size} ranks, more than the {MAX_RANKS} that one machine runs"]
 
 
-def test_what_was_changed_is_listed_and_nothing_else():
+def test_exactly_the_changed_keys_are_listed():
     job = job_of(TEXT, "layout.dp_replicate=12", "layout.micro_batch=4")
     shrunk = shrink_to_fit(job, 10, 16 * GIB, 1e15)
     changes = {change.key: (change.before, change.after) for change in shrunk.changes}

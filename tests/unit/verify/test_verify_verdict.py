@@ -1,4 +1,4 @@
-"""The verdict of a proof: what is equal, what is not, and who is named first."""
+"""The verdict of a proof: equal or not, and the first divergence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def first(findings: RankFindings, losses=LOSSES, notes: ReferenceRecord | None =
     return verdict.first_divergence
 
 
-def test_rounding_is_equal():
+def test_differences_by_rounding_pass():
     verdict = judge(notes_of(), [findings_of(0), findings_of(1)], [x * (1 + 9e-6) for x in LOSSES], LOSSES)
     assert verdict.equal
     assert verdict.first_divergence is None
@@ -55,7 +55,7 @@ def test_rounding_is_equal():
 
 
 @pytest.mark.parametrize("step", [1, 10])
-def test_one_gradient_on_one_rank_is_enough(step):
+def test_one_different_gradient_on_one_rank_fails(step):
     """Just below the tolerance is equal; just above is not, at either step."""
     findings = findings_of(1)
     findings.gradients[str(step)]["norm.weight"] = TensorDifference(0.99e-4, 1.0, 1e-4)
@@ -90,7 +90,7 @@ def test_a_missing_gradient_fails_on_one_rank_and_on_all(step):
     assert "missing" in verdict.first_divergence.sentence()
 
 
-def test_a_parameter_that_one_rank_does_not_hold_is_no_fault():
+def test_a_parameter_held_by_other_ranks_only_passes():
     """Of a pipeline every rank holds its own layers."""
     one, other = findings_of(0), findings_of(1)
     for step in ("1", "10"):
@@ -104,7 +104,7 @@ def test_a_parameter_that_the_reference_does_not_have_fails():
     assert first(findings).note == "not in the reference"
 
 
-def test_noise_below_the_rounding_of_the_whole_gradient_is_not_judged():
+def test_noise_below_the_rounding_of_the_full_gradient_is_ignored():
     """The key bias's gradient is zero but for rounding; a gradient a little larger is judged again."""
     notes, findings = notes_of(norm_weight=1e-9), findings_of(1)
     for step in ("1", "10"):
@@ -118,7 +118,7 @@ def test_noise_below_the_rounding_of_the_whole_gradient_is_not_judged():
     assert not judge(notes, [others, findings], LOSSES, LOSSES).equal
 
 
-def test_a_factor_that_explains_everything_is_said():
+def test_a_constant_factor_is_reported():
     findings = findings_of(1)
     for name in PARAMETERS:
         findings.gradients["1"][name] = TensorDifference(0.5, 0.5, 1e-7)
@@ -147,7 +147,7 @@ def test_forward_comes_before_loss_and_loss_before_backward():
     assert (found.kind, found.module, found.rank) == ("activation", "blocks.0.attention.wq", 1)
 
 
-def test_a_wrong_input_leads_to_the_module_around():
+def test_a_wrong_input_names_the_enclosing_module():
     """What attention does between its projections is attention's; what comes before the block the model's."""
     findings = findings_of(1)
     spoil(findings, "blocks.0.attention.wo", "input", "output")
@@ -174,7 +174,7 @@ def test_an_update_that_goes_wrong_is_found_where_later_losses_differ():
     assert found.difference == pytest.approx((9.0 - LOSSES[4]) / LOSSES[4])
 
 
-def test_what_is_not_finite_or_not_there_is_never_equal():
+def test_nonfinite_or_missing_values_fail():
     findings = findings_of(1)
     findings.gradients["10"]["norm.weight"] = TensorDifference(None)
     verdict = judge(notes_of(), [findings], LOSSES, LOSSES)

@@ -1,4 +1,4 @@
-"""What ``meshwright probe`` times, with torch: operations of any size, and real steps of a small plan."""
+"""Measurements of ``meshwright probe``: operations of any size, and real steps of a small plan."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_operations_take_time_and_larger_ones_more():
     assert machine.count_multiprocessors(CPU) == 0
 
 
-def test_what_blocks_do_between_products_and_products_in_8_bits_take_time():
+def test_elementwise_operations_and_fp8_gemms_can_be_timed():
     """By torch's operations here, by the kernels of a run on a GPU."""
     (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
     assert machine.time_triton_kernels(CPU, run.plan.job, 1e-3) > 0
     assert all(took_s > 0 for took_s in machine.time_fp8_linear(CPU, (32, 16, 16), 1e-3))
 
 
-def test_steps_are_those_of_a_run_and_its_blocks_can_be_called_alone(monkeypatch):
+def test_timed_steps_use_the_trainer_and_its_blocks(monkeypatch):
     """The session is the one that trains; what the host takes for its blocks is asked of it, as on a GPU."""
     (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
     built, build = [], machine.build_trainer
@@ -55,7 +55,7 @@ def test_steps_are_those_of_a_run_and_its_blocks_can_be_called_alone(monkeypatch
     assert machine.time_block_launch(trainer) > 0, "Triton blocks return two tensors"
 
 
-def test_random_words_are_targets_all():
+def test_all_random_tokens_are_targets():
     (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
     words = RandomTokens(run.plan.job)
     rows = words.read([0, 1, 2])
@@ -66,7 +66,7 @@ def test_random_words_are_targets_all():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_measured_is_different_from_what_is_promised(device):
+def test_probed_models_differ_from_the_benchmark_models(device):
     """Predictions are for shapes that no probe has: the benchmark's two models are not among the measured."""
     widths = {table["model"]["hidden_size"] for table in PROBE_SUITES[device].models}
     assert not widths & {2048, 3072, 512}
