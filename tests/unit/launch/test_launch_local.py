@@ -59,7 +59,7 @@ def test_a_fork_server_is_replaced_only_if_it_lacks_a_module():
     assert done.returncode == 0, done.stderr
 
 
-BORN = """
+RANK_SCRIPT = """
 import gc, json, os, sys
 from pathlib import Path
 from meshwright.launch.local import LocalLaunch, start_server
@@ -67,28 +67,28 @@ from meshwright.launch.local import LocalLaunch, start_server
 def look(run_dir, tell):
     cache = os.environ["XDG_CACHE_HOME"]
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    tell({"event": "born", "rank": 0, "enabled": enabled, "frozen": frozen, "cache": cache})
+    tell({"event": "state", "rank": 0, "enabled": enabled, "frozen": frozen, "cache": cache})
     return 0
 
 if __name__ == "__main__":
-    heard = []
+    reported = []
     preload = ("meshwright.launch.forkserver_preload",)
     start_server(preload)
     os.environ["XDG_CACHE_HOME"] = "set after the server has started"
-    LocalLaunch("born:look", Path(), 1, 0, 5.0, heard.append, preload=preload).run()
-    print(json.dumps(heard), gc.isenabled())
+    LocalLaunch("rank:look", Path(), 1, 0, 5.0, reported.append, preload=preload).run()
+    print(json.dumps(reported), gc.isenabled())
 """
 
 
 def test_ranks_enable_garbage_collection_and_freeze_preloaded_objects(tmp_path: Path):
     """The server imports with garbage collection disabled. Ranks and the command must not inherit that."""
-    (tmp_path / "born.py").write_text(BORN)
+    (tmp_path / "rank.py").write_text(RANK_SCRIPT)
     done = subprocess.run(
-        [sys.executable, "born.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "rank.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout
-    heard, enabled = done.rsplit(" ", 1)
-    (born,) = json.loads(heard)
-    assert born["enabled"]
-    assert born["cache"] == "set after the server has started"
-    assert born["frozen"] > 1000
+    reported, enabled = done.rsplit(" ", 1)
+    (state,) = json.loads(reported)
+    assert state["enabled"]
+    assert state["cache"] == "set after the server has started"
+    assert state["frozen"] > 1000
     assert enabled.strip() == "True"
