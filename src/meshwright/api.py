@@ -17,7 +17,7 @@ the ranks before this process loads the planner.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.report.run_list import RunSummary
     from meshwright.report.run_report import RunReport
     from meshwright.runs.dry_run import DryRun
+    from meshwright.runs.evaluate import Evaluation
     from meshwright.runs.explain import LayoutExplanation
     from meshwright.runs.probe import ProbeResult
     from meshwright.runs.prove import Proof
@@ -53,6 +54,7 @@ __all__ = [
     "Plan",
     "Reporter",
     "Run",
+    "evaluate",
     "export_checkpoint",
     "generate",
     "list_checkpoints",
@@ -357,6 +359,16 @@ class Run:
         write_page(self.report(), page)
         return page
 
+    def evaluate(
+        self,
+        data: str | Path | Sequence[str] | Mapping[str, str | Path],
+        *overrides: str,
+        samples: int | None = None,
+        reporter: Reporter = SILENT,
+    ) -> list[Evaluation]:
+        """Evaluate the newest checkpoint on held-out sets; arguments as in :func:`evaluate`."""
+        return evaluate(self.run_dir, data, *overrides, samples=samples, reporter=reporter)
+
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright train --json``."""
         from meshwright.runs.summary import summarize_run  # noqa: PLC0415
@@ -434,6 +446,36 @@ def generate(
         "tp": tp,
     }
     return generate_from(find_model(checkpoint), settings, on_token)
+
+
+def evaluate(
+    model: str | Path,
+    data: str | Path | Sequence[str] | Mapping[str, str | Path],
+    *overrides: str,
+    samples: int | None = None,
+    reporter: Reporter = SILENT,
+) -> list[Evaluation]:
+    """Loss, perplexity and accuracy of a saved model on held-out sets, in this process.
+
+    Args:
+        model: A checkpoint, a folder of checkpoints, a run, or a Hugging Face folder.
+        data: A path, a list of ``PATH`` or ``NAME=PATH``, or paths by name. All documents of a text count; of
+            a prepared folder and of images the held-out split.
+        overrides: Keys of ``[data]``, such as ``data.seq_len=512``; by default those of the training.
+        samples: Samples of each set, from its first; None for all.
+        reporter: Receives messages and progress.
+
+    Raises:
+        UserError: The model or a set cannot be read, or they do not match.
+    """
+    from meshwright.runs.evaluate import evaluate_saved, name_sets  # noqa: PLC0415
+
+    _require(samples is None or samples >= 1, "samples", samples, "must be at least 1")
+    if isinstance(data, Mapping):
+        sets = {name: str(path) for name, path in data.items()}
+    else:
+        sets = name_sets([str(data)] if isinstance(data, str | Path) else data)
+    return evaluate_saved(find_model(model), sets, overrides, samples, reporter)
 
 
 def find_model(path: str | Path) -> Path:

@@ -21,7 +21,18 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 600
 MOST_FUNCTION_LINES = 100
 MOST_ARGUMENTS = 10
-COMMANDS = {"plan", "train", "audit", "generate", "prepare", "schema", "runs", "report", "bench scaling"}
+COMMANDS = {
+    "plan",
+    "train",
+    "audit",
+    "eval",
+    "generate",
+    "prepare",
+    "schema",
+    "runs",
+    "report",
+    "bench scaling",
+}
 COMMANDS |= {f"checkpoint {name}" for name in ("export", "list", "prune", "verify")} | {"schedule pipeline"}
 COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
 NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "validation", "data", "launch")

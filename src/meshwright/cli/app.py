@@ -332,6 +332,32 @@ def generate(
     guarded(output, lambda: write_text(output, checkpoint, settings))
 
 
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="Run folder, checkpoint, folder of checkpoints, or Hugging Face folder.", metavar="MODEL"
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Override keys of [data], such as data.seq_len=512.", metavar="KEY=VALUE"),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="Held-out set: PATH or NAME=PATH. Repeat it for several.", metavar="SET"),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples per set. Default: all.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a saved model on held-out sets: loss, perplexity and accuracy."""
+    from meshwright.cli.evaluate import evaluate_sets  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: evaluate_sets(output, model, data or [], overrides or [], samples))
+
+
 @app.command()
 def prepare(
     corpus: Annotated[Path, typer.Argument(help="Corpus file (TOML).", metavar="CORPUS.toml")],

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.data.packing import ContiguousPacking, DocumentPacking, Packing, RowPieces
-from meshwright.data.shards import ShardEntry, ShardFolder, broken_shards
+from meshwright.data.shards import SPLITS, ShardEntry, ShardFolder, broken_shards
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 IGNORE_INDEX = -100
@@ -38,6 +38,12 @@ class SampleBatch:
     """The next token, or ``IGNORE_INDEX``."""
     segments: Int64s | None
     """With ``mask="document"``: document id within the row, from 0; padding has the last id."""
+
+
+def list_shards(folder: ShardFolder, split: str) -> tuple[ShardEntry, ...]:
+    """The shards of a split; ``all`` for those of both."""
+    names = SPLITS if split == "all" else (split,)
+    return tuple(shard for name in names for shard in folder.index.split(name).shards)
 
 
 class TokenDataset:
@@ -63,7 +69,7 @@ class TokenDataset:
         self.mask = mask
         self.prompt_masking = prompt_masking
         self._folder = shards
-        self._shards: tuple[ShardEntry, ...] = shards.index.split(split).shards
+        self._shards: tuple[ShardEntry, ...] = list_shards(shards, split)
         self._packings: dict[int, Packing] = {}
         self._targets: dict[int, Int64s] = {}
         self._tokens: tuple[int, npt.NDArray[Any]] | None = None
@@ -85,17 +91,17 @@ class TokenDataset:
 
         Args:
             folder: A prepared folder.
-            split: ``train`` or ``eval``.
+            split: ``train``, ``eval``, or ``all`` for both.
             seq_len: Positions of a sample.
             mask: ``causal`` for samples that cross documents, ``document`` for packed whole documents.
             prompt_masking: Whether targets in prompts are ignored.
 
         Raises:
             UserError: The folder is broken, has no loss mask for prompt masking, or ``train`` has no samples
-                or no targets. ``eval`` may be empty.
+                or no targets. Other splits may be empty.
         """
         opened = ShardFolder.open(folder)
-        if prompt_masking and any(s.loss_mask_file is None for s in opened.index.split(split).shards):
+        if prompt_masking and any(s.loss_mask_file is None for s in list_shards(opened, split)):
             raise UserError(no_prompts(f"{folder} was prepared without a template"))
         dataset = cls(opened, split, seq_len, mask, prompt_masking)
         if split != "train":

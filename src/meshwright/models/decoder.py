@@ -263,6 +263,16 @@ class Decoder(nn.Module):
             segments_BT: The document index of each token of whole sequences.
             weights_B: Each sequence's share of the batch, 0 for padding; for experts.
         """
+        x = self.run_blocks(x, segments_BT, weights_B)
+        if not self.last:
+            return x
+        x = self.norm(x)
+        return self.head(x) if targets_BT is None else self.head.loss(x, targets_BT, self.loss_chunk)
+
+    def run_blocks(
+        self, x: Tensor, segments_BT: Tensor | None = None, weights_B: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream after the last block; arguments as in :meth:`forward`."""
         length = x.shape[1] if self.first else self.seq_len
         assert length <= self.seq_len, f"{length} tokens, but positions are built for {self.seq_len}"
         if self.first:
@@ -271,10 +281,7 @@ class Decoder(nn.Module):
         mask = None if segments_BT is None else self.context.build_mask(segments_BT, compute_dtype(x))
         for block in self.blocks.values():
             x = block(x, rope, mask, weights_B)
-        if not self.last:
-            return x
-        x = self.norm(x)
-        return self.head(x) if targets_BT is None else self.head.loss(x, targets_BT, self.loss_chunk)
+        return x
 
     def set_expected_loss_grad(self, expected: float) -> None:
         """Set the expected gradient of the loss: the loss scales its gradients with it in the forward pass.

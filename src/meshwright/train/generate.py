@@ -8,14 +8,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshwright.checkpoint.hf.weights import require_weights
-from meshwright.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
-from meshwright.checkpoint.resume import load_selection_bias, open_tensors
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, EventWriter, Listener, to_json
 from meshwright.data.chat import Template
@@ -25,18 +22,12 @@ from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from meshwright.launch.exits import EXIT_OK
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.models.decoder import Decoder
-from meshwright.models.init import WeightSource, find_weight_source
-from meshwright.parallel.apply import parallelize
 from meshwright.parallel.mesh import Mesh, destroy_mesh, init_mesh
-from meshwright.spec.hf_config import read_config
 from meshwright.spec.job import Job
-from meshwright.spec.load import SpecError, build_job
 from meshwright.spec.model import DecoderModel
-from meshwright.train.expert_balance import set_biases
+from meshwright.train.saved_model import build_saved_job, load_saved_model
 from meshwright.train.worker import report_error
 
-MAX_CONTEXT = 4096
-"""Longest context of a Hugging Face model; many allow more positions than fit in memory."""
 TASK_FILE = "generate.json"
 ENTRY = "meshwright.train.generate:run_rank"
 
@@ -103,67 +94,18 @@ class GenerateTask:
             UserError: It is not a language model, or the tensor-parallel degree is illegal.
         """
         folder = Path(self.checkpoint)
-        if (folder / MANIFEST).is_file():
-            manifest = read_manifest(folder, verify=False)  # the caller has verified it
-            if manifest.model.get("architecture") == "resnet":
-                rule, fix = "is an image model and generates no text", "Give a checkpoint of a decoder"
-                raise UserError(Problem("generate-not-text", rule, path=str(folder), fix=fix))
-            model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
-            length = manifest.seq_len
-        else:
-            config = read_config(folder)
-            model = {"hf": str(folder.absolute())}
-            known = (config.fields.get("max_positions"), config.sliding_window, MAX_CONTEXT)
-            length = min(value for value in known if value is not None)
-        length = max(self.tp, length - length % self.tp)  # each rank routes an equal part of the context
-        cluster: dict[str, Any] = {"preset": "local"}
-        if not torch.cuda.is_available():
-            cluster |= {"device": "cpu", "devices_per_node": self.tp}  # ranks may share CPU cores
-        tables = {
-            "model": model,
-            "data": {"path": "builtin:python-stdlib", "tokenizer": "byte", "seq_len": length},
-            "train": {"steps": 1, "global_batch": 1, "block_backend": "eager"},
-            "layout": {"tp": self.tp, "micro_batch": 1},
-            "cluster": cluster,
-        }
-        try:
-            return build_job(tables)
-        except SpecError as error:  # without the suggested training layouts
-            raise UserError(*error.problems) from None
-
-
-class _CheckpointWeights:
-    """Reads the weights of a checkpoint, one at a time."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-
-    def full_tensor(self, name: str) -> Tensor:
-        """A full parameter."""
-        with open_tensors(self._checkpoint, MODEL_FILE) as saved:
-            return saved.get_tensor(name)
+        job = build_saved_job(folder, {"path": "builtin:python-stdlib", "tokenizer": "byte"}, tp=self.tp)
+        if not isinstance(job.model, DecoderModel):
+            rule, fix = "is an image model and generates no text", "Give a checkpoint of a decoder"
+            raise UserError(Problem("generate-not-text", rule, path=str(folder), fix=fix))
+        return job
 
 
 def load_model(task: GenerateTask, mesh: Mesh | None = None) -> Decoder:
     """The model of a checkpoint, or the shard of this rank; without a mesh for one process."""
-    folder, job = Path(task.checkpoint), task.job()
-    mesh = mesh or Mesh(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    weights: WeightSource = _CheckpointWeights(folder)
-    if not (folder / MANIFEST).is_file():
-        weights = find_weight_source(job, from_hf=True)
-    model = parallelize(job, mesh, weights).model
+    model = load_saved_model(Path(task.checkpoint), task.job(), mesh)
     assert isinstance(model, Decoder), "a language model"
-    if (folder / MANIFEST).is_file():
-        _load_biases(model, job, folder)
-    return model.eval()
-
-
-def _load_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
-    """Load the biases of expert selection, if the checkpoint has them."""
-    biases = load_selection_bias(checkpoint)
-    if biases is not None:
-        assert isinstance(job.model, DecoderModel), "a language model"
-        set_biases(model, biases.to(next(model.parameters()).device), job.model.dense_layers)
+    return model
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:

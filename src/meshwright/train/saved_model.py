@@ -1,0 +1,106 @@
+"""Loads the model of a checkpoint or of a Hugging Face folder, to generate text or to evaluate it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
+from meshwright.checkpoint.resume import load_selection_bias, open_tensors
+from meshwright.core.errors import UserError
+from meshwright.models.decoder import Decoder
+from meshwright.models.init import WeightSource, find_weight_source
+from meshwright.models.resnet import ResNet
+from meshwright.parallel.apply import parallelize
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.hf_config import read_config
+from meshwright.spec.job import Job
+from meshwright.spec.load import SpecError, apply_override, build_job
+from meshwright.spec.model import DecoderModel
+from meshwright.spec.paths import resolve_paths
+from meshwright.train.expert_balance import set_biases
+
+MAX_CONTEXT = 4096
+"""Longest context of a Hugging Face model; many allow more positions than fit in memory."""
+
+Tree = dict[str, Any]
+
+
+def build_saved_job(folder: Path, data: Tree, overrides: Sequence[str] = (), tp: int = 1) -> Job:
+    """The job of a saved model, with a legal layout.
+
+    Args:
+        folder: A verified checkpoint, or a Hugging Face folder.
+        data: Keys of ``[data]``, over those that the model was trained with.
+        overrides: ``key=value`` texts, over both.
+        tp: Tensor-parallel degree.
+
+    Raises:
+        UserError: An override is wrong, or the degree is illegal.
+    """
+    model, trained_with = _read_tables(folder)
+    trained_with["seq_len"] = max(tp, trained_with["seq_len"] // tp * tp)  # each rank routes an equal part
+    cluster: Tree = {"preset": "local"}
+    if not torch.cuda.is_available():
+        cluster |= {"device": "cpu", "devices_per_node": tp}  # ranks may share CPU cores
+    tables: Tree = {
+        "model": model,
+        "data": {**trained_with, **data},
+        "train": {"steps": 1, "global_batch": 1, "block_backend": "eager"},
+        "layout": {"tp": tp, "micro_batch": 1},
+        "cluster": cluster,
+    }
+    if problems := [problem for text in overrides if (problem := apply_override(tables, text))]:
+        raise UserError(*problems)
+    resolve_paths(tables, Path.cwd())
+    try:
+        return build_job(tables)
+    except SpecError as error:  # without the suggested training layouts
+        raise UserError(*error.problems) from None
+
+
+def _read_tables(folder: Path) -> tuple[Tree, Tree]:
+    """The tables ``[model]`` and ``[data]`` of a saved model."""
+    if (folder / MANIFEST).is_file():
+        manifest = read_manifest(folder, verify=False)  # the caller has verified it
+        model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
+        keys = ("seq_len", "mask", "prompt_masking")
+        return model, {key: getattr(manifest, key) for key in keys}
+    config = read_config(folder)
+    lengths = (config.fields.get("max_positions"), config.sliding_window, MAX_CONTEXT)
+    return {"hf": str(folder.absolute())}, {"seq_len": min(n for n in lengths if n is not None)}
+
+
+class _CheckpointWeights:
+    """Reads the weights of a checkpoint, one at a time."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+
+    def full_tensor(self, name: str) -> Tensor:
+        """A full parameter."""
+        with open_tensors(self._checkpoint, MODEL_FILE) as saved:
+            return saved.get_tensor(name)
+
+
+def load_saved_model(folder: Path, job: Job, mesh: Mesh | None = None) -> Decoder | ResNet:
+    """The model, or the shard of this rank; without a mesh for one process."""
+    mesh = mesh or Mesh(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    is_checkpoint = (folder / MANIFEST).is_file()
+    weights: WeightSource = _CheckpointWeights(folder)
+    if not is_checkpoint:
+        weights = find_weight_source(job, from_hf=True)
+    model = parallelize(job, mesh, weights).model
+    assert isinstance(model, Decoder | ResNet), "a saved model has no pipeline stages"
+    if is_checkpoint and isinstance(job.model, DecoderModel):
+        biases = load_selection_bias(folder)
+        if biases is not None:
+            set_biases(model, biases.to(mesh.device), job.model.dense_layers)
+    if is_checkpoint and job.mixes_samples:  # running statistics of batch norms
+        for name, buffer in model.named_buffers():
+            buffer.copy_(weights.full_tensor(name))
+    return model.eval()

@@ -1,0 +1,53 @@
+"""Scores a model on samples: summed loss, targets, and correct predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the usual alias)
+from torch import Tensor
+
+from meshwright.data.dataset import IGNORE_INDEX
+from meshwright.models.decoder import Decoder
+from meshwright.models.resnet import ResNet
+from meshwright.parallel.batch import Batch
+
+
+@dataclass
+class Score:
+    """Sums over samples."""
+
+    loss_sum: float = 0.0
+    targets: int = 0
+    correct: int = 0
+    """Targets that are the most likely prediction: the next token, or the label."""
+
+
+@torch.no_grad()
+def score(model: Decoder | ResNet, batches: Iterable[Batch], device: torch.device) -> Score:
+    """Score a whole model in this process; logits of ``model.loss_chunk`` tokens are in memory at once."""
+    total = Score()
+    for batch in batches:
+        for logits, target in _iter_logits(model, batch, device):
+            loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
+            total.loss_sum += float(loss)
+            total.targets += int((target != IGNORE_INDEX).sum())
+            total.correct += int((logits.argmax(-1) == target).sum())
+    return total
+
+
+def _iter_logits(
+    model: Decoder | ResNet, batch: Batch, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Chunks of float32 logits (targets, classes) and their targets."""
+    inputs, targets = batch.inputs.to(device), batch.targets.to(device).flatten()
+    if isinstance(model, ResNet):
+        yield model(inputs), targets
+        return
+    segments = None if batch.segments is None else batch.segments.to(device)
+    hidden = model.norm(model.run_blocks(inputs, segments)).flatten(0, 1)
+    chunk = model.loss_chunk
+    for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        yield model.head(part).float(), wanted
