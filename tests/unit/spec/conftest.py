@@ -1,4 +1,4 @@
-"""A job that is right in everything, and a way to make it wrong in one thing."""
+"""A valid job as nested tables, and the problems of a job with changed tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.load import build_job
 
-GOOD: dict[str, Any] = {
-    "name": "good",
+VALID: dict[str, Any] = {
+    "name": "valid",
     "model": {"preset": "tiny"},
     "cluster": {"preset": "h100-sxm"},
     "data": {"path": "text", "seq_len": 32},
@@ -22,10 +22,10 @@ GOOD: dict[str, Any] = {
 
 @pytest.fixture
 def tree() -> Callable[..., dict[str, Any]]:
-    """``tree(layout={"tp": 2}, data=None)``: the good job with tables laid over it, or taken away."""
+    """``tree(layout=..., data=None)`` is the valid job with keys added to tables; None removes a table."""
 
     def change(**tables: Any) -> dict[str, Any]:
-        made = copy.deepcopy(GOOD)
+        made = copy.deepcopy(VALID)
         for name, keys in tables.items():
             if keys is None:
                 del made[name]
@@ -40,7 +40,7 @@ def tree() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def refused(tree) -> Callable[..., list[Problem]]:
-    """The problems of the good job with tables laid over it; fails if there are none."""
+    """``refused(layout={"tp": 3})``: the problems of the changed job. It fails if the job is valid."""
 
     def problems(**tables: Any) -> list[Problem]:
         with pytest.raises(UserError) as caught:

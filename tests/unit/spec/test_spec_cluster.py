@@ -1,4 +1,4 @@
-"""Cluster files and presets: figures as published, every mistake at once, links that are missing."""
+"""Cluster files and presets: figures of the data sheets, all problems in one error, missing links."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ link_latency_s = 1e-5
 
 
 @pytest.fixture
-def of_file(tree, tmp_path):
-    """``of_file(text, nodes=2)``: the job on the cluster of a file, with keys beside it."""
+def cluster_from_file(tree, tmp_path):
+    """``cluster_from_file(text, nodes=2)``: the cluster of a file, changed by keys of the job."""
 
     def build(text: str, **keys):
         path = tmp_path / "cluster.toml"
@@ -33,16 +33,18 @@ def of_file(tree, tmp_path):
 
 
 @pytest.fixture
-def problems(of_file):
+def problems(cluster_from_file):
+    """The problems of such a cluster, by path."""
+
     def find(text: str, **keys):
         with pytest.raises(UserError) as caught:
-            of_file(text, **keys)
+            cluster_from_file(text, **keys)
         return {p.path: p for p in caught.value.problems}
 
     return find
 
 
-def test_a_file_with_every_kind_of_mistake_gets_them_all_at_once(problems):
+def test_cluster_file_reports_all_problems_at_once(problems):
     text = FILE.replace("devices_per_node = 4", "devices_per_node = 0").replace("= 1e12", "= -1.0")
     text = text.replace("link_latency_s = 1e-5\n", "") + 'nodes = 2\nnvlink = 4\nfailure_hours = "often"\n'
     text += "spine_oversubscription = 0.5\n"
@@ -66,16 +68,16 @@ def test_a_file_with_every_kind_of_mistake_gets_them_all_at_once(problems):
         ({"nic_latency_s": 1e-4}, "cluster.nic_bytes_per_s"),
     ],
 )
-def test_nodes_without_a_network_between_them_are_refused(of_file, problems, keys, path):
+def test_several_nodes_without_nic_figures_are_refused(cluster_from_file, problems, keys, path):
     (problem,) = problems(FILE, nodes=2, **keys).values()
     assert (problem.code, problem.path) == ("cluster-links-missing", path)
-    assert of_file(FILE, nodes=1, **keys).nodes == 1
-    assert of_file(FILE, nodes=2, nic_bytes_per_s=1e9, nic_latency_s=1e-4).world_size == 8
+    assert cluster_from_file(FILE, nodes=1, **keys).nodes == 1
+    assert cluster_from_file(FILE, nodes=2, nic_bytes_per_s=1e9, nic_latency_s=1e-4).world_size == 8
 
 
-def test_a_file_may_start_from_a_preset(of_file, problems):
-    """What the file says wins, what the job says wins over that."""
-    cluster = of_file(
+def test_cluster_file_may_extend_a_preset(cluster_from_file, problems):
+    """Keys of the file replace those of the preset. Keys of the job replace those of the file."""
+    cluster = cluster_from_file(
         'preset = "h100-sxm"\nnodes = 16\nnodes_per_rack = 4\nspine_oversubscription = 3.0\n', nodes=32
     )
     assert (cluster.nodes, cluster.nodes_per_rack, cluster.spine_oversubscription) == (32, 4, 3.0)
@@ -83,7 +85,7 @@ def test_a_file_may_start_from_a_preset(of_file, problems):
     assert [p.code for p in problems('preset = "h1000"\n').values()] == ["cluster-unknown-preset"]
 
 
-def test_racks_without_a_size_have_no_spine(problems):
+def test_spine_keys_without_nodes_per_rack_are_refused(problems):
     found = problems(FILE + "spine_latency_s = 1e-4\nspine_oversubscription = 2.0\n")
     assert {p.code for p in found.values()} == {
         "cluster-spine-latency-unused",
@@ -115,7 +117,7 @@ PEAKS = {
 
 
 @pytest.mark.parametrize("name", sorted(set(preset_names("clusters")) - {"local"}))
-def test_a_preset_has_the_peaks_of_its_data_sheet_and_says_what_is_assumed(name):
+def test_preset_has_data_sheet_peaks_and_names_assumptions(name):
     cluster = load_job("tiny", on=name, to_run=False).cluster
     found = (cluster.peak_bf16_flops_per_s, cluster.peak_fp8_flops_per_s, cluster.peak_fp4_flops_per_s)
     for peak, expected in zip(found, PEAKS[name], strict=True):
@@ -126,8 +128,8 @@ def test_a_preset_has_the_peaks_of_its_data_sheet_and_says_what_is_assumed(name)
     assert "failures and price (USD)" in cluster.basis
 
 
-def test_a_known_card_is_found_by_its_number_alone(monkeypatch, tree):
-    """No other card of the same brand gets its figures."""
+def test_gpu_is_recognized_by_its_model_number(monkeypatch, tree):
+    """An RTX 4090 gets its own figures. An RTX A6000 does not."""
     from meshwright.spec import load
 
     for gpu, name in (("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA RTX A6000", "core")):

@@ -22,7 +22,7 @@ LLAMA = {
 
 
 def build(**tables: Any) -> Job:
-    """A job that Triton blocks can run, with tables over it."""
+    """A job that Triton blocks can run, with changed tables."""
     tree: dict[str, Any] = {
         "name": "small",
         "model": LLAMA,
@@ -96,7 +96,7 @@ def test_other_backends_are_taken_as_given(backend):
     assert explain_block_backend(job) == []
 
 
-def test_a_resnet_has_eager_blocks():
+def test_resnet_block_backend_is_eager():
     sizes = {"architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}
     tree = {
         "name": "small",
@@ -109,7 +109,10 @@ def test_a_resnet_has_eager_blocks():
 
 
 def test_grad_dtype_without_effect_has_a_reason():
-    """bf16 gradients need one GPU and one micro-batch; otherwise a plan has a sentence."""
+    """bf16 gradients need one GPU and one micro-batch.
+
+    Otherwise the plan explains that the key has no effect.
+    """
     train = {
         "steps": 4,
         "global_batch": 8,

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json becomes a model, or is refused by the name of what is not built."""
+"""A Hugging Face config.json becomes a model; unsupported keys are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 @pytest.fixture
 def folder(tmp_path):
-    """``folder(config)``: a folder with that config.json; a text is written as it stands."""
+    """``folder(config)``: a folder with this config.json. A string is written unchanged."""
 
     def make(config: dict[str, Any] | str, name: str = "hf") -> Path:
         path = tmp_path / name
@@ -62,8 +62,8 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def built(tree, folder):
-    """The job's model, from a config."""
+def hf_model(tree, folder):
+    """The model of a job that reads this config."""
 
     def build(config: dict[str, Any], **tables: Any):
         made = tree(**tables)
@@ -74,19 +74,19 @@ def built(tree, folder):
 
 
 @pytest.fixture
-def problems(built):
-    """The problems of a config."""
+def problems(hf_model):
+    """The problems of a job that reads this config."""
 
     def find(config: dict[str, Any], **tables: Any):
         with pytest.raises(UserError) as caught:
-            built(config, **tables)
+            hf_model(config, **tables)
         return caught.value.problems
 
     return find
 
 
-def test_llama_fields(built):
-    model = built({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
+def test_llama_config_fields(hf_model):
+    model = hf_model({**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True})
     assert (model.num_layers, model.hidden_size, model.ffn_size, model.vocab_size) == (2, 64, 96, 320)
     assert (model.num_heads, model.num_kv_heads, model.head_size) == (4, 2, 16)
     assert (model.attention_bias, model.ffn_bias, model.tied_embeddings) == (True, True, True)
@@ -124,8 +124,11 @@ PUBLISHED = {
 }
 
 
-def test_a_mixture_of_experts_is_read(tree, folder):
-    """Mixtral 8x7B: as many parameters as its preset, its class's own default; jitter is refused by name."""
+def test_mixtral_config_fields(tree, folder):
+    """Mixtral 8x7B has as many parameters as its preset and the default norm_eps of its class.
+
+    Router jitter is unsupported and refused.
+    """
     kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
     config = {**PUBLISHED["Mistral 7B"][0], **kind, "sliding_window": None, "num_experts_per_tok": 2}
     made = tree(model={"hf": str(folder(config)), "preset": None})
@@ -141,17 +144,17 @@ def test_a_mixture_of_experts_is_read(tree, folder):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_their_published_number_of_parameters(built, name):
+def test_published_configs_have_the_published_parameter_count(hf_model, name):
     config, parameters = PUBLISHED[name]
-    assert count_parameters(built(config)) == parameters
+    assert count_parameters(hf_model(config)) == parameters
 
 
-def test_keys_that_old_configs_leave_out_have_the_meaning_of_transformers(built):
+def test_absent_keys_have_the_defaults_of_transformers(hf_model):
     plain = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps")}
-    model = built(plain)
+    model = hf_model(plain)
     assert (model.num_kv_heads, model.norm_eps, model.tied_embeddings) == (4, 1e-6, False)
-    assert built({**LLAMA, "head_dim": 32}).head_size == 32
-    assert built({**LLAMA, "head_dim": 16}).head_dim is None, "what it would be anyway"
+    assert hf_model({**LLAMA, "head_dim": 32}).head_size == 32
+    assert hf_model({**LLAMA, "head_dim": 16}).head_dim is None, "hidden_size / num_heads is the default"
 
 
 @pytest.mark.parametrize(
@@ -163,33 +166,33 @@ def test_keys_that_old_configs_leave_out_have_the_meaning_of_transformers(built)
     ],
     ids=["old", "older", "new"],
 )
-def test_rotary_positions_in_every_form(built, form):
-    model = built({**LLAMA, **form})
+def test_rope_scaling_is_read_in_all_three_formats(hf_model, form):
+    model = hf_model({**LLAMA, **form})
     assert (model.rope_theta, model.rope_factor, model.rope_original_positions) == (5e5, 8.0, 512)
     inner = next(v for v in form.values() if isinstance(v, dict))
-    model = built(
+    model = hf_model(
         {**LLAMA, **form, "rope_scaling": {**inner, "original_max_position_embeddings": 32}}
         | {"rope_parameters": None}
     )
     assert model.rope_original_positions == 32
 
 
-def test_gpt2_fields(built):
-    model = built(GPT2)
+def test_gpt2_config_fields(hf_model):
+    model = hf_model(GPT2)
     assert (model.positions, model.max_positions, model.norm) == ("learned", 128, "layer")
     assert (model.ffn_size, model.activation, model.tied_embeddings) == (256, "gelu_tanh", True)
     assert model.attention_bias
     assert model.ffn_bias
-    assert built({**GPT2, "n_inner": 100, "activation_function": "gelu"}).ffn_size == 100
+    assert hf_model({**GPT2, "n_inner": 100, "activation_function": "gelu"}).ffn_size == 100
 
 
-def test_a_window_at_least_as_long_as_the_samples_is_no_window(built, problems):
-    assert built({**MISTRAL, "sliding_window": 32}).num_kv_heads == 2
-    assert built({**MISTRAL, "sliding_window": None}, data={"seq_len": 4096}).rope_theta == 1e4
+def test_sliding_window_shorter_than_seq_len_is_refused(hf_model, problems):
+    assert hf_model({**MISTRAL, "sliding_window": 32}).num_kv_heads == 2
+    assert hf_model({**MISTRAL, "sliding_window": None}, data={"seq_len": 4096}).rope_theta == 1e4
     found = problems({**MISTRAL, "sliding_window": 16})
     assert [(p.code, p.path) for p in found] == [("model-hf-unsupported", "data.seq_len")]
     assert "sliding_window=16" in found[0].rule
-    assert problems(MISTRAL, data={"seq_len": 8192})[0].path == "data.seq_len", "left out, it means 4096"
+    assert problems(MISTRAL, data={"seq_len": 8192})[0].path == "data.seq_len", "the default is 4096"
 
 
 REFUSED = [
@@ -212,18 +215,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("base", "change"), REFUSED, ids=[str(change) for _, change in REFUSED])
-def test_what_would_change_the_mathematics_is_refused_by_name(problems, base, change):
+def test_unsupported_config_key_is_refused_by_name(problems, base, change):
     found = problems({**base, **change})
     assert {p.code for p in found} == {"model-hf-unsupported"}
     assert any(key in p.rule for key in change for p in found)
 
 
-def test_harmless_values_of_such_keys_are_taken(built):
+def test_neutral_values_of_unsupported_keys_are_accepted(hf_model):
     idle = {"quantization_config": None, "layer_types": ["full_attention"] * 2, "partial_rotary_factor": 1.0}
-    assert built({**LLAMA, **idle, "rope_interleaved": False, "pretraining_tp": 2}).num_layers == 2
+    assert hf_model({**LLAMA, **idle, "rope_interleaved": False, "pretraining_tp": 2}).num_layers == 2
 
 
-def test_dropout_and_keys_without_a_meaning_are_told(folder):
+def test_notes_name_dropout_and_unknown_keys(folder):
     config = read_config(folder({**GPT2, "attn_pdrop": 0.1, "resid_pdrop": 0.0, "colour": "red", "_x": 1}))
     text = "\n".join(config.notes)
     assert "attn_pdrop=0.1" in text
@@ -233,14 +236,14 @@ def test_dropout_and_keys_without_a_meaning_are_told(folder):
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"])
-def test_a_missing_key_is_named(problems, key):
+def test_missing_config_key_is_named(problems, key):
     found = problems({k: v for k, v in LLAMA.items() if k != key})
     assert [p.code for p in found] == ["model-hf-config"]
     assert key in found[0].rule
 
 
 @pytest.mark.parametrize("value", ["64", 0, True, 1.5, -1])
-def test_a_value_of_the_wrong_kind_is_named(problems, value):
+def test_config_value_of_the_wrong_type_is_named(problems, value):
     found = problems({**LLAMA, "hidden_size": value})
     assert [p.code for p in found] == ["model-hf-config"]
     assert f"hidden_size={json.dumps(value)}" in found[0].rule
@@ -258,7 +261,7 @@ def test_a_value_of_the_wrong_kind_is_named(problems, value):
     ],
     ids=str,
 )
-def test_an_unknown_architecture_names_the_known_ones(problems, change):
+def test_unknown_architecture_lists_the_supported_ones(problems, change):
     found = problems({**LLAMA, **change})
     assert [p.code for p in found] == ["model-hf-architecture"]
     assert "LlamaForCausalLM, MistralForCausalLM, GPT2LMHeadModel" in found[0].fix
@@ -273,19 +276,19 @@ JSON = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(st.sampled_from([LLAMA, MISTRAL, GPT2]), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
-def test_no_config_is_worse_than_refused(folder, base, change):
-    """Whatever JSON stands at the keys that are read, the answer is a model or a list of problems."""
+def test_any_config_gives_a_model_or_a_user_error(folder, base, change):
+    """Arbitrary JSON values at the keys that are read raise nothing but a UserError."""
     path = folder({**base, **change})
     with contextlib.suppress(UserError):
         assert DecoderModel(**read_config(path).fields).head_size >= 0
 
 
-def test_the_model_type_is_enough(built):
-    assert built({**LLAMA, "architectures": None}).num_layers == 2
+def test_model_type_alone_selects_the_architecture(hf_model):
+    assert hf_model({**LLAMA, "architectures": None}).num_layers == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", "\x00"])
-def test_a_config_that_is_no_json_object(tree, folder, text):
+def test_config_that_is_not_a_json_object_is_refused(tree, folder, text):
     made = tree()
     made["model"] = {"hf": str(folder(text))}
     with pytest.raises(UserError) as caught:
@@ -293,7 +296,7 @@ def test_a_config_that_is_no_json_object(tree, folder, text):
     assert [p.code for p in caught.value.problems] == ["model-hf-config"]
 
 
-def test_a_folder_without_config_says_what_is_in_it(refused, tmp_path):
+def test_folder_without_config_lists_its_contents(refused, tmp_path):
     (tmp_path / "other.txt").write_text("")
     found = refused(model={"preset": None, "hf": str(tmp_path)})
     assert [p.code for p in found] == ["model-hf-missing"]
@@ -302,19 +305,19 @@ def test_a_folder_without_config_says_what_is_in_it(refused, tmp_path):
     assert "is not a folder" in refused(model={"preset": None, "hf": str(tmp_path / "other.txt")})[0].rule
 
 
-def test_other_mistakes_are_reported_beside(refused, tmp_path):
-    """A folder that is not there hides neither a wrong layout nor makes the model's fields missing."""
+def test_missing_folder_hides_no_other_problem(refused, tmp_path):
+    """The missing folder adds no problems about missing model keys, and other sections are still checked."""
     found = refused(model={"preset": None, "hf": str(tmp_path / "nix")}, train={"steps": 0})
     assert {p.code for p in found} == {"model-hf-missing", "job-out-of-range"}
 
 
-def test_preset_and_folder_together_are_refused(refused, folder):
+def test_preset_and_hf_folder_together_are_refused(refused, folder):
     assert [p.code for p in refused(model={"hf": str(folder(LLAMA))})] == ["model-hf-preset"]
 
 
-def test_fields_beside_the_folder_must_agree(built, problems):
+def test_model_keys_must_match_the_config(hf_model, problems):
     same = {"num_layers": 2, "head_dim": 16, "rope_theta": 10000, "tied_embeddings": False, "init_std": 0.5}
-    assert built(LLAMA, model=same).init_std == 0.5, "the one that may differ"
+    assert hf_model(LLAMA, model=same).init_std == 0.5, "init_std may differ"
     found = problems(LLAMA, model={"num_layers": 3, "norm": "layer", "architecture": "resnet"})
     assert {(p.code, p.path) for p in found if p.code == "model-hf-conflict"} == {
         ("model-hf-conflict", "model.num_layers"),
@@ -324,17 +327,20 @@ def test_fields_beside_the_folder_must_agree(built, problems):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
-def test_initial_weights_are_drawn_or_read_not_both(built, problems, folder, file):
-    """A deviation has no effect beside weights; the config's own, spelled out, is no contradiction."""
+def test_init_std_beside_pretrained_weights_is_refused(hf_model, problems, folder, file):
+    """init_std has no effect if weights are read. The value of the config is accepted."""
     (folder(LLAMA) / file).write_bytes(b"")
     (problem,) = problems(LLAMA, model={"init_std": 0.5})
     assert (problem.code, problem.path) == ("model-hf-init-std", "model.init_std")
     assert file in problem.rule
-    assert built(LLAMA, model={"init_std": 0.02}).init_std == 0.02
+    assert hf_model(LLAMA, model={"init_std": 0.02}).init_std == 0.02
 
 
-def test_a_plan_needs_the_folder_no_more(folder, tree, tmp_path, monkeypatch):
-    """The path is absolute in the plan; a plan is read without the folder, its overrides need it again."""
+def test_plan_is_read_without_the_hf_folder(folder, tree, tmp_path, monkeypatch):
+    """The path in the plan is absolute.
+
+    Reading a plan needs no folder; overrides of model or sequence length do.
+    """
     path = folder(LLAMA)
     monkeypatch.chdir(tmp_path)
     made = tree()

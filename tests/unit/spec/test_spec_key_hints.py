@@ -1,4 +1,4 @@
-"""Names from other frameworks are answered with our key, or with the reason why there is none."""
+"""Keys of other frameworks are answered with Meshwright's key, or with the reason why there is none."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TREE = {
 }
 
 
-def refuse(**tables) -> dict[str, str]:
-    """The fixes for a job with further keys, by path."""
+def fixes_for(**tables) -> dict[str, str]:
+    """The fixes for a job with unknown keys, by path."""
     tree = {name: dict(table) for name, table in TREE.items()}
     for name, table in tables.items():
         tree[name] = {**tree.get(name, {}), **table} if isinstance(table, dict) else table
@@ -31,7 +31,7 @@ def refuse(**tables) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("hint", HINTS, ids=lambda hint: hint.names.split()[0])
-def test_every_target_is_a_key_and_every_name_is_not(hint):
+def test_hints_map_foreign_names_to_existing_keys(hint):
     for key in hint.keys.split():
         assert key in list_keys() or key in list_tables()
     assert hint.keys or hint.note
@@ -39,15 +39,15 @@ def test_every_target_is_a_key_and_every_name_is_not(hint):
         assert not {key for key in list_keys() if name in (key, key.rpartition(".")[2])}, name
 
 
-def test_no_name_has_two_answers():
+def test_each_foreign_name_has_one_hint():
     assert [
         name for name, count in Counter(n for h in HINTS for n in h.names.split()).items() if count > 1
     ] == []
 
 
-def test_a_name_gets_its_answer_in_any_table():
+def test_hint_is_given_in_any_table():
     names = [name for name in BY_NAME if "." not in name]
-    assert refuse(train=dict.fromkeys(names, 1)) == {f"train.{name}": BY_NAME[name].fix for name in names}
+    assert fixes_for(train=dict.fromkeys(names, 1)) == {f"train.{name}": BY_NAME[name].fix for name in names}
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_a_name_gets_its_answer_in_any_table():
         ({"train": {"compile": True}}, "train.compile", "train.block_backend"),
     ],
 )
-def test_a_key_in_another_place_is_answered_with_its_place(tables, path, key):
-    assert key in refuse(**tables)[path]
+def test_misplaced_key_is_answered_with_its_path(tables, path, key):
+    assert key in fixes_for(**tables)[path]
 
 
-def test_an_unknown_table_does_not_hide_other_mistakes():
+def test_unknown_table_hides_no_other_problem():
     with pytest.raises(UserError) as caught:
         build_job({**TREE, "optimizer": {"lr": 1}, "layout": {"tp": 3}})
     assert {p.code for p in caught.value.problems} == {"job-unknown-key", "layout-tp-heads"}
 
 
-def test_a_name_without_any_likeness_lists_what_there_is():
+def test_key_without_similar_names_lists_all_keys():
     assert all(table in suggest_key("foo.bar") for table in list_tables())
     assert "eval_samples" in suggest_key("train.zzz", section_type(["train"]))

@@ -1,4 +1,4 @@
-"""Paths in a job: relative to the job file, in overrides to the working folder; absolute once loaded."""
+"""Paths of a job: relative to the job file, in overrides to the working folder, absolute once loaded."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def job_file(tmp_path, monkeypatch):
 
 
 def paths_of(job: Job) -> dict[str, str | None]:
+    """Every path of a job, by key."""
     return {
         "run_dir": job.run_dir,
         "path": job.data.path,
@@ -56,7 +57,7 @@ def paths_of(job: Job) -> dict[str, str | None]:
     }
 
 
-def test_paths_in_the_file_start_from_its_folder(job_file):
+def test_paths_in_the_file_are_relative_to_its_folder(job_file):
     relative = Path("../jobs/job.toml")
     for source in (job_file, relative):
         found = paths_of(load_job(str(source)))
@@ -64,22 +65,22 @@ def test_paths_in_the_file_start_from_its_folder(job_file):
         assert found == dict(zip(found, (str(job_file.parent / name) for name in names), strict=True))
 
 
-def test_paths_in_overrides_start_from_the_working_folder(job_file, monkeypatch, tmp_path):
+def test_paths_in_overrides_are_relative_to_the_working_folder(job_file, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     job = load_job(str(job_file), ["data.path=a.txt", "run_dir=/abs/run", "checkpoint.dir=~/kept"])
     assert job.data.path == str(tmp_path / "work/a.txt")
     assert (job.run_dir, job.checkpoint.dir) == ("/abs/run", str(tmp_path / "home/kept"))
-    assert job.data.tokenizer == str(job_file.parent / "tok"), "keys of the file are not moved"
+    assert job.data.tokenizer == str(job_file.parent / "tok"), "keys of the file stay relative to it"
 
 
-def test_names_are_not_paths(job_file):
+def test_builtin_names_are_not_resolved_as_paths(job_file):
     names = ["data.path=builtin:python-stdlib", "data.tokenizer=bpe:512", "data.template=chatml"]
     job = load_job(str(job_file), names)
     found = [f"data.{key}={getattr(job.data, key)}" for key in ("path", "tokenizer", "template")]
     assert found == names
 
 
-def test_a_plan_in_another_folder_names_the_same_files(job_file, tmp_path, monkeypatch):
+def test_plan_in_another_folder_has_the_same_paths(job_file, tmp_path, monkeypatch):
     plan = build_plan(load_job(str(job_file)), [])[0]
     (tmp_path / "plans").mkdir()
     write_plan(plan, tmp_path / "plans/plan.toml")
@@ -89,8 +90,8 @@ def test_a_plan_in_another_folder_names_the_same_files(job_file, tmp_path, monke
     assert paths_of(again) == paths_of(plan.job)
 
 
-def test_a_plan_has_no_path_that_the_job_leaves_out(job_file, tmp_path):
-    """A default folder is in the working folder of each run, and so is not part of the plan."""
+def test_plan_omits_paths_that_the_job_omits(job_file, tmp_path):
+    """Default folders depend on the working folder of each run, so a plan does not contain them."""
     job_file.write_text(JOB.replace('cache = "cache"', "").replace('run_dir = "out/run"', ""))
     plan = build_plan(load_job(str(job_file)), [])[0]
     write_plan(plan, tmp_path / "plan.toml")
@@ -98,14 +99,14 @@ def test_a_plan_has_no_path_that_the_job_leaves_out(job_file, tmp_path):
     assert (again.data.cache, again.run_dir) == (None, None)
 
 
-def test_values_that_are_no_text_are_left_for_validation(tmp_path):
+def test_non_string_paths_are_left_to_validation(tmp_path):
     tree = {"data": {"path": 5, "cache": ""}, "model": "tiny", "checkpoint": [{"dir": "a"}, 7]}
     resolve_paths(tree, tmp_path)
     assert tree["data"] == {"path": 5, "cache": ""}
-    assert tree["checkpoint"] == [{"dir": str(tmp_path / "a")}, 7], "each table of a list of tables"
+    assert tree["checkpoint"] == [{"dir": str(tmp_path / "a")}, 7], "lists of tables are resolved too"
 
 
-def test_every_key_exists():
+def test_path_keys_are_keys_of_the_job():
     from meshwright.spec.validation_errors import section_type
 
     for key in PATH_KEYS:

@@ -1,4 +1,4 @@
-"""The JSON Schema names every key with its words; sections are frozen and say what each field is."""
+"""The JSON Schema has every key with a description; sections are frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -48,17 +48,18 @@ SECTIONS = (
 
 @pytest.fixture(scope="module")
 def schema():
+    """The JSON Schema of a job file."""
     return job_schema()
 
 
-def test_the_schema_is_json_and_says_which_dialect(schema):
+def test_schema_is_json_and_names_its_dialect(schema):
     assert json.loads(json.dumps(schema)) == schema
     assert schema["$schema"].startswith("https://json-schema.org/")
     assert schema["type"] == "object"
     assert schema["additionalProperties"] is False
 
 
-def test_every_reference_in_the_schema_leads_somewhere(schema):
+def test_every_reference_in_the_schema_resolves(schema):
     def references(node):
         if isinstance(node, dict):
             if "$ref" in node:
@@ -75,27 +76,27 @@ def test_every_reference_in_the_schema_leads_somewhere(schema):
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
-def test_every_key_of_a_section_is_in_the_schema_with_a_description(schema, section):
+def test_schema_describes_every_key_of_a_section(schema, section):
     keys = schema["$defs"][section.__name__]["properties"]
     assert set(keys) == {field.name for field in dataclasses.fields(section)}
     assert [name for name, key in keys.items() if not key.get("description")] == []
     assert schema["$defs"][section.__name__]["additionalProperties"] is False
 
 
-def test_the_schema_names_every_table(schema):
+def test_schema_has_every_table(schema):
     assert set(schema["properties"]) == {field.name for field in dataclasses.fields(Job)}
     assert schema["required"] == ["model", "data", "train"], "the cluster defaults to local"
 
 
-def test_what_a_preset_fills_in_is_not_required_of_the_file(schema):
+def test_schema_does_not_require_keys_of_presets(schema):
     assert "required" not in schema["$defs"]["DecoderModel"]
     assert "required" not in schema["$defs"]["Cluster"]
     assert set(schema["$defs"]["Train"]["required"]) == {"steps", "global_batch"}
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.stem)
-def test_an_example_has_what_the_schema_requires_and_nothing_else(schema, example):
-    """Editors check job files against the schema: it must not refuse what is trained with every day."""
+def test_examples_have_required_keys_and_no_unknown_ones(schema, example):
+    """Editors check job files against the schema, so it must accept the examples."""
     tree = tomllib.loads(example.read_text())
     assert set(schema["required"]) <= set(tree) <= set(schema["properties"])
     for name, table in tree.items():
@@ -108,7 +109,7 @@ def test_an_example_has_what_the_schema_requires_and_nothing_else(schema, exampl
 
 
 @pytest.mark.parametrize("example", sorted((EXAMPLES / "plan").glob("*.toml")), ids=lambda path: path.stem)
-def test_an_example_to_plan_breaks_no_rule_and_uses_the_devices_in_its_name(example):
+def test_planning_examples_are_legal_and_use_the_devices_in_their_name(example):
     job = load_job(str(example), to_run=False)
     devices = {"512-gpus-three-axes": 512, "7b-finetune-4x24gb": 4}.get(example.stem)
     if devices is None:
@@ -117,7 +118,7 @@ def test_an_example_to_plan_breaks_no_rule_and_uses_the_devices_in_its_name(exam
     assert job.layout.mode == "auto" or job.layout.world_size == devices
 
 
-def test_the_schema_carries_limits_and_choices(schema):
+def test_schema_has_limits_and_choices(schema):
     layout = schema["$defs"]["Layout"]["properties"]
     assert layout["tp"]["minimum"] == 1
     assert (layout["zero"]["minimum"], layout["zero"]["maximum"]) == (0, 3)
@@ -126,17 +127,17 @@ def test_the_schema_carries_limits_and_choices(schema):
 
 
 @pytest.mark.parametrize("section", [*SECTIONS, Job], ids=lambda s: s.__name__)
-def test_a_section_is_frozen(section):
+def test_section_is_frozen(section):
     assert section.__dataclass_params__.frozen
 
 
-def test_a_job_cannot_be_changed_in_place(tree):
+def test_job_is_immutable_and_hashable(tree):
     job = build_job(tree())
     with pytest.raises(dataclasses.FrozenInstanceError):
         job.name = "other"
     with pytest.raises(dataclasses.FrozenInstanceError):
         job.layout.tp = 2
-    assert isinstance(hash(job), int), "frozen all the way down"
+    assert isinstance(hash(job), int), "nested sections are frozen too"
 
 
 INTERFACES = {
@@ -152,11 +153,11 @@ INTERFACES = {
 
 
 @pytest.mark.parametrize(("section", "keys"), INTERFACES.items(), ids=lambda x: getattr(x, "__name__", ""))
-def test_the_keys_that_interfaces_fixes_are_there(section, keys):
+def test_sections_have_the_documented_keys(section, keys):
     assert set(keys.split()) <= {field.name for field in dataclasses.fields(section)}
 
 
-def test_a_dotted_path_finds_its_section():
+def test_section_type_of_a_dotted_path():
     assert section_type([]) is Job
     assert section_type(["train"]) is Train
     assert section_type(["train", "lr"]) is None
@@ -164,7 +165,7 @@ def test_a_dotted_path_finds_its_section():
 
 
 def test_every_annotation_of_a_job_resolves():
-    """Pydantic and the documentation read them; a name missing at run time would show only there."""
+    """Pydantic and the documentation evaluate them at run time."""
     for section in (*SECTIONS, Job):
         assert typing.get_type_hints(section, include_extras=True)
 
@@ -172,7 +173,7 @@ def test_every_annotation_of_a_job_resolves():
 @pytest.mark.parametrize(
     ("wrong", "meant"), [("lr_rate", "train.lr"), ("grad", "train.grad_noise"), ("stepz", "train.steps")]
 )
-def test_an_unknown_key_is_answered_with_the_nearest_one(tree, wrong, meant):
+def test_unknown_key_suggests_the_nearest(tree, wrong, meant):
     with pytest.raises(SpecError) as caught:
         build_job(tree(train={wrong: 1}))
     assert f"Did you mean {meant}?" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Every axis of a layout: where the line between legal and illegal runs."""
+"""Legality of every layout axis: the largest legal and the smallest illegal settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 48}
 
 @pytest.fixture
 def codes(tree):
-    """``codes(tp=4)``: the codes of what is wrong with planning a layout on 64 GPUs; tables beside it."""
+    """``codes(tp=4)``: the error codes of a layout on 64 GPUs, with changes to model, data and train."""
 
     def find(model=None, data=None, train=None, **layout) -> list[str]:
         tables = {"cluster": {"nodes": 8}, "train": {"global_batch": 64, **(train or {})}, "layout": layout}
@@ -34,12 +34,13 @@ def codes(tree):
 
 
 @pytest.mark.parametrize(("tp", "legal"), [(1, True), (2, True), (4, True), (8, True), (16, True)])
-def test_key_heads_fewer_than_tp_are_repeated(codes, tp, legal):
-    """4 key heads: tp=8 and 16 hold each of them twice and four times."""
+def test_tp_above_num_kv_heads_is_legal(codes, tp, legal):
+    """With 4 key-value heads, tp=8 holds each head twice and tp=16 four times."""
     assert (codes(tp=tp) == []) is legal
 
 
-def test_key_heads_that_go_neither_way_are_refused(codes):
+def test_tp_that_neither_divides_nor_repeats_kv_heads_is_refused(codes):
+    """tp=6 and 4 key-value heads are refused. One key-value head and latent attention are legal."""
     assert codes(tp=6, model={"num_heads": 12, "num_kv_heads": 4}) == ["layout-tp-kv-heads"]
     assert codes(tp=6, model={"num_heads": 12, "num_kv_heads": 1}) == []
     latent = {
@@ -52,11 +53,11 @@ def test_key_heads_that_go_neither_way_are_refused(codes):
     assert codes(tp=6, model=latent) == []
 
 
-def test_tp_splits_what_it_finds(codes):
-    """Dense layers and shared experts; routed experts are whole without etp."""
+def test_tp_must_divide_dense_and_shared_expert_ffn_only(codes):
+    """Only dense layers and shared experts are split by tp. Routed experts are split by etp."""
     assert codes(tp=16, model={"ffn_size": 88}) == ["layout-tp-ffn"]
     routed = {**EXPERTS, "ffn_size": 88, "expert_ffn_size": 7}
-    assert codes(tp=16, model=routed) == [], "no dense layer is left, and experts are not split"
+    assert codes(tp=16, model=routed) == [], "no dense layers, and tp does not split routed experts"
     assert codes(tp=16, model={**routed, "dense_layers": 1}) == ["layout-tp-ffn"]
     assert codes(tp=16, model={**routed, "shared_experts": 1}) == ["layout-tp-ffn"]
     assert codes(tp=16, model={**routed, "shared_experts": 16}) == []
@@ -89,12 +90,13 @@ def test_tp_splits_what_it_finds(codes):
     ],
     ids=str,
 )  # fmt: skip
-def test_stages_and_schedules(codes, layout, expected):
+def test_pipeline_stages_and_schedules(codes, layout, expected):
+    """The stages need a layer each. Interleaved and DualPipe-V restrict the number of micro-batches."""
     assert codes(**layout) == expected
 
 
-def test_a_schedule_in_a_v_brings_its_two_stages(tree):
-    """As dp_shard brings ZeRO-3: what it means anyway need not be written."""
+def test_v_schedule_implies_two_virtual_stages(tree):
+    """``schedule = "zbv"`` sets virtual_stages to 2, as dp_shard sets zero to 3."""
     made = tree(model={"num_layers": 8}, layout={"pp": 4, "schedule": "zbv"})
     assert build_job(made, to_run=False).layout.virtual_stages == 2
     alone = tree(layout={"schedule": "zbv"})
@@ -121,11 +123,12 @@ def test_a_schedule_in_a_v_brings_its_two_stages(tree):
     ],
     ids=str,
 )
-def test_experts_are_spread_over_ranks_that_are_there(codes, layout, expected):
+def test_ep_and_etp_must_divide_experts_and_data_ranks(codes, layout, expected):
+    """The experts are divided by ep. The ranks of dp_shard, cp and tp are divided by ep times etp."""
     assert codes(model=EXPERTS, **layout) == expected
 
 
-def test_experts_of_a_dense_model(codes):
+def test_ep_of_a_dense_model_is_refused(codes):
     assert codes(ep=2, dp_shard=2) == ["layout-ep-dense"]
 
 
@@ -144,37 +147,40 @@ def test_experts_of_a_dense_model(codes):
     ],
     ids=str,
 )
-def test_the_sequence_is_cut_evenly(codes, layout, seq_len, expected):
+def test_cp_and_sequence_parallel_must_divide_the_sequence(codes, layout, seq_len, expected):
+    """Ring attention needs chunks of equal length. Ulysses needs enough heads."""
     assert codes(data={"seq_len": seq_len}, **layout) == expected
 
 
-def test_ulysses_wants_key_heads_that_split_or_repeat(codes):
+def test_ulysses_degree_must_divide_or_repeat_kv_heads(codes):
     twelve = {"num_heads": 12, "ffn_size": 96}
     assert codes(cp=4, context="ulysses", model={**twelve, "num_kv_heads": 6}) == ["layout-ulysses-heads"]
     assert codes(cp=4, context="ulysses", model={**twelve, "num_kv_heads": 2}) == []
 
 
-def test_state_is_sharded_over_dp_shard_and_cp(codes):
+def test_zero_needs_dp_shard_or_cp(codes):
+    """ZeRO shards over dp_shard and cp. Without either, zero above 0 is refused."""
     assert codes(zero=1, tp=1) == ["layout-zero-unsharded"]
     assert codes(zero=3, cp=2) == []
     assert codes(zero=2, dp_replicate=2) == ["layout-zero-unsharded"]
     assert codes(dp_shard=2, zero=0) == ["layout-zero-dp-shard"]
 
 
-def test_settings_wait_for_the_degrees_that_the_planner_chooses(codes):
-    """Without a degree the layout is open: what needs one is no mistake yet."""
+def test_settings_without_degrees_are_checked_after_planning(codes):
+    """Without degrees the planner chooses the layout.
+
+    A setting that needs a degree is refused only beside degrees.
+    """
     for layout in ({"zero": 1}, {"schedule": "zbv"}, {"context": "ulysses"}, {"sequence_parallel": True}):
         assert codes(**layout) == []
         assert codes(**layout, dp_replicate=2) != []
 
 
-def test_ranks_and_shares(codes):
+def test_layout_must_fit_the_devices_and_the_batch(codes):
+    """More ranks than GPUs and micro-batches above a rank's share of the batch are refused."""
     assert codes(dp_replicate=65) == ["layout-world-size"]
     assert codes(tp=16, pp=4) == []
     assert codes(dp_replicate=64, micro_batch=2) == ["layout-micro-batch"]
-
-
-# Whatever is asked
 
 
 degree = st.sampled_from([1, 2, 3, 4, 8, 16])
@@ -191,7 +197,11 @@ degree = st.sampled_from([1, 2, 3, 4, 8, 16])
     experts=st.sampled_from([None, 8]),
     sequence_parallel=st.booleans(),
 )
-def test_no_layout_is_worse_than_refused_with_a_fix(degrees, experts, **rest):
+def test_any_layout_is_legal_or_refused_with_fixes(degrees, experts, **rest):
+    """No combination of degrees and settings raises anything but a SpecError.
+
+    Every problem names a layout key and has a fix, and the legality table gives the same problems as loading.
+    """
     layout = {k: v for k, v in {**degrees, **rest}.items() if v is not None}
     model = {"preset": "tiny", **({"num_experts": experts, "experts_per_token": 2} if experts else {})}
     tables = {
@@ -211,10 +221,8 @@ def test_no_layout_is_worse_than_refused_with_a_fix(degrees, experts, **rest):
     assert find_problems(job, to_run=False) == list(problems)
 
 
-# Whose time is predicted
-
-
 def test_every_runtime_has_a_profile_and_every_profile_is_a_runtime(tree):
+    """The values of train.runtime are the names of the profiles. An unknown runtime lists them."""
     assert set(typing.get_args(Runtime)) == set(PROFILES)
     for name in PROFILES:
         job: Job = build_job(tree(train={"runtime": name}), to_run=False)

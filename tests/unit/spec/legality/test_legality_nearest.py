@@ -1,4 +1,4 @@
-"""The nearest legal layout: legal, near, with the same ranks, and the job's own where that is legal."""
+"""The nearest legal layout is legal, has as many ranks, and keeps a layout that is already legal."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from meshwright.spec.numbers import split_ranks
 ABOUT_LAYOUT = [code for code, tables in CASES.items() if "layout" in tables]
 
 
-def asked_for(tables, to_run=True):
-    """The job, legal or not; None if it is not whole."""
+def build_unchecked(tables, to_run=True):
+    """The job, legal or not; None if a section cannot be built."""
     try:
         return build_job(tables, to_run=to_run)
     except SpecError as error:
@@ -29,13 +29,14 @@ def asked_for(tables, to_run=True):
 
 
 def codes(job, layout, to_run=True):
+    """The error codes of the job with another layout."""
     return {problem.code for problem in find_problems(with_layout(job, layout), to_run)}
 
 
 @pytest.mark.parametrize("code", ABOUT_LAYOUT)
-def test_every_rule_about_a_layout_has_a_legal_one_nearby(tree, code):
-    """What is left is wrong with one process, too: the model's own trouble."""
-    job = asked_for(tree(**CASES[code]))
+def test_every_layout_rule_has_a_nearest_legal_layout(tree, code):
+    """The remaining problems are those of the model: one process has them too."""
+    job = build_unchecked(tree(**CASES[code]))
     nearest = nearest_legal_layout(job)
     assert nearest != job.layout
     assert code not in codes(job, nearest)
@@ -76,31 +77,36 @@ models = st.sampled_from(
 
 
 def build(model, train, batch):
+    """A job of 4 CPU ranks with this model, train settings and global batch."""
     data = {"path": "text", "seq_len": 32}
     if "resnet" in model["preset"]:
         data = {"path": "builtin:synthetic-images"}
     cluster = {"preset": "local", "device": "cpu", "devices_per_node": 4}
     tables = {"model": model, "data": data, "train": {"steps": 4, "global_batch": batch, **train}}
-    return asked_for({**tables, "cluster": cluster})
+    return build_unchecked({**tables, "cluster": cluster})
 
 
 @pytest.mark.parametrize("to_run", [True, False])
 @settings(max_examples=15)
 @given(layout=layouts, chosen=models, batch=st.integers(4, 24))
-def test_it_is_legal_whatever_was_asked_and_the_jobs_own_if_that_was_legal(to_run, layout, chosen, batch):
+def test_nearest_layout_is_legal_and_keeps_legal_layouts(to_run, layout, chosen, batch):
+    """Any layout gets a legal one. A legal layout is its own nearest layout."""
     job = with_layout(build(*chosen, batch), layout)
     nearest = nearest_legal_layout(job, to_run)
     assert find_problems(with_layout(job, nearest), to_run) == []
     if not find_problems(job, to_run):
         assert nearest == layout
     again = with_layout(job, nearest)
-    assert nearest_legal_layout(again, to_run) == nearest, "what is legal stays"
+    assert nearest_legal_layout(again, to_run) == nearest, "a legal layout is unchanged"
 
 
 @settings(max_examples=15)
 @given(layout=layouts.filter(lambda layout: layout.world_size <= 8), batch=st.integers(4, 24))
-def test_no_legal_layout_with_as_many_ranks_is_nearer(layout, batch):
-    """Against every split of the ranks and every ZeRO stage, with the asked settings and the defaults."""
+def test_no_legal_layout_of_the_same_world_size_is_nearer(layout, batch):
+    """Brute force over all degrees and ZeRO stages finds no nearer layout.
+
+    Other settings are those of the job or the defaults.
+    """
     job = with_layout(build({"preset": "tiny"}, {}, batch), layout)
     nearest = nearest_legal_layout(job)
     assert nearest.world_size == layout.world_size
@@ -118,29 +124,30 @@ def test_no_legal_layout_with_as_many_ranks_is_nearer(layout, batch):
     assert layout_distance(layout, nearest) <= min(found) + 1e-9
 
 
-def test_shards_stay_shards_where_only_a_setting_is_refused(tree):
-    asked = asked_for(tree(layout={"dp_shard": 4, "zero": 2, "micro_batch": 2, "prefetch": 2}))
+def test_nearest_layout_keeps_dp_shard_if_only_a_setting_is_illegal(tree):
+    """ZeRO-2 with prefetch becomes ZeRO-3. Deferred accumulation with compression becomes per micro-batch."""
+    asked = build_unchecked(tree(layout={"dp_shard": 4, "zero": 2, "micro_batch": 2, "prefetch": 2}))
     nearest = nearest_legal_layout(asked)
     assert (nearest.dp_shard, nearest.zero, nearest.prefetch, nearest.micro_batch) == (4, 3, 2, 2)
-    waiting = tree(layout={"dp_shard": 2, "accumulate": "deferred"}, compression={"kind": "bf16"})
-    nearest = nearest_legal_layout(asked_for(waiting))
+    deferred = tree(layout={"dp_shard": 2, "accumulate": "deferred"}, compression={"kind": "bf16"})
+    nearest = nearest_legal_layout(build_unchecked(deferred))
     assert (nearest.dp_shard, nearest.zero, nearest.accumulate) == (2, 3, "sharded")
 
 
-def test_split_matrices_stay_split_where_only_settings_are_refused(tree):
-    """Two settings must change, and changing one of them first helps in a way that leads nowhere."""
-    nearest = nearest_legal_layout(asked_for(tree(layout={"tp": 2, "zero": 1, "prefetch": 0})))
+def test_nearest_layout_keeps_tp_if_two_settings_are_illegal(tree):
+    """Both zero and prefetch must change. Changing only one of them would lead to dp_shard instead of tp."""
+    nearest = nearest_legal_layout(build_unchecked(tree(layout={"tp": 2, "zero": 1, "prefetch": 0})))
     assert (nearest.tp, nearest.dp_shard, nearest.zero, nearest.prefetch) == (2, 1, 0, 1)
 
 
-def test_a_thousand_devices_are_searched_in_a_moment(tree):
-    """Also where nearly every split is refused; of one that is absurd, fewer ranks are tried."""
+def test_nearest_layout_search_scales_to_4096_ranks(tree):
+    """The search ends also if nearly all layouts are illegal. For a prime degree it tries fewer ranks."""
     cluster = {"preset": "h100-sxm", "nodes": 512}
     big = {"cluster": cluster, "model": {"preset": "llama3-8b"}, "train": {"global_batch": 4096}}
     started = time.process_time()
-    job = asked_for(tree(**big, layout={"tp": 8, "pp": 16, "dp_shard": 32, "cp": 1}))
+    job = build_unchecked(tree(**big, layout={"tp": 8, "pp": 16, "dp_shard": 32, "cp": 1}))
     assert nearest_legal_layout(job).world_size == 4096
     local = {"preset": "local", "device": "cpu", "devices_per_node": 2}
-    absurd = asked_for(tree(cluster=local, layout={"tp": 10**9 + 7}))
+    absurd = build_unchecked(tree(cluster=local, layout={"tp": 10**9 + 7}))
     assert nearest_legal_layout(absurd).world_size == 2
-    assert time.process_time() - started < 20, "seconds of a processor, far more than it takes"
+    assert time.process_time() - started < 20, "CPU seconds; the bound has a wide margin"

@@ -1,4 +1,4 @@
-"""The legality table: every row can be met, says what to do, and the nearest layout is legal."""
+"""The legality table: every rule has a case that breaks it, an error code and a fix."""
 
 from __future__ import annotations
 
@@ -136,25 +136,25 @@ CASES = {
     "consistency-mode-not-built": {"consistency": {"mode": "gossip"}},
     "compression-kind-not-built": {"compression": {"kind": "topk"}},
 }
-"""A job for each row; a row without one fails below."""
+"""For each rule: changes to the valid job that break it."""
 PLAN_CASES = {
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
 }
-"""Likewise, for rows that are a matter of planning alone."""
+"""For each rule that only planning checks: changes to the valid job that break it."""
 
 
-def test_every_row_of_the_table_has_a_case_and_every_case_a_row():
+def test_every_rule_has_a_case():
     assert set(CASES) == {rule.code for rule in RULES if not rule.plan_only}
     assert set(PLAN_CASES) == {rule.code for rule in RULES if rule.plan_only}
 
 
-def test_codes_are_not_used_twice():
+def test_error_codes_of_rules_are_unique():
     found = [rule.code for rule in RULES]
     assert len(found) == len(set(found))
 
 
 @pytest.mark.parametrize("code", CASES)
-def test_each_rule_can_be_broken_and_then_says_what_to_do(refused, code):
+def test_each_rule_is_reported_with_a_fix(refused, code):
     problem = next(p for p in refused(**CASES[code]) if p.code == code)
     assert problem.fix, "a rule names the nearest fix"
     assert problem.path, "a rule names the key"
@@ -162,15 +162,15 @@ def test_each_rule_can_be_broken_and_then_says_what_to_do(refused, code):
 
 
 @pytest.mark.parametrize("code", PLAN_CASES)
-def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built(tree, refused, code):
-    """A run of the same job is refused too, or its own commands refuse it, under another code."""
+def test_each_planning_rule_is_reported_and_hides_no_unsupported_setting(tree, refused, code):
+    """A run of the same job is refused too, here or by its command, under another code."""
     made = tree(**PLAN_CASES[code])
     with pytest.raises(SpecError) as caught:
         build_job(made, to_run=False)
     (problem,) = caught.value.problems
     assert problem.code == code
     assert problem.fix
-    assert build_job(made).cluster.nodes == 2, "train itself says that this machine is not that cluster"
+    assert build_job(made).cluster.nodes == 2, "the train command checks the machine"
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
     ],
     ids=str,
 )
-def test_gradients_in_16_bits_that_nobody_would_make_or_read_are_refused(tree, refused, other):
-    """Of a recipe that may have them, one thing is another; the layout does not matter to that."""
+def test_bf16_grad_dtype_needs_a_supported_recipe(tree, refused, other):
+    """Each case changes one setting of a supported recipe. The layout has no influence."""
     train = {"grad_dtype": "bf16", "precision": "bf16", "block_backend": "triton"}
     for layout in ({}, {"dp_replicate": 2}, {"micro_batch": 1}, {"tp": 2}):
         assert build_job(tree(train=train, layout=layout)).train.grad_dtype == "bf16"
@@ -203,14 +203,15 @@ def test_gradients_in_16_bits_that_nobody_would_make_or_read_are_refused(tree, r
         ({"model": RESNET}, "convolution"),
     ],
 )
-def test_fp8_that_is_not_built_says_why_and_what_to_use(refused, tables, reason):
+def test_unsupported_fp8_names_the_reason_and_bf16(refused, tables, reason):
     problems = refused(**tables | {"train": {**tables.get("train", {}), "precision": "fp8"}})
     (problem,) = (p for p in problems if p.code == "train-fp8-not-built")
     assert reason in problem.rule
     assert "train.precision=bf16" in problem.fix
 
 
-def test_fp8_of_a_compiled_dense_decoder_runs_on_cores_and_on_gpus_that_have_it(tree, refused):
+def test_fp8_of_a_compiled_dense_decoder_is_legal(tree, refused):
+    """It runs on CPUs and on GPUs with fp8 units. An A100 is refused."""
     train = {"precision": "fp8", "block_backend": "compile"}
     for layout in ({"dp_replicate": 2}, {"dp_shard": 2}, {"cp": 2}):
         assert build_job(tree(train=train, layout=layout)).train.precision == "fp8"
@@ -222,12 +223,12 @@ def test_fp8_of_a_compiled_dense_decoder_runs_on_cores_and_on_gpus_that_have_it(
 
 UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
 IDLE = {"layout-context-not-built"}
-"""Its case has no effect at all, which is for the rows of planning to say."""
+"""Their case has no effect at all, so planning refuses it under another code."""
 
 
 @pytest.mark.parametrize("code", [c for c in CASES if c.endswith("-not-built") and c not in IDLE])
-def test_what_is_not_built_can_be_planned_unless_nothing_predicts_it(tree, code):
-    """A setting that no formula reads would be ignored silently: it is refused by plan, too."""
+def test_unsupported_settings_can_be_planned_if_they_are_predicted(tree, code):
+    """A setting that no formula reads would be ignored silently, so planning refuses it too."""
     made = tree(**CASES[code])
     if code in UNPLANNED:
         with pytest.raises(SpecError) as caught:
@@ -239,7 +240,8 @@ def test_what_is_not_built_can_be_planned_unless_nothing_predicts_it(tree, code)
     assert find_problems(job, to_run=False) == []
 
 
-def test_a_job_that_can_only_be_planned_is_refused_with_the_job_for_a_price(tree):
+def test_plan_only_job_is_refused_for_runs_with_the_job_attached(tree):
+    """The error carries the job, so that a command can still predict it."""
     job = build_job(tree(model={"window": 8}), to_run=False)
     with pytest.raises(SpecError) as caught:
         require_runnable(job)
@@ -249,16 +251,16 @@ def test_a_job_that_can_only_be_planned_is_refused_with_the_job_for_a_price(tree
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
-def test_each_rule_has_a_sentence_for_the_documentation(rule):
+def test_each_rule_has_a_documented_statement(rule):
     assert rule.statement.endswith(".")
     assert "`" in rule.statement or rule.code == "layout-world-size"
 
 
-def test_what_is_not_built_is_marked_so_and_only_that():
+def test_codes_of_unsupported_settings_end_in_not_built():
     assert all((not rule.built) == rule.code.endswith("-not-built") for rule in RULES)
 
 
-def test_rows_that_can_never_run_come_before_those_not_built():
+def test_rules_for_unsupported_settings_come_last():
     built = [rule.built for rule in RULES]
     assert built == sorted(built, reverse=True)
 
@@ -267,7 +269,7 @@ def test_a_legal_job_breaks_no_rule(tree):
     assert find_problems(build_job(tree())) == []
 
 
-def test_the_house_styles_example_reads_word_for_word(refused):
+def test_tp_heads_message_is_the_documented_one(refused):
     (problem,) = refused(model={"preset": "llama3-8b"}, layout={"tp": 6})
     assert str(problem) == (
         "layout.tp=6 does not divide model.num_heads=32; heads split evenly over tp. "
@@ -275,7 +277,7 @@ def test_the_house_styles_example_reads_word_for_word(refused):
     )
 
 
-def test_what_can_never_run_hides_what_is_not_built_for_the_same_key(refused):
+def test_illegal_value_hides_the_unsupported_rule_of_its_key(refused):
     assert [p.code for p in refused(layout={"tp": 3})] == ["layout-tp-heads"]
 
 
@@ -284,33 +286,33 @@ def test_several_illegal_settings_are_all_reported(refused):
     assert {p.path for p in problems} >= {"layout.tp", "layout.pp", "layout.cp", "train.precision"}
 
 
-def test_more_ranks_than_cores_is_legal_on_this_machine_but_not_on_gpus(tree, refused):
+def test_more_ranks_than_devices_is_legal_on_cpu_but_not_on_gpus(tree, refused):
     local = {"preset": "local", "device": "cpu", "devices_per_node": 2}
     assert build_job(tree(cluster=local, layout={"dp_replicate": 4})).layout.world_size == 4
     assert "layout-world-size" in [p.code for p in refused(layout={"dp_replicate": 9})]
 
 
 @pytest.mark.parametrize("degree", range(1, 9))
-def test_every_data_degree_is_legal_for_every_batch(tree, degree):
-    """4 -> 3 ranks keeps the batch: ranks short of samples run zero-weight micro-batches."""
+def test_data_degree_need_not_divide_the_global_batch(tree, degree):
+    """Ranks with fewer samples run zero-weight micro-batches."""
     assert (
         build_job(tree(layout={"dp_replicate": degree}, train={"global_batch": 5})).layout.dp_replicate
         == degree
     )
 
 
-def test_a_head_width_that_is_given_need_not_divide(tree):
+def test_explicit_head_dim_need_not_divide_hidden_size(tree):
     assert build_job(tree(model={"num_heads": 6, "head_dim": 16})).model.query_size == 96
 
 
 @pytest.mark.parametrize("scaling", ["linear", "sqrt"])
-def test_lr_scaling_and_its_base_come_together(tree, refused, scaling):
+def test_lr_base_batch_needs_lr_scaling(tree, refused, scaling):
     build_job(tree(train={"lr_scaling": scaling, "lr_base_batch": 4}))
     assert [p.path for p in refused(train={"lr_base_batch": 4})] == ["train.lr_base_batch"]
 
 
-def test_every_key_that_the_optimizer_ignores_is_named_at_once(refused):
-    """With the optimizers that would read it; a default that is spelled out is no less ignored."""
+def test_all_keys_unused_by_the_optimizer_are_reported(refused):
+    """The fix names the optimizers that use the key. An explicit default value is refused as well."""
     problems = refused(train={"optimizer": "sgd", "beta1": 0.9, "eps": 1e-8, "decay_fraction": 0.1})
     assert {p.code for p in problems} == {
         "train-beta1-unused",
@@ -332,22 +334,23 @@ def test_every_key_that_the_optimizer_ignores_is_named_at_once(refused):
     ],
     ids=str,
 )
-def test_a_noise_scale_needs_a_part_of_the_batch(tree, refused, train, layout):
+def test_noise_scale_needs_two_parts_of_the_batch(tree, refused, train, layout):
+    """The estimate compares a part of the batch with the whole. One micro-batch per step has no part."""
     (problem,) = refused(train={**train, "noise_scale_every": 5}, layout=layout)
     assert problem.code == "train-noise-scale-parts"
     smaller = {"layout": {**layout, "micro_batch": 4}, "train": {"noise_scale_every": 5}}
     assert build_job(tree(**smaller)).train.noise_scale_every == 5
 
 
-def test_a_wsd_fall_may_take_all_that_warm_up_leaves(tree, refused):
+def test_wsd_decay_and_warmup_must_fit_in_the_steps(tree, refused):
     wsd = {"schedule": "wsd", "steps": 10, "decay_fraction": 0.7}
     build_job(tree(train={**wsd, "warmup": 3}))
     (problem,) = refused(train={**wsd, "warmup": 4})
     assert "Use a warm-up of 3 steps or less" in str(problem)
 
 
-def test_rotations_between_the_two_factors_are_stretched_in_part(tree, refused):
-    """Equal factors would divide by zero; without a stretch neither is read."""
+def test_rope_frequency_factors_must_differ(tree, refused):
+    """Equal factors would divide by zero. Without rope_factor neither is read."""
     stretch = {"rope_factor": 8.0, "rope_low_freq_factor": 2.0}
     assert build_job(tree(model={**stretch, "rope_high_freq_factor": 2.5})).model.rope_factor == 8.0
     for high in (2.0, 1.0):
@@ -357,8 +360,8 @@ def test_rotations_between_the_two_factors_are_stretched_in_part(tree, refused):
         )
 
 
-def test_a_presets_own_keys_step_back_for_a_choice_that_leaves_them_unread(tree, refused):
-    """The user never wrote them; what the user writes is refused. So it is for a plan with an override."""
+def test_preset_keys_are_dropped_if_another_choice_makes_them_unused(tree, refused):
+    """Keys of the user are refused instead. An override of a plan behaves like one of a job."""
     images = {"data": {"path": "builtin:synthetic-images"}, "layout": {"dp_replicate": 1}}
     made = tree(**images, model={"preset": "resnet-tiny", "norm": "batch"})
     del made["data"]["seq_len"]
@@ -373,8 +376,8 @@ def test_a_presets_own_keys_step_back_for_a_choice_that_leaves_them_unread(tree,
     assert [p.code for p in refused(model={**learned, "rope_theta": 7.0})] == ["model-rope-theta-unused"]
 
 
-def test_every_key_that_steps_back_in_a_preset_is_refused_elsewhere():
-    """The two lists cannot part: each key has a row that names what reads it."""
+def test_every_key_dropped_from_presets_has_a_rule():
+    """Each key of READ_WITH has a rule that names the setting it needs."""
     for key, (other, needed) in READ_WITH.items():
         assert any(f"`model.{key}` needs `model.{other} = {needed}`" in rule.statement for rule in RULES), key
 
@@ -390,8 +393,8 @@ def test_every_key_that_steps_back_in_a_preset_is_refused_elsewhere():
         ({"image_size": 1, "width": 32}, False),
     ],
 )
-def test_a_group_of_a_norm_has_more_than_one_value(tree, model, legal):
-    """Torch refuses one value in a micro-batch of one, and gives zeros in a larger one."""
+def test_group_norm_needs_more_than_one_value_per_group(tree, model, legal):
+    """With one value per group, torch raises for a micro-batch of one and returns zeros otherwise."""
     made = tree(model={**RESNET, **model}, data={"path": "builtin:synthetic-images"})
     del made["data"]["seq_len"]
     if legal:
@@ -405,9 +408,6 @@ def test_a_group_of_a_norm_has_more_than_one_value(tree, model, legal):
 def test_divisors_are_exact():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]
-
-
-# The nearest legal layout
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_divisors_are_exact():
         {"micro_batch": 99},
     ],
 )
-def test_the_nearest_legal_layout_is_legal(tree, layout):
+def test_nearest_layout_of_illegal_layouts_is_legal(tree, layout):
     with pytest.raises(SpecError) as caught:
         build_job(tree(layout=layout))
     asked = caught.value.job
@@ -444,7 +444,7 @@ degree = st.sampled_from([1, 2, 3, 4, 8])
     micro_batch=st.none() | st.integers(1, 12),
     global_batch=st.integers(1, 24),
 )
-def test_the_nearest_legal_layout_is_legal_whatever_was_asked(degrees, micro_batch, global_batch):
+def test_nearest_layout_of_any_degrees_is_legal(degrees, micro_batch, global_batch):
     tables = {
         "model": {"preset": "tiny"},
         "cluster": {"preset": "h100-sxm"},
@@ -459,7 +459,7 @@ def test_the_nearest_legal_layout_is_legal_whatever_was_asked(degrees, micro_bat
     assert find_problems(with_layout(asked, nearest_legal_layout(asked))) == []
 
 
-def test_the_nearest_layout_keeps_the_bucket_and_the_micro_batch(tree):
+def test_nearest_layout_keeps_bucket_mb_and_micro_batch(tree):
     job = build_job(tree(layout={"dp_replicate": 2, "micro_batch": 2, "bucket_mb": 3.0}))
     nearest = nearest_legal_layout(job)
     assert (nearest.mode, nearest.micro_batch, nearest.bucket_mb) == ("given", 2, 3.0)
@@ -475,7 +475,7 @@ def test_the_nearest_layout_keeps_the_bucket_and_the_micro_batch(tree):
         ({"preset": "resnet-tiny", "norm": "batch"}, "full", "none"),
     ],
 )
-def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model, asked, kept):
+def test_nearest_layout_keeps_recompute_if_the_model_supports_it(tree, model, asked, kept):
     data = (
         {"path": "builtin:synthetic-images"}
         if "resnet" in model["preset"]
@@ -489,19 +489,19 @@ def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model,
     assert find_problems(with_layout(caught.value.job, nearest)) == []
 
 
-def test_every_pair_of_illegal_degrees_is_refused_with_both_named(refused):
-    """No combination slips through because its parts hide each other."""
+def test_two_illegal_degrees_are_both_reported(refused):
+    """No illegal degree hides another one."""
     for one, other in itertools.combinations({"pp": 3, "cp": 3, "tp": 3, "ep": 2}.items(), 2):
         paths = {p.path for p in refused(layout=dict([one, other]))}
         assert {f"layout.{one[0]}", f"layout.{other[0]}"} <= paths, (one, other)
 
 
-def test_degrees_name_themselves_as_overrides():
+def test_named_degrees_are_overrides():
     assert Layout(dp_replicate=2, tp=4).named_degrees() == "layout.dp_replicate=2 layout.tp=4"
     assert "one process" in Layout().named_degrees()
 
 
-def test_refusals_are_user_errors(tree):
+def test_illegal_layout_exits_with_status_2(tree):
     with pytest.raises(UserError) as caught:
         build_job(tree(layout={"tp": 3}))
     assert caught.value.exit_status == 2
