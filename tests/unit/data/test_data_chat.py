@@ -1,4 +1,4 @@
-"""From instruction data to samples: exactly the answers count, whatever tokenizer and template."""
+"""Instruction data become samples whose targets are exactly the answers, for every tokenizer and template."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ PAIRS = [(f"What is {n} + {n}?", f"It is {2 * n}. (Not {n})") for n in range(40)
 
 
 def write_lines(folder, records):
+    """Write records as lines of data.jsonl."""
     (folder / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records))
 
 
 @pytest.fixture
 def corpus(tmp_path):
+    """40 conversations: half as prompt and answer, half as messages."""
     half = [{"prompt": prompt, "answer": answer} for prompt, answer in PAIRS[:20]]
     turns = [
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -36,7 +38,7 @@ def corpus(tmp_path):
 
 
 def counted_texts(dataset):
-    """Decoded targets that count, by document, over all samples."""
+    """The decoded targets of the loss, per document, over all samples."""
     tokenizer = dataset.load_tokenizer()
     rows = dataset.read(np.arange(len(dataset)))
     return [
@@ -48,7 +50,7 @@ def counted_texts(dataset):
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:400"])
 @pytest.mark.parametrize("template", sorted(BUILTIN))
-def test_the_counted_targets_are_the_answers(tokenizer, template, corpus):
+def test_loss_targets_are_the_answers(tokenizer, template, corpus):
     if tokenizer != "byte":
         pytest.importorskip("tokenizers")
     spec = CorpusSpec(("data.jsonl",), "out", tokenizer, template=template, eval_fraction=0.2)
@@ -67,7 +69,7 @@ def test_the_counted_targets_are_the_answers(tokenizer, template, corpus):
     assert 0 < report.prompt_tokens < report.tokens
 
 
-def test_the_same_data_give_the_same_bytes(corpus):
+def test_preparing_chat_data_is_deterministic(corpus):
     reports = [
         prepare_corpus(CorpusSpec(("data.jsonl",), out, template="chatml"), corpus) for out in ("a", "b")
     ]
@@ -80,16 +82,18 @@ def test_the_same_data_give_the_same_bytes(corpus):
 
 @pytest.fixture(scope="module")
 def chat_tokenizer():
+    """A BPE tokenizer with the special tokens of ChatML."""
     pytest.importorskip("tokenizers")
     return BpeTokenizer.train(["what is the answer", "it is"], 320, BUILTIN["chatml"].markers)
 
 
 def encode(tokenizer, *messages, template="chatml"):
+    """One conversation, rendered and encoded."""
     parts = BUILTIN[template].render(Conversation("", messages), tuple(tokenizer.special_tokens))
     return encode_documents(tokenizer, [Document("", "".join(p.text for p in parts), parts)])[0]
 
 
-def test_markers_become_special_tokens_and_what_users_spell_does_not(chat_tokenizer):
+def test_template_markers_are_special_tokens_but_message_text_is_not(chat_tokenizer):
     start, end = (chat_tokenizer.special_tokens[m] for m in ("<|im_start|>", "<|im_end|>"))
     spelled = Message("user", "say <|im_end|> and <|endoftext|>")
     encoded = encode(chat_tokenizer, spelled, Message("assistant", "<|im_start|>"))
@@ -102,7 +106,7 @@ def test_markers_become_special_tokens_and_what_users_spell_does_not(chat_tokeni
 
 
 def test_no_token_spans_prompt_and_answer(chat_tokenizer):
-    """The trained merges would join 'it is' across the border of the plain template."""
+    """The trained merges would join 'it is' across the end of the prompt."""
     assert len(chat_tokenizer.encode("it is")) < len("it is")
     for cut in range(1, 5):
         parts = (Message("user", "x"), Message("assistant", "it is"[:cut]))
@@ -111,8 +115,8 @@ def test_no_token_spans_prompt_and_answer(chat_tokenizer):
         assert chat_tokenizer.decode(encoded.tokens[encoded.loss_mask == 0]) == "x\n"
 
 
-def test_text_between_special_tokens_is_encoded_in_one_go(chat_tokenizer):
-    """As the library does with the whole text: role, line break and content are not cut apart."""
+def test_text_between_special_tokens_is_encoded_as_one_string(chat_tokenizer):
+    """Role, line break and content give the tokens that the library gives for the whole text."""
     messages = (Message("user", "what is the answer"), Message("assistant", "it is"))
     whole = "<|im_start|>user\nwhat is the answer<|im_end|>\n<|im_start|>assistant\n"
     chat_tokenizer._inner.encode_special_tokens = False
@@ -124,7 +128,7 @@ def test_text_between_special_tokens_is_encoded_in_one_go(chat_tokenizer):
     assert encoded.tokens[encoded.loss_mask == 0].tolist() == expected
 
 
-def test_an_end_that_the_template_wrote_is_not_doubled(tmp_path):
+def test_end_of_document_written_by_the_template_is_not_repeated(tmp_path):
     pytest.importorskip("tokenizers")
     pytest.importorskip("jinja2")
     source = (
@@ -138,15 +142,15 @@ def test_an_end_that_the_template_wrote_is_not_doubled(tmp_path):
     tokens, starts = opened.map_tokens(shard), opened.map_documents(shard)
     ends = tokens == opened.index.tokenizer.end_of_document
     assert ends.sum() == len(starts)
-    assert (opened.map_loss_mask(shard)[ends] == 1).all(), "the end of an answer counts"
+    assert (opened.map_loss_mask(shard)[ends] == 1).all(), "the end of an answer is in the loss"
 
 
-def test_bytes_have_no_special_tokens():
+def test_byte_tokenizer_encodes_markers_as_text():
     encoded = encode(ByteTokenizer(), Message("user", "q"), Message("assistant", "a"))
     assert ByteTokenizer().decode(encoded.tokens[encoded.loss_mask == 1]) == "a<|im_end|>\n"
 
 
-def test_lines_without_conversation_are_quarantined_and_the_rest_is_read(tmp_path):
+def test_lines_without_a_conversation_are_quarantined(tmp_path):
     write_lines(
         tmp_path,
         [{"text": "a"}, {"prompt": "q", "answer": "a"}, {"messages": 3}, {"prompt": "r", "answer": "b"}],
@@ -161,7 +165,7 @@ def test_lines_without_conversation_are_quarantined_and_the_rest_is_read(tmp_pat
     )
 
 
-def test_nothing_but_lines_without_conversation_is_an_error(tmp_path):
+def test_corpus_without_conversations_is_refused(tmp_path):
     write_lines(tmp_path, [{"text": "a"}, {"text": "b"}])
     with pytest.raises(UserError) as error:
         prepare_corpus(CorpusSpec(("data.jsonl",), "out", template="plain"), tmp_path)
@@ -170,20 +174,20 @@ def test_nothing_but_lines_without_conversation_is_an_error(tmp_path):
     assert "whose lines have messages, or prompt and answer" in str(error.value)
 
 
-def test_conversations_without_a_template_say_that_one_is_needed(corpus):
+def test_conversations_without_a_template_are_refused(corpus):
     with pytest.raises(UserError, match="it has a conversation, which needs a template"):
         prepare_corpus(CorpusSpec(("data.jsonl",), "out"), corpus)
 
 
-def test_a_template_that_is_missing_leaves_nothing_behind(corpus):
+def test_unknown_template_is_refused_before_writing(corpus):
     with pytest.raises(UserError) as error:
         prepare_corpus(CorpusSpec(("data.jsonl",), "out", template="chatlm"), corpus)
-    assert str(error.value).startswith("template='chatlm' is not a chat template")
+    assert error.value.problems[0].code == "data-template-unknown"
     assert [entry.name for entry in corpus.iterdir()] == ["data.jsonl"]
 
 
-def test_one_conversation_is_never_cut(tmp_path):
-    """Its answer would be held out and its question left: it is trained on, and nothing is held out."""
+def test_single_conversation_is_not_split(tmp_path):
+    """A split would separate the answer from its question. The eval split stays empty."""
     write_lines(tmp_path, [{"prompt": "p" * 50, "answer": "a" * 50}])
     prepare_corpus(CorpusSpec(("data.jsonl",), "out", template="plain", eval_fraction=0.1), tmp_path)
     train, held_out = (
@@ -194,8 +198,8 @@ def test_one_conversation_is_never_cut(tmp_path):
     assert held_out.is_empty
 
 
-def test_a_held_out_split_of_prompts_alone_is_no_mistake(tmp_path):
-    """Windows of 64 over one long held-out prompt have no target; training is what must have some."""
+def test_eval_split_without_targets_is_legal(tmp_path):
+    """The eval samples lie inside one long prompt. Only the train split must have targets."""
     write_lines(tmp_path, [{"prompt": f"{n}" + "p" * 100, "answer": "a"} for n in range(20)])
     prepare_corpus(CorpusSpec(("data.jsonl",), "out", template="plain", eval_fraction=0.01), tmp_path)
     held_out = TokenDataset.open(tmp_path / "out", "eval", 64, "causal", prompt_masking=True)
@@ -207,7 +211,7 @@ def test_a_held_out_split_of_prompts_alone_is_no_mistake(tmp_path):
     ("lines", "idle"),
     [('prompt_field = "q"', "prompt_field"), ('template = "plain"\ntext_field = "t"', "text_field")],
 )
-def test_fields_without_use_are_refused(lines, idle, tmp_path):
+def test_unused_field_keys_are_refused(lines, idle, tmp_path):
     (tmp_path / "CORPUS.toml").write_text(f'sources = ["a"]\nout = "o"\n{lines}\n')
     with pytest.raises(UserError) as error:
         load_corpus_spec(tmp_path / "CORPUS.toml")

@@ -1,4 +1,4 @@
-"""Chat templates: what they write, what counts, and what is said when one is at fault."""
+"""Chat templates: rendered text, loss mask, and errors of templates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHATML = """\
 <|im_start|>assistant
 {% endif %}
 """
-FORGETFUL = """\
+DROPS_EARLIER_ANSWERS = """\
 {% for message in messages %}
 {{ message.role }}: {% if message.role != 'assistant' or loop.last %}{{ message.content }}{% endif %};
 {% endfor %}
@@ -42,14 +42,17 @@ LONG = Conversation(
 
 
 def text(parts) -> str:
+    """The rendered text."""
     return "".join(part.text for part in parts)
 
 
 def answers(parts) -> str:
+    """The text in the loss; every other part is ``|``."""
     return "".join(part.text if part.in_loss else "|" for part in parts).strip("|")
 
 
 def problem(error):
+    """The first problem of an error."""
     return error.value.problems[0]
 
 
@@ -93,12 +96,12 @@ def problem(error):
         ),
     ],
 )
-def test_the_built_in_templates_write_what_is_documented(name, short, long):
+def test_builtin_templates_render_the_documented_text(name, short, long):
     assert text(BUILTIN[name].render(SHORT, ())) == short
     assert text(BUILTIN[name].render(LONG, ())) == long
 
 
-def test_there_are_four_built_in_templates():
+def test_builtin_template_names_markers_and_identities():
     assert sorted(BUILTIN) == list(BUILTIN) == ["alpaca", "chatml", "llama3", "plain"]
     assert BUILTIN["chatml"].markers == ("<|im_start|>", "<|im_end|>")
     assert len({template.identity for template in BUILTIN.values()}) == 4
@@ -108,7 +111,7 @@ def test_there_are_four_built_in_templates():
     ("name", "in_loss"),
     [("plain", "1 \n|2"), ("chatml", "1 <|im_end|>\n|2<|im_end|>\n"), ("llama3", "1<|eot_id|>|2<|eot_id|>")],
 )
-def test_answers_count_with_their_end_markers_and_nothing_else_does(name, in_loss):
+def test_loss_covers_answers_and_their_end_markers_only(name, in_loss):
     parts = BUILTIN[name].render(LONG, ())
     shown = answers(parts)
     while "||" in shown:
@@ -117,20 +120,20 @@ def test_answers_count_with_their_end_markers_and_nothing_else_does(name, in_los
 
 
 @pytest.mark.parametrize("conversation", [SHORT, LONG], ids=["short", "long"])
-def test_jinja_finds_the_answers_that_the_built_in_template_knows(conversation, tmp_path):
+def test_jinja_chatml_matches_the_builtin_text_and_loss_mask(conversation, tmp_path):
     pytest.importorskip("jinja2")
     (tmp_path / "chatml.jinja").write_text(CHATML)
     by_jinja = load_template("chatml.jinja", tmp_path, "byte").render(conversation, ())
     by_hand = BUILTIN["chatml"].render(conversation, ())
 
-    def spread(parts):
+    def per_character(parts):
         return [(character, part.in_loss) for part in parts for character in part.text]
 
-    assert spread(by_jinja) == spread(by_hand)
+    assert per_character(by_jinja) == per_character(by_hand)
 
 
-def test_what_a_message_spells_is_literal_in_jinja_and_built_in(tmp_path):
-    """Even digits and private characters around it come back as they were."""
+def test_markers_inside_messages_are_literal_text(tmp_path):
+    """Digits and private-use characters around them are unchanged."""
     pytest.importorskip("jinja2")
     (tmp_path / "chatml.jinja").write_text(CHATML)
     spelled = "\ue0001<|im_end|>\ue0012\ue001 <|im_start|>x"
@@ -141,10 +144,10 @@ def test_what_a_message_spells_is_literal_in_jinja_and_built_in(tmp_path):
             f"<|im_start|>user\n{spelled}<|im_end|>\n<|im_start|>assistant\n<|im_end|><|im_end|>\n"
         )
         free = text(part for part in parts if not part.literal)
-        assert (free.count("<|im_start|>"), free.count("<|im_end|>")) == (2, 2), "the template's own"
+        assert (free.count("<|im_start|>"), free.count("<|im_end|>")) == (2, 2), "markers of the template"
 
 
-def test_a_tokenizer_config_brings_its_template_and_tokens(tmp_path):
+def test_tokenizer_config_gives_template_and_special_tokens(tmp_path):
     pytest.importorskip("jinja2")
     answer = "{% generation %}{{ m.content }}{% endgeneration %}"
     source = f"{{{{ bos_token }}}}{{% for m in messages %}}{answer}{{{{ eos_token }}}}{{% endfor %}}"
@@ -169,7 +172,7 @@ def test_a_tokenizer_config_brings_its_template_and_tokens(tmp_path):
     assert text(newer.render(Conversation("", (Message("user", "a"),)), ())) == "<s>a!"
 
 
-def test_a_template_that_is_not_there_is_named_with_what_was_looked_for(tmp_path):
+def test_unknown_template_names_what_was_looked_for(tmp_path):
     cases = {
         "chatlm": "Did you mean chatml?",
         "mine.jinja": f"{tmp_path / 'mine.jinja'} is not a file",
@@ -197,7 +200,7 @@ def test_a_template_that_is_not_there_is_named_with_what_was_looked_for(tmp_path
         ("a.jinja", b"\xff", "cannot be read as a chat template"),
     ],
 )
-def test_a_template_that_cannot_be_read_is_named(file, content, says, tmp_path):
+def test_unreadable_template_is_refused_by_path(file, content, says, tmp_path):
     (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError) as error:
         load_template(file, tmp_path, "byte")
@@ -214,7 +217,7 @@ def test_a_template_that_cannot_be_read_is_named(file, content, says, tmp_path):
         ("{{ ''.__class__.__mro__ }}", "fails in line 1 at a:1: access to attribute '__class__'"),
     ],
 )
-def test_mistakes_in_a_template_come_with_their_line(source, says, tmp_path):
+def test_template_errors_name_the_line(source, says, tmp_path):
     pytest.importorskip("jinja2")
     (tmp_path / "bad.jinja").write_text(source)
     with pytest.raises(UserError) as error:
@@ -223,10 +226,10 @@ def test_mistakes_in_a_template_come_with_their_line(source, says, tmp_path):
     assert f"{tmp_path / 'bad.jinja'} {says}" in str(error.value)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+def test_template_that_changes_earlier_turns_is_refused(tmp_path):
     pytest.importorskip("jinja2")
-    (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
-    template = load_template("forgetful.jinja", tmp_path, "byte")
+    (tmp_path / "rewriting.jinja").write_text(DROPS_EARLIER_ANSWERS)
+    template = load_template("rewriting.jinja", tmp_path, "byte")
     assert "Because." in answers(template.render(SHORT, ()))
     with pytest.raises(UserError) as error:
         template.render(LONG, ())
@@ -234,18 +237,20 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     assert "at a:2, the text up to the end of the answer in message 3, rendered alone" in str(error.value)
 
 
-def test_a_cue_that_the_answer_does_not_follow_is_refused(tmp_path):
+def test_generation_prompt_that_is_no_prefix_of_the_answer_is_refused(tmp_path):
     pytest.importorskip("jinja2")
     source = (
         "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     )
     (tmp_path / "cue.jinja").write_text(source)
-    with pytest.raises(UserError, match="the text before the answer in message 2"):
+    with pytest.raises(UserError) as error:
         load_template("cue.jinja", tmp_path, "byte").render(SHORT, ())
+    assert problem(error).code == "data-template-not-prefix"
+    assert "the text before the answer in message 2" in str(error.value)
 
 
-def test_what_a_template_refuses_is_a_fault_of_the_line(tmp_path):
-    """So it is quarantined, and the other lines are read."""
+def test_raise_exception_in_a_template_rejects_the_line_only(tmp_path):
+    """The line is quarantined and the other lines are read."""
     pytest.importorskip("jinja2")
     (tmp_path / "strict.jinja").write_text(
         "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}"
@@ -256,14 +261,14 @@ def test_what_a_template_refuses_is_a_fault_of_the_line(tmp_path):
         template.render(LONG, ())
 
 
-def test_without_jinja_the_extra_is_named(tmp_path, monkeypatch):
+def test_jinja_template_without_jinja_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "a.jinja").write_text("x")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError) as error:
         load_template("a.jinja", tmp_path, "byte")
     assert problem(error).code == "install-missing-extra"
     assert "meshwright[run]" in str(error.value)
-    assert load_template("chatml", tmp_path, "byte"), "the built-in ones need nothing"
+    assert load_template("chatml", tmp_path, "byte"), "built-in templates do not need jinja"
 
 
 @pytest.mark.parametrize(
@@ -286,11 +291,11 @@ def test_without_jinja_the_extra_is_named(tmp_path, monkeypatch):
         ({"messages": [{"role": [], "content": "a"}]}, "message 1 has the role []"),
     ],
 )
-def test_lines_without_a_conversation_say_what_is_missing(record, reason):
+def test_record_without_a_conversation_names_the_missing_part(record, reason):
     with pytest.raises(ValueError, match=re.escape(reason)):
         read_conversation(record, "a:1", "prompt", "answer")
 
 
-def test_fields_can_have_other_names():
+def test_prompt_and_answer_fields_can_be_named():
     record = {"instruction": "Why?", "output": "Because."}
     assert read_conversation(record, "a:1", "instruction", "output") == SHORT

@@ -1,4 +1,4 @@
-"""Reading a corpus: the order is fixed, nothing unreadable stops it, nothing is lost uncounted."""
+"""Reading a corpus: fixed order, unreadable documents are quarantined, every document is counted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from meshwright.data.corpus import MAX_NAMED, CorpusStats, ReadOptions, iter_cor
 
 
 def names(source, base, **options) -> list[str]:
+    """The names of the documents of one source."""
     return [document.name for document in iter_corpus([source], base, **options)]
 
 
 def codes(error) -> list[str]:
+    """The error codes of a caught error."""
     return [problem.code for problem in error.value.problems]
 
 
 @pytest.fixture
 def tree(tmp_path):
+    """A folder with text files, hidden files and caches."""
     for path in ("b.txt", "a.txt", "z/1.md", "m/2.txt", "m/.hidden", ".git/x", "m/__pycache__/y.txt"):
         file = tmp_path / "tree" / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +31,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def test_a_folder_is_read_in_a_fixed_order(tree, monkeypatch):
+def test_folder_is_read_in_a_fixed_order(tree, monkeypatch):
     expected = ["tree/a.txt", "tree/b.txt", "tree/m/2.txt", "tree/z/1.md"]
     assert names("tree", tree) == expected
     walk = os.walk
@@ -43,7 +46,7 @@ def test_a_folder_is_read_in_a_fixed_order(tree, monkeypatch):
     assert names("tree", tree) == expected
 
 
-def test_text_is_not_changed(tree):
+def test_text_is_read_unchanged(tree):
     assert [d.text for d in iter_corpus(["tree/a.txt"], tree)] == ["text of a.txt\r\n"]
 
 
@@ -54,10 +57,10 @@ def test_globs_and_absolute_paths(tree):
         "tree/b.txt",
         "tree/m/2.txt",
         "tree/m/__pycache__/y.txt",
-    ], "a pattern says itself what it matches"
+    ], "a glob also matches caches"
     assert len(names(str(tree / "tree"), tree.parent)) == 4
     (tree / "tree/odd[1].txt").write_text("odd")
-    assert names("tree/odd[1].txt", tree) == ["tree/odd[1].txt"], "an existing path is not a pattern"
+    assert names("tree/odd[1].txt", tree) == ["tree/odd[1].txt"], "an existing path is not a glob"
 
 
 def test_excluded_folders_are_not_read(tree):
@@ -65,7 +68,7 @@ def test_excluded_folders_are_not_read(tree):
     assert names("tree/**/*.txt", tree, exclude=[tree / "tree/m"]) == ["tree/a.txt", "tree/b.txt"]
 
 
-def test_jsonl_gives_a_document_a_line(tmp_path):
+def test_jsonl_gives_one_document_per_line(tmp_path):
     lines = [
         json.dumps({"body": "one"}),
         "",
@@ -82,7 +85,7 @@ def test_jsonl_gives_a_document_a_line(tmp_path):
     assert tally.quarantined_names[0] == "a.jsonl:4: no text in the field 'body'"
 
 
-def test_the_unreadable_is_quarantined_and_named(tmp_path):
+def test_unreadable_files_are_quarantined_with_a_reason(tmp_path):
     (tmp_path / "good.txt").write_text("good é")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
@@ -104,8 +107,8 @@ def test_the_unreadable_is_quarantined_and_named(tmp_path):
     assert named.encode(), "names can be printed"
 
 
-def test_unreadable_for_permission_is_quarantined(tree, monkeypatch):
-    """Patched, because tests may run as root, to whom permissions mean nothing."""
+def test_file_without_permission_is_quarantined(tree, monkeypatch):
+    """read_bytes is patched, because root ignores permissions."""
     read_bytes = type(tree).read_bytes
 
     def refuse(path):
@@ -119,7 +122,7 @@ def test_unreadable_for_permission_is_quarantined(tree, monkeypatch):
     assert tally.quarantined_names == ["tree/b.txt: Permission denied"]
 
 
-def test_a_folder_that_cannot_be_listed_is_quarantined(tree, monkeypatch):
+def test_folder_that_cannot_be_listed_is_quarantined(tree, monkeypatch):
     scandir = os.scandir
 
     def refuse(path):
@@ -141,14 +144,14 @@ def test_duplicates_are_dropped_across_sources(tree):
     assert tally.text_bytes == sum(len(d.text.encode()) for d in documents)
 
 
-def test_names_kept_are_bounded_but_the_count_is_not():
+def test_quarantined_names_are_bounded_but_the_count_is_not():
     tally = CorpusStats()
     for number in range(MAX_NAMED + 5):
         tally.quarantine(str(number), "bad")
     assert (tally.quarantined, len(tally.quarantined_names)) == (MAX_NAMED + 5, MAX_NAMED)
 
 
-def test_all_missing_sources_are_named_before_reading(tree):
+def test_all_missing_sources_are_reported_before_reading(tree):
     with pytest.raises(UserError) as error:
         iter_corpus(["tree", "nope", "nope/*.txt", "", "builtin:everything", "a\0b", "~nobody-here/x"], tree)
     assert codes(error) == [
@@ -163,7 +166,7 @@ def test_all_missing_sources_are_named_before_reading(tree):
 
 
 @pytest.mark.parametrize("kind", ["permission", "device", "long name"])
-def test_a_named_path_that_cannot_be_read_is_an_error(kind, tree, monkeypatch):
+def test_unreadable_source_is_refused(kind, tree, monkeypatch):
     source = {"permission": "tree/a.txt", "device": "/dev/null", "long name": "x" * 300}[kind]
     if kind == "permission":
 
@@ -177,7 +180,7 @@ def test_a_named_path_that_cannot_be_read_is_an_error(kind, tree, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"\0", b"\xff"])
-def test_no_text_at_all_is_an_error(content, tmp_path):
+def test_corpus_without_text_is_refused(content, tmp_path):
     (tmp_path / "only.txt").write_bytes(content)
     with pytest.raises(UserError) as error:
         list(iter_corpus(["only.txt"], tmp_path))
@@ -185,14 +188,14 @@ def test_no_text_at_all_is_an_error(content, tmp_path):
     assert "only.txt has no text" in str(error.value)
 
 
-def test_an_empty_folder_is_an_error(tmp_path):
+def test_empty_folder_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as error:
         list(iter_corpus(["empty"], tmp_path))
     assert codes(error) == ["data-corpus-empty"]
 
 
-def test_the_standard_library_is_a_corpus(tmp_path):
+def test_builtin_python_stdlib_is_a_corpus(tmp_path):
     tally = CorpusStats()
     read = names("builtin:python-stdlib", tmp_path, tally=tally)
     assert "python-stdlib/json/decoder.py" in read

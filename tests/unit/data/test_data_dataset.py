@@ -1,4 +1,4 @@
-"""Samples: packed as described, the same one by one and together, across shards and processes."""
+"""Samples of a prepared corpus: packing, reading one or many, across shards and processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.data.tokenizer import ByteTokenizer
 
 
 def write(folder, lengths, shard_tokens, held_out=3):
-    """Documents of the given lengths whose tokens count on, so that any mistake in an offset shows."""
+    """Write documents of these lengths. Their tokens are consecutive numbers, so wrong offsets show."""
     value = 0
     with ShardWriter(folder, ByteTokenizer(), shard_tokens) as writer:
         for length in lengths:
@@ -30,6 +30,7 @@ def write(folder, lengths, shard_tokens, held_out=3):
 
 @pytest.fixture
 def folder(tmp_path):
+    """A prepared folder with two train shards."""
     return write(tmp_path, [10, 20, 5, 40, 1], shard_tokens=40)
 
 
@@ -39,7 +40,7 @@ def folder(tmp_path):
     shard_tokens=st.integers(1, 100),
     seq_len=st.integers(1, 12),
 )
-def test_samples_are_the_shards_tokens_packed(lengths, shard_tokens, seq_len, tmp_path_factory):
+def test_samples_are_consecutive_windows_of_each_shard(lengths, shard_tokens, seq_len, tmp_path_factory):
     folder = write(tmp_path_factory.mktemp("data"), lengths, shard_tokens)
     opened = ShardFolder.open(folder)
     dataset = TokenDataset(opened, "train", seq_len)
@@ -64,7 +65,7 @@ def test_samples_are_the_shards_tokens_packed(lengths, shard_tokens, seq_len, tm
     assert dataset.tokens == sum(lengths) + len(lengths)
 
 
-def test_many_are_read_in_the_order_asked(folder):
+def test_read_returns_samples_in_the_given_order(folder):
     dataset = TokenDataset.open(folder, "train", 4)
     wanted = [len(dataset) - 1, 0, 7, 0, 3]
     batch = dataset.read(wanted).tokens
@@ -74,7 +75,7 @@ def test_many_are_read_in_the_order_asked(folder):
     assert dataset.count_targets([]) == 0
 
 
-def test_samples_outside_are_refused(folder):
+def test_sample_index_out_of_range_raises(folder):
     dataset = TokenDataset.open(folder, "train", 4)
     for index in (-1, len(dataset)):
         for call in (dataset.read, dataset.count_targets):
@@ -83,15 +84,15 @@ def test_samples_outside_are_refused(folder):
 
 
 def test_samples_are_copies(folder):
-    """A caller who masks a sample in place must not reach the map."""
+    """Changing a sample in place does not change the memory map."""
     dataset = TokenDataset.open(folder, "train", 4)
     before = dataset.read([0]).tokens.tolist()
     dataset.read([0]).tokens[:] = 0
     assert dataset.read([0]).tokens.tolist() == before
 
 
-def test_a_shard_is_mapped_once_however_often_it_is_read(folder, monkeypatch):
-    """Mapping a file for every micro-batch was most of the loop's share of a step."""
+def test_consecutive_reads_reuse_the_memory_map(folder, monkeypatch):
+    """Mapping the file for every micro-batch would dominate the data loading time."""
     mapped = []
     real = ShardFolder.map_tokens
     monkeypatch.setattr(ShardFolder, "map_tokens", lambda self, s: mapped.append(s.file) or real(self, s))
@@ -105,7 +106,7 @@ def test_a_shard_is_mapped_once_however_often_it_is_read(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
-def test_a_dataset_goes_to_another_process_without_its_data(folder, mask):
+def test_dataset_pickles_without_its_data(folder, mask):
     dataset = TokenDataset.open(folder, "train", 4, mask)
     dataset.read(np.arange(len(dataset)))
     dataset.count_targets([0])
@@ -114,15 +115,15 @@ def test_a_dataset_goes_to_another_process_without_its_data(folder, mask):
     assert pickle.loads(sent).read([3]).tokens.tolist() == dataset.read([3]).tokens.tolist()
 
 
-def test_the_tokenizer_comes_with_the_data(folder):
+def test_dataset_loads_its_tokenizer(folder):
     dataset = TokenDataset.open(folder, "train", 4)
     assert (dataset.vocab_size, dataset.end_of_document, dataset.tokenizer_folder) == (257, 256, folder)
     assert dataset.load_tokenizer().name == "byte"
     (folder / "tokenizer.json").write_text('{"meshwright_tokenizer":"byte","version":1}')
-    assert dataset.load_tokenizer().name == "byte", "the same tokenizer, spelled differently"
+    assert dataset.load_tokenizer().name == "byte", "the same tokenizer with other white space"
 
 
-def test_another_tokenizer_is_refused(folder):
+def test_replaced_tokenizer_is_refused(folder):
     pytest.importorskip("tokenizers")
     from meshwright.data.tokenizer import BpeTokenizer
 
@@ -132,7 +133,7 @@ def test_another_tokenizer_is_refused(folder):
     assert error.value.problems[0].code == "data-shards-broken"
 
 
-def test_too_short_for_one_sample(folder):
+def test_shards_shorter_than_one_sample_are_refused(folder):
     with pytest.raises(UserError) as error:
         TokenDataset.open(folder, "train", 41)
     assert str(error.value) == (
@@ -142,14 +143,14 @@ def test_too_short_for_one_sample(folder):
     assert len(TokenDataset.open(folder, "train", 40)) == 1
 
 
-def test_a_short_evaluation_split_is_allowed_and_says_so(folder):
+def test_eval_split_shorter_than_one_sample_is_empty(folder):
     dataset = TokenDataset.open(folder, "eval", 4)
     assert dataset.is_empty
     assert (len(dataset), dataset.tokens, dataset.dropped_tokens, dataset.longest_sequence) == (0, 4, 4, 3)
     assert not TokenDataset.open(folder, "eval", 3).is_empty
 
 
-def test_bad_calls_say_what_is_wrong(folder):
+def test_invalid_arguments_raise_value_errors(folder):
     with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
         TokenDataset.open(folder, "train", 0)
     with pytest.raises(ValueError, match="split 'test'"):

@@ -1,4 +1,4 @@
-"""Images: the synthetic set, folders of arrays, the split, and every way in which a folder can be wrong."""
+"""Image data: the synthetic set, folders of arrays, the split, and an error code per invalid folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from meshwright.spec.job import SYNTHETIC_IMAGES
 SHAPE = ImageShape(channels=3, side=8, classes=5)
 
 
-def folder_of(path: Path, images: object, labels: object, prefix: str = "") -> Path:
+def write_images(path: Path, images: object, labels: object, prefix: str = "") -> Path:
+    """Write images and labels to a folder."""
     path.mkdir(exist_ok=True)
     np.save(path / f"{prefix}images.npy", images)
     np.save(path / f"{prefix}labels.npy", labels)
@@ -24,13 +25,14 @@ def folder_of(path: Path, images: object, labels: object, prefix: str = "") -> P
 
 
 def codes(folder: Path, eval_fraction: float | None = None) -> list[str]:
+    """The error codes of an invalid folder."""
     with pytest.raises(UserError) as caught:
         check_images(folder, SHAPE, eval_fraction)
     return [p.code for p in caught.value.problems]
 
 
-def test_synthetic_images_are_a_function_of_their_number_alone():
-    """Read together, alone, or again: the same values; train and eval differ; classes occur."""
+def test_synthetic_image_depends_on_its_index_only():
+    """Reading images together or alone gives the same values. The splits differ, and all classes occur."""
     train = open_images(SYNTHETIC_IMAGES, "train", SHAPE, None)
     held_out = open_images(SYNTHETIC_IMAGES, "eval", SHAPE, None)
     images, labels = train.read([0, 7, 4095])
@@ -48,8 +50,8 @@ def test_synthetic_images_are_a_function_of_their_number_alone():
         train.read([4096])
 
 
-def test_classes_of_synthetic_images_can_be_told_apart():
-    """Power along the class's own wave is larger than along another's: there is something to learn."""
+def test_synthetic_classes_are_distinguishable():
+    """Each class has more power at its own frequency than the other class."""
     shape = ImageShape(1, 32, 2)
     images, labels = open_images(SYNTHETIC_IMAGES, "train", shape, None).read(np.arange(200))
     power = np.abs(np.fft.fft2(images[:, 0]))
@@ -58,13 +60,13 @@ def test_classes_of_synthetic_images_can_be_told_apart():
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_bytes_are_normalised_and_channels_come_first(tmp_path, last):
-    """0 and 255 become -1 and 1 in either order of dims; labels follow their images through the split."""
+def test_uint8_images_are_normalized_and_channels_first(tmp_path, last):
+    """0 and 255 become -1 and 1 in either order of dimensions. Labels stay with their images in the split."""
     images = np.zeros((30, 3, 8, 8), dtype=np.uint8)
     images[:, 0] = np.arange(30)[:, None, None]
     images[:, 1] = 255
     stored = images.transpose(0, 2, 3, 1) if last else images
-    folder = folder_of(tmp_path / "photos", stored, np.arange(30) % 5)
+    folder = write_images(tmp_path / "photos", stored, np.arange(30) % 5)
     check_images(folder, SHAPE, 0.3)
     seen = []
     for split in ("train", "eval"):
@@ -79,10 +81,10 @@ def test_bytes_are_normalised_and_channels_come_first(tmp_path, last):
     assert sorted(seen) == list(range(30)), "every image is in one split"
 
 
-def test_float_images_are_passed_on_and_own_evaluation_files_are_used(tmp_path):
+def test_float_images_are_unchanged_and_eval_files_are_used(tmp_path):
     values = np.linspace(-3, 3, 2 * 192, dtype=np.float32).reshape(2, 3, 8, 8)
-    folder = folder_of(tmp_path / "photos", values, [0, 1])
-    folder_of(folder, values[:1] + 1, [4], "eval_")
+    folder = write_images(tmp_path / "photos", values, [0, 1])
+    write_images(folder, values[:1] + 1, [4], "eval_")
     check_images(folder, SHAPE, None)
     train, held_out = (open_images(str(folder), split, SHAPE, None) for split in ("train", "eval"))
     assert (train.read([0, 1])[0] == values).all()
@@ -91,8 +93,8 @@ def test_float_images_are_passed_on_and_own_evaluation_files_are_used(tmp_path):
 
 
 @given(st.integers(2, 300), st.floats(0.001, 0.5))
-def test_neither_split_is_empty_and_appending_moves_nothing(count, fraction):
-    """Only the rule that fills an empty side may look at the other images."""
+def test_split_is_never_empty_and_stable_under_appending(count, fraction):
+    """At most one image moves, and only where a split would be empty."""
     held_out = select_held_out(count, fraction)
     assert 0 < held_out.sum() < count
     longer = select_held_out(count + 50, fraction)
@@ -101,52 +103,52 @@ def test_neither_split_is_empty_and_appending_moves_nothing(count, fraction):
     assert moved == 0 or held_out.sum() in (1, count - 1)
 
 
-def test_identity_changes_with_the_data(tmp_path):
+def test_sha256_depends_on_images_and_labels(tmp_path):
     images, labels = np.zeros((9, 3, 8, 8), np.uint8), np.zeros(9, np.int64)
-    first = open_images(str(folder_of(tmp_path / "a", images, labels)), "train", SHAPE, None).sha256
-    again = open_images(str(folder_of(tmp_path / "b", images, labels)), "train", SHAPE, None).sha256
+    first = open_images(str(write_images(tmp_path / "a", images, labels)), "train", SHAPE, None).sha256
+    again = open_images(str(write_images(tmp_path / "b", images, labels)), "train", SHAPE, None).sha256
     labels[3] = 1
-    other = open_images(str(folder_of(tmp_path / "c", images, labels)), "train", SHAPE, None).sha256
+    other = open_images(str(write_images(tmp_path / "c", images, labels)), "train", SHAPE, None).sha256
     images[4] = 1
-    another = open_images(str(folder_of(tmp_path / "d", images, labels)), "train", SHAPE, None).sha256
+    another = open_images(str(write_images(tmp_path / "d", images, labels)), "train", SHAPE, None).sha256
     assert first == again
     assert len({first, other, another}) == 3
 
 
-GOOD_IMAGES, GOOD_LABELS = np.zeros((4, 3, 8, 8), np.uint8), np.arange(4)
+VALID_IMAGES, VALID_LABELS = np.zeros((4, 3, 8, 8), np.uint8), np.arange(4)
 
 
 @pytest.mark.parametrize(
     ("images", "labels", "expected"),
     [
-        (GOOD_IMAGES.astype(np.float64), GOOD_LABELS, ["data-images-dtype"]),
-        (np.zeros((4, 1, 8, 8), np.uint8), GOOD_LABELS, ["data-images-shape"]),
-        (np.zeros((4, 9, 9, 3), np.uint8), GOOD_LABELS, ["data-images-shape"]),
-        (GOOD_IMAGES, GOOD_LABELS[:3], ["data-images-count"]),
-        (GOOD_IMAGES[:0], GOOD_LABELS[:0], ["data-images-count"]),
-        (GOOD_IMAGES, GOOD_LABELS + 2, ["data-labels-range"]),
-        (GOOD_IMAGES, GOOD_LABELS - 1, ["data-labels-range"]),
-        (GOOD_IMAGES, GOOD_LABELS.astype(float), ["data-labels-dtype"]),
-        (GOOD_IMAGES, GOOD_LABELS[:, None], ["data-labels-dtype"]),
+        (VALID_IMAGES.astype(np.float64), VALID_LABELS, ["data-images-dtype"]),
+        (np.zeros((4, 1, 8, 8), np.uint8), VALID_LABELS, ["data-images-shape"]),
+        (np.zeros((4, 9, 9, 3), np.uint8), VALID_LABELS, ["data-images-shape"]),
+        (VALID_IMAGES, VALID_LABELS[:3], ["data-images-count"]),
+        (VALID_IMAGES[:0], VALID_LABELS[:0], ["data-images-count"]),
+        (VALID_IMAGES, VALID_LABELS + 2, ["data-labels-range"]),
+        (VALID_IMAGES, VALID_LABELS - 1, ["data-labels-range"]),
+        (VALID_IMAGES, VALID_LABELS.astype(float), ["data-labels-dtype"]),
+        (VALID_IMAGES, VALID_LABELS[:, None], ["data-labels-dtype"]),
         (np.array(3), np.array(3), ["data-images-dtype", "data-images-shape", "data-labels-dtype"]),
-        (np.full((4, 3, 8, 8), np.nan, np.float32), GOOD_LABELS, ["data-images-not-finite"]),
+        (np.full((4, 3, 8, 8), np.nan, np.float32), VALID_LABELS, ["data-images-not-finite"]),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_said(tmp_path, images, labels, expected):
-    assert codes(folder_of(tmp_path / "photos", images, labels)) == expected
+def test_invalid_arrays_are_refused(tmp_path, images, labels, expected):
+    assert codes(write_images(tmp_path / "photos", images, labels)) == expected
 
 
-def test_missing_and_unreadable_files_are_named(tmp_path):
+def test_missing_and_unreadable_files_are_refused(tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir()
     assert not looks_like_images(folder)
     assert codes(folder) == ["data-images-missing"] * 2
-    folder_of(folder, GOOD_IMAGES, GOOD_LABELS)
+    write_images(folder, VALID_IMAGES, VALID_LABELS)
     assert looks_like_images(folder)
     (folder / "labels.npy").write_text("not an array")
     assert codes(folder) == ["data-images-unreadable"]
-    folder_of(folder, GOOD_IMAGES, GOOD_LABELS)
-    np.save(folder / "eval_images.npy", GOOD_IMAGES)
-    assert codes(folder) == ["data-images-missing"], "half an evaluation set"
+    write_images(folder, VALID_IMAGES, VALID_LABELS)
+    np.save(folder / "eval_images.npy", VALID_IMAGES)
+    assert codes(folder) == ["data-images-missing"], "eval images without eval labels"
     np.save(folder / "labels.npy", np.array([None] * 4), allow_pickle=True)
     assert "data-images-unreadable" in codes(folder)

@@ -1,4 +1,4 @@
-"""The order of samples: frozen, a bijection, and untouched by data that is appended."""
+"""The sample order: frozen values, a bijection, unchanged by appended data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mix(x: int) -> int:
 
 
 def reference(counts: list[int], seed: int, window: int, position: int) -> int:
-    """The same order in plain Python integers, written from the description."""
+    """The documented order in plain Python integers."""
     epoch, rest = divmod(position, sum(counts))
     first = 0
     for count in counts:
@@ -46,8 +46,8 @@ def reference(counts: list[int], seed: int, window: int, position: int) -> int:
             return first + value
 
 
-def test_the_order_is_frozen():
-    """These numbers never change: a run that was started by an older version resumes by them."""
+def test_sample_order_is_frozen():
+    """These values never change. Runs of older versions resume with them."""
     small = SampleOrder([10, 3, 0, 7], seed=42, window=4).samples_at(np.arange(40)).tolist()
     assert small[:20] == [1, 2, 0, 3, 7, 4, 6, 5, 9, 8, 10, 11, 12, 16, 13, 15, 14, 17, 18, 19]
     assert small[20:] == [0, 1, 3, 2, 5, 4, 7, 6, 9, 8, 12, 11, 10, 13, 16, 14, 15, 18, 19, 17]
@@ -57,21 +57,21 @@ def test_the_order_is_frozen():
 
 
 @given(shard_counts, seeds, windows, st.integers(0, 2**40))
-def test_the_order_is_the_one_described(counts, seed, window, position):
-    """The vectorised code agrees with plain integers, so no NumPy rule of overflow or promotion shapes it."""
+def test_sample_order_matches_the_reference(counts, seed, window, position):
+    """NumPy overflow and type promotion have no influence."""
     expected = reference(counts, seed, window, position)
     assert SampleOrder(counts, seed, window).samples_at([position]).tolist() == [expected]
 
 
 @given(shard_counts, seeds, windows, st.integers(0, 10**6))
-def test_each_epoch_reads_every_sample_once(counts, seed, window, epoch):
+def test_epoch_reads_every_sample_once(counts, seed, window, epoch):
     order = SampleOrder(counts, seed, window)
     positions = epoch * order.samples_per_epoch + np.arange(order.samples_per_epoch)
     assert sorted(order.samples_at(positions).tolist()) == list(range(sum(counts)))
 
 
 @given(shard_counts, shard_counts, seeds, windows)
-def test_appended_shards_reorder_nothing(counts, more, seed, window):
+def test_appended_shards_do_not_reorder_samples(counts, more, seed, window):
     positions = np.arange(sum(counts))
     before = SampleOrder(counts, seed, window).samples_at(positions)
     after = SampleOrder(counts + more, seed, window).samples_at(positions)
@@ -79,7 +79,7 @@ def test_appended_shards_reorder_nothing(counts, more, seed, window):
 
 
 @given(shard_counts, seeds, windows)
-def test_samples_stay_in_their_window_and_windows_in_their_order(counts, seed, window):
+def test_samples_are_shuffled_within_their_window_only(counts, seed, window):
     order = SampleOrder(counts, seed, window)
     first = 0
     for count in counts:
@@ -92,8 +92,8 @@ def test_samples_stay_in_their_window_and_windows_in_their_order(counts, seed, w
 
 @settings(max_examples=20)
 @given(seeds)
-def test_epochs_seeds_and_windows_are_ordered_differently(seed):
-    """256 samples come out the same by chance once in 256! times."""
+def test_order_differs_by_epoch_seed_and_window(seed):
+    """256 samples have the same order by chance once in 256! times."""
     order = SampleOrder([512], seed, window=256)
     first, second = order.samples_at(np.arange(256)), order.samples_at(np.arange(256, 512)) - 256
     assert first.tolist() != second.tolist()
@@ -102,13 +102,13 @@ def test_epochs_seeds_and_windows_are_ordered_differently(seed):
     assert first.tolist() != list(range(256))
 
 
-def test_the_shuffle_is_even():
-    """Over 4,000 epochs, each of 10 samples comes first about 400 times (five standard deviations are 95)."""
+def test_shuffle_is_uniform():
+    """Over 4,000 epochs each of 10 samples comes first about 400 times. Five standard deviations are 95."""
     first = SampleOrder([10], seed=1).samples_at(10 * np.arange(4000))
     assert np.abs(np.bincount(first, minlength=10) - 400).max() < 95
 
 
-def test_one_by_one_and_together_agree_in_any_shape():
+def test_scalar_and_array_positions_give_the_same_samples():
     order = SampleOrder([1000, 77], seed=3, window=64)
     positions = np.arange(2000).reshape(20, 100)
     together = order.samples_at(positions)
@@ -117,7 +117,7 @@ def test_one_by_one_and_together_agree_in_any_shape():
     assert [int(order.samples_at(p)) for p in range(2000)] == together.reshape(-1).tolist()
 
 
-def test_bad_calls_say_what_is_wrong():
+def test_invalid_arguments_raise_value_errors():
     with pytest.raises(ValueError, match="window=0"):
         SampleOrder([4], seed=0, window=0)
     with pytest.raises(ValueError, match="negative number of samples"):

@@ -1,4 +1,4 @@
-"""Preparing a corpus: byte-identical, complete, split by document; every mistake in CORPUS.toml is named."""
+"""Preparing a corpus: deterministic, complete, split by document; every error in CORPUS.toml is reported."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from meshwright.data.tokenizer import BpeTokenizer, load_tokenizer
 
 
 def listed(folder) -> list[str]:
+    """The sorted names in a folder."""
     return sorted(entry.name for entry in folder.iterdir())
 
 
 def codes(error) -> list[str]:
+    """The error codes of a caught error."""
     return [problem.code for problem in error.value.problems]
 
 
 def texts_of(folder, split) -> list[str]:
+    """The decoded documents of a split."""
     opened = ShardFolder.open(folder)
     tokenizer = load_tokenizer(folder)
     found = []
@@ -39,6 +42,7 @@ def texts_of(folder, split) -> list[str]:
 
 @pytest.fixture
 def corpus(tmp_path):
+    """60 documents, one duplicate, one that is not UTF-8 and one empty file."""
     (tmp_path / "text").mkdir()
     for number in range(60):
         (tmp_path / f"text/{number:02d}.txt").write_text(f"document {number} é\n" * (number + 1))
@@ -49,7 +53,7 @@ def corpus(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_everything_is_prepared_and_counted(corpus, tokenizer):
+def test_all_documents_are_prepared_and_counted(corpus, tokenizer):
     if tokenizer != "byte":
         pytest.importorskip("tokenizers")
     seen = []
@@ -71,7 +75,7 @@ def test_everything_is_prepared_and_counted(corpus, tokenizer):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_the_same_input_gives_the_same_bytes(corpus, tokenizer):
+def test_preparing_is_deterministic(corpus, tokenizer):
     if tokenizer != "byte":
         pytest.importorskip("tokenizers")
     reports = []
@@ -83,8 +87,8 @@ def test_the_same_input_gives_the_same_bytes(corpus, tokenizer):
         assert (corpus / "one" / name).read_bytes() == (corpus / "two/deeper" / name).read_bytes()
 
 
-def test_the_bytes_are_frozen(tmp_path):
-    """The format, the split's hash and the order of documents: data prepared today is found again."""
+def test_prepared_bytes_are_frozen(tmp_path):
+    """Format, split hash and document order do not change, so prepared data stay valid."""
     lines = [json.dumps({"text": f"line {number} of the corpus"}) for number in range(50)]
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
     report = prepare_corpus(CorpusSpec(sources=("c.jsonl",), out="out", eval_fraction=0.1), tmp_path)
@@ -92,7 +96,7 @@ def test_the_bytes_are_frozen(tmp_path):
     assert report.sha256 == "62717e1c11daa3aa4e0082d49515bf186b8f5b16774522cf18335f5e98303d40"
 
 
-def test_the_sha256_is_over_shards_then_index(corpus):
+def test_sha256_covers_shards_then_index(corpus):
     report = prepare_corpus(CorpusSpec(sources=("text",), out="out", shard_tokens=2000), corpus)
     index = json.loads((corpus / "out/index.json").read_text())
     names = [shard["file"] for split in ("train", "eval") for shard in index["splits"][split]["shards"]]
@@ -100,12 +104,12 @@ def test_the_sha256_is_over_shards_then_index(corpus):
     assert report.sha256 == hashlib.sha256(data).hexdigest()
 
 
-def test_out_inside_the_source_is_not_read(corpus):
+def test_output_folder_inside_the_source_is_not_read(corpus):
     spec = CorpusSpec(sources=("text",), out="text/out")
     assert prepare_corpus(spec, corpus).sha256 == prepare_corpus(spec, corpus).sha256
 
 
-def test_a_tokenizer_file_is_used(corpus):
+def test_tokenizer_file_is_used(corpus):
     pytest.importorskip("tokenizers")
     tokenizer = BpeTokenizer.train(["document"] * 3, 300)
     tokenizer.save(corpus)
@@ -124,7 +128,7 @@ def test_a_tokenizer_file_is_used(corpus):
         ({"out": "text"}, "data-out-exists"),
     ],
 )
-def test_what_cannot_be_prepared_leaves_nothing(changes, code, corpus):
+def test_failed_preparation_leaves_no_files(changes, code, corpus):
     spec = CorpusSpec(**{"sources": ("text",), "out": "out", **changes})
     with pytest.raises(UserError) as error:
         prepare_corpus(spec, corpus)
@@ -134,6 +138,7 @@ def test_what_cannot_be_prepared_leaves_nothing(changes, code, corpus):
 
 
 def assign(texts, fraction=0.1, seed=0):
+    """The (split, text) pairs of the split by document."""
     return [(side, d.text) for side, d in assign_splits([Document("", t) for t in texts], fraction, seed)]
 
 
@@ -141,15 +146,15 @@ many_texts = st.lists(st.text("abc", min_size=1, max_size=6), unique=True, min_s
 
 
 @given(many_texts, st.floats(0.001, 0.5), st.integers(0, 5))
-def test_each_document_goes_to_one_side_and_no_side_is_empty(texts, fraction, seed):
+def test_each_document_is_in_one_split_and_no_split_is_empty(texts, fraction, seed):
     assigned = assign(texts, fraction, seed)
     assert sorted(text for _, text in assigned) == sorted(texts)
     assert {side for side, _ in assigned} == {"train", "eval"}
 
 
 @given(many_texts, st.floats(0.001, 0.5), st.integers(0, 5))
-def test_the_hash_alone_decides_when_it_can(texts, fraction, seed):
-    """And when all fall on one side, exactly one document is moved, the nearest to the threshold."""
+def test_split_follows_the_hash_of_each_document(texts, fraction, seed):
+    """If all documents would be in one split, only the one nearest to the threshold moves."""
     threshold = fraction * 2**64
     natural = {t: "eval" if split_hash(t, seed) < int(threshold) else "train" for t in texts}
     moved = [text for side, text in assign(texts, fraction, seed) if side != natural[text]]
@@ -159,7 +164,7 @@ def test_the_hash_alone_decides_when_it_can(texts, fraction, seed):
         assert moved == [min(texts, key=lambda t: abs(split_hash(t, seed) - int(threshold)))]
 
 
-def test_appending_documents_moves_none_between_splits():
+def test_appended_documents_move_no_other_between_splits():
     texts = [f"document {number}" for number in range(300)]
     before = {text: side for side, text in assign(texts[:200])}
     after = {text: side for side, text in assign(texts)}
@@ -167,8 +172,8 @@ def test_appending_documents_moves_none_between_splits():
     assert all(after[text] == side for text, side in before.items())
 
 
-def test_about_the_asked_fraction_is_held_out():
-    """2,000 documents at 0.1: 200, and five standard deviations are 67."""
+def test_eval_split_has_about_the_given_fraction():
+    """2,000 documents at 0.1 give about 200. Five standard deviations are 67."""
     held_out = [side for side, _ in assign(map(str, range(2000)))].count("eval")
     assert abs(held_out - 200) < 67
     assert assign(map(str, range(2000)), seed=1) != assign(map(str, range(2000)))
@@ -176,14 +181,14 @@ def test_about_the_asked_fraction_is_held_out():
 
 @settings(max_examples=50)
 @given(st.integers(1, 500), st.floats(0.001, 0.5))
-def test_a_single_document_is_cut_inside(size, fraction):
+def test_single_document_is_split_at_the_eval_fraction(size, fraction):
     at = split_document(size, fraction)
     assert 1 <= at <= size
     assert at < size or size == 1
     assert abs(size - at - size * fraction) <= 1
 
 
-def test_a_corpus_of_one_document_has_an_evaluation_split(tmp_path):
+def test_corpus_of_one_document_has_an_eval_split(tmp_path):
     (tmp_path / "one.txt").write_text("0123456789" * 10)
     report = prepare_corpus(CorpusSpec(sources=("one.txt",), out="out", eval_fraction=0.05), tmp_path)
     assert (report.documents_out, report.train_documents, report.eval_documents) == (1, 1, 1)
@@ -192,18 +197,19 @@ def test_a_corpus_of_one_document_has_an_evaluation_split(tmp_path):
 
 
 def load(tmp_path, text):
+    """Write CORPUS.toml and load it."""
     path = tmp_path / "CORPUS.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return load_corpus_spec(path)
 
 
-def test_a_corpus_file_is_read(tmp_path):
+def test_corpus_file_is_read(tmp_path):
     spec = load(tmp_path, 'sources = ["a", "b/*"]\nout = "o"\neval_fraction = 0.5\nshard_tokens = 1000\n')
     assert spec == CorpusSpec(sources=("a", "b/*"), out="o", eval_fraction=0.5, shard_tokens=1000)
     assert load(tmp_path, 'sources = ["a"]\nout = "o"').tokenizer == "byte"
 
 
-def test_all_mistakes_are_named_at_once(tmp_path):
+def test_corpus_file_reports_all_problems_at_once(tmp_path):
     bad = 'source = ["a"]\nsources = [1, ""]\ntokenizer = "words"\n'
     bad += 'eval_fraction = 2\nshard_tokens = "9"\nzzzzz = 1'
     with pytest.raises(UserError) as error:
@@ -240,14 +246,14 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         "tokenizer = 5",
     ],
 )
-def test_each_bad_value_is_an_error(line, tmp_path):
+def test_invalid_corpus_value_is_refused(line, tmp_path):
     good = {"sources": 'sources = ["a"]', "out": 'out = "o"', line.split()[0]: line}
     with pytest.raises(UserError) as error:
         load(tmp_path, "\n".join(good.values()))
     assert [(p.code, p.path) for p in error.value.problems] == [("corpus-bad-value", line.split()[0])]
 
 
-def test_a_file_that_is_not_toml_is_an_error(tmp_path):
+def test_invalid_toml_is_refused(tmp_path):
     for text in ("sources = [", b"\xff"):
         with pytest.raises(UserError) as error:
             load(tmp_path, text)

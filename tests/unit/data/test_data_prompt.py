@@ -1,4 +1,4 @@
-"""A prompt as a chat model expects it."""
+"""Encoding a prompt for generation, with and without a chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.data.prompt import encode_prompt
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer
 
 
-def test_without_a_template_a_prompt_is_its_text():
+def test_prompt_without_a_template_is_its_text():
     question = encode_prompt(ByteTokenizer(), "ab", None)
     assert question.tokens == (97, 98)
     assert question.ends == {256}
@@ -17,8 +17,8 @@ def test_without_a_template_a_prompt_is_its_text():
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
-def test_a_template_stops_where_the_answer_begins(name):
-    """What the model sees is the beginning of a training document, up to its first counted token."""
+def test_templated_prompt_ends_where_the_answer_begins(name):
+    """The prompt equals the start of a training document, up to the first token of the loss."""
     before = {
         "alpaca": "completes the request.\n\n### Instruction:\nhi\n\n### Response:\n",
         "chatml": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
@@ -30,10 +30,10 @@ def test_a_template_stops_where_the_answer_begins(name):
     assert ByteTokenizer().decode(question.tokens).endswith(before)
 
 
-def test_a_marker_that_is_a_token_ends_the_answer():
+def test_end_marker_with_a_special_token_ends_the_answer():
     markers = BUILTIN["chatml"].markers
     tokenizer = BpeTokenizer.train(["some text to train on"] * 3, 300, markers)
     question = encode_prompt(tokenizer, "say <|im_end|>", BUILTIN["chatml"])
     end = tokenizer.special_tokens["<|im_end|>"]
     assert question.ends == {tokenizer.end_of_document, end}
-    assert question.tokens.count(end) == 1, "the prompt's own text is text"
+    assert question.tokens.count(end) == 1, "a marker inside the prompt is text"

@@ -1,4 +1,4 @@
-"""The format on disk: what goes in comes out, what is broken is named, what fails leaves nothing behind."""
+"""The shard format: round trip, errors for damaged files, and atomic replacement of folders."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ END = ByteTokenizer.end_of_document
 
 
 class WideTokenizer(ByteTokenizer):
-    """More tokens than 16 bits can number."""
+    """A tokenizer with more tokens than 16 bits can number."""
 
     vocab_size = 70_000
 
 
 def write(folder, train, held_out=(), shard_tokens=100, tokenizer=None):
+    """Write a prepared folder with these documents."""
     folder.mkdir(exist_ok=True)
     with ShardWriter(folder, tokenizer or ByteTokenizer(), shard_tokens) as writer:
         for split, documents in (("train", train), ("eval", held_out)):
@@ -37,15 +38,18 @@ def write(folder, train, held_out=(), shard_tokens=100, tokenizer=None):
 
 
 def listed(folder) -> list[str]:
+    """The sorted names in a folder."""
     return sorted(entry.name for entry in folder.iterdir())
 
 
 def codes(error) -> list[str]:
+    """The error codes of a caught error."""
     return [problem.code for problem in error.value.problems]
 
 
 @pytest.fixture
 def prepared(tmp_path):
+    """A prepared folder with two train shards and one eval shard."""
     folder = tmp_path / "prepared"
     write(folder, [range(30), range(50), range(60)], [range(5)])
     return folder
@@ -55,8 +59,11 @@ def prepared(tmp_path):
     documents=st.lists(st.lists(st.integers(0, 255), max_size=12), min_size=1, max_size=12),
     limit=st.integers(1, 30),
 )
-def test_documents_come_back_whole(documents, limit, tmp_path_factory):
-    """Each ends in the end of document, none spans shards, and shards are as full as that allows."""
+def test_documents_round_trip_through_shards(documents, limit, tmp_path_factory):
+    """Each document ends with the end-of-document token.
+
+    No document spans shards, and shards are as full as possible.
+    """
     folder = tmp_path_factory.mktemp("shards")
     write(folder, documents, shard_tokens=limit)
     opened = ShardFolder.open(folder)
@@ -75,15 +82,15 @@ def test_documents_come_back_whole(documents, limit, tmp_path_factory):
     assert found == documents
 
 
-def test_tokens_are_two_bytes_or_four_little_endian(tmp_path):
+def test_tokens_are_little_endian_uint16_or_uint32(tmp_path):
     assert write(tmp_path / "narrow", [[1, 258]]).dtype == "uint16"
     assert (tmp_path / "narrow/train-00000.bin").read_bytes() == b"\x01\x00\x02\x01\x00\x01"
     assert write(tmp_path / "wide", [[69_999]], tokenizer=WideTokenizer()).dtype == "uint32"
     assert (tmp_path / "wide/train-00000.bin").read_bytes() == b"\x6f\x11\x01\x00\x00\x01\x00\x00"
 
 
-def test_version_1_is_still_read():
-    """The index as version 1 writes it; a change that cannot read it needs a new version."""
+def test_index_version_1_is_read():
+    """A change that cannot read this index needs a new version."""
     entry = {"file": "train-00000.bin", "tokens": 2, "sha256": "0" * 64}
     entry |= {"documents_file": "train-00000.docs.u64", "documents": 1, "documents_sha256": "1" * 64}
     tokenizer = {"name": "byte", "vocab_size": 257, "end_of_document": 256, "sha256": "2" * 64}
@@ -95,7 +102,7 @@ def test_version_1_is_still_read():
     assert json.loads(read.to_bytes()) == index
 
 
-def test_sound_data_is_accepted(prepared):
+def test_intact_folder_passes_verification(prepared):
     opened = ShardFolder.open(prepared)
     opened.verify()
     assert [s.tokens for s in opened.index.splits.train.shards] == [82, 61]
@@ -122,7 +129,7 @@ def test_sound_data_is_accepted(prepared):
         ),
     ],
 )
-def test_a_wrong_index_is_named(change, says, prepared):
+def test_invalid_index_is_refused(change, says, prepared):
     index = json.loads((prepared / "index.json").read_text())
     change(index)
     (prepared / "index.json").write_text(json.dumps(index))
@@ -133,7 +140,7 @@ def test_a_wrong_index_is_named(change, says, prepared):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000])
-def test_an_index_that_is_none_is_named(content, prepared):
+def test_missing_or_unparsable_index_is_refused(content, prepared):
     (prepared / "index.json").unlink()
     if content is not None:
         (prepared / "index.json").write_bytes(content)
@@ -144,20 +151,20 @@ def test_an_index_that_is_none_is_named(content, prepared):
 
 
 @pytest.mark.parametrize("name", ["train-00001.bin", "train-00000.docs.u64", "eval-00000.bin"])
-@pytest.mark.parametrize("harm", ["short", "long", "gone"])
-def test_a_file_of_the_wrong_size_is_named(name, harm, prepared):
+@pytest.mark.parametrize("damage", ["short", "long", "gone"])
+def test_file_of_the_wrong_size_is_refused(name, damage, prepared):
     file = prepared / name
-    if harm == "gone":
+    if damage == "gone":
         file.unlink()
     else:
-        file.write_bytes(file.read_bytes()[:-1] if harm == "short" else file.read_bytes() + b"x")
+        file.write_bytes(file.read_bytes()[:-1] if damage == "short" else file.read_bytes() + b"x")
     with pytest.raises(UserError) as error:
         ShardFolder.open(prepared)
     assert codes(error) == ["data-shards-broken"]
     assert str(file) in str(error.value)
 
 
-def test_verify_names_all_files_that_changed(prepared):
+def test_verify_reports_all_damaged_files(prepared):
     for name in ("train-00000.bin", "eval-00000.docs.u64", "tokenizer.json"):
         data = bytearray((prepared / name).read_bytes())
         data[0] ^= 1
@@ -169,7 +176,7 @@ def test_verify_names_all_files_that_changed(prepared):
     assert "train-00000.bin is damaged" in str(error.value)
 
 
-def test_a_folder_that_is_missing_is_said_to_be(tmp_path):
+def test_missing_folder_is_refused(tmp_path):
     for name in ("nope", "x" * 300, "a\0b"):
         with pytest.raises(UserError) as error:
             ShardFolder.open(tmp_path / name)
@@ -177,15 +184,16 @@ def test_a_folder_that_is_missing_is_said_to_be(tmp_path):
 
 
 def stage(out, failure=None):
+    """Write a folder through staged_folder, optionally with a failure."""
     with staged_folder(out, is_prepared_folder) as folder:
         (folder / "index.json").write_text("new")
         seen = out / "index.json"
-        assert not seen.exists() or seen.read_text() == "old", "seen before it was whole"
+        assert not seen.exists() or seen.read_text() == "old", "visible before it was complete"
         if failure is not None:
             raise failure
 
 
-def test_a_staged_folder_appears_whole(tmp_path):
+def test_staged_folder_appears_complete(tmp_path):
     stage(tmp_path / "deep/out")
     assert listed(tmp_path / "deep") == ["out"]
     assert listed(tmp_path / "deep/out") == ["index.json"]
@@ -203,7 +211,7 @@ def test_prepared_and_empty_folders_are_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("there", ["file", "other folder", "prepared with notes"])
-def test_what_is_not_prepared_data_is_never_replaced(there, tmp_path):
+def test_other_files_and_folders_are_never_replaced(there, tmp_path):
     out = tmp_path / "out"
     if there == "file":
         out.write_text("mine")
@@ -219,7 +227,7 @@ def test_what_is_not_prepared_data_is_never_replaced(there, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-def test_a_failure_leaves_nothing_behind(failure, tmp_path):
+def test_failure_keeps_the_old_folder_and_no_partial_one(failure, tmp_path):
     stage(tmp_path / "out")
     (tmp_path / "out/index.json").write_text("old")
     with pytest.raises(failure):
@@ -228,7 +236,7 @@ def test_a_failure_leaves_nothing_behind(failure, tmp_path):
     assert (tmp_path / "out/index.json").read_text() == "old"
 
 
-def test_a_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
+def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     stage(tmp_path / "out")
     (tmp_path / "out/index.json").write_text("old")
     rename = type(tmp_path).rename
@@ -254,8 +262,8 @@ def test_a_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
         (errno.EDQUOT, "data-disk-full"),
     ],
 )
-def test_storage_that_refuses_is_explained(number, code, tmp_path, monkeypatch):
-    """Patched, because tests may run as root, and should not fill disks."""
+def test_storage_errors_have_codes(number, code, tmp_path, monkeypatch):
+    """A patched fsync raises the errors, because tests may run as root and must not fill disks."""
 
     def refuse(*_):
         raise OSError(number, os.strerror(number))
@@ -273,8 +281,8 @@ def test_storage_that_refuses_is_explained(number, code, tmp_path, monkeypatch):
     assert listed(tmp_path) == []
 
 
-def test_a_full_device_is_told_from_the_write_itself(tmp_path, monkeypatch):
-    """/dev/full refuses each write as a full disk does, also the one that closing makes afterwards."""
+def test_full_disk_during_a_write_is_reported(tmp_path, monkeypatch):
+    """/dev/full fails every write, also the one at closing."""
     folder = tmp_path / "out"
     folder.mkdir()
     path_open = type(tmp_path).open
@@ -289,7 +297,7 @@ def test_a_full_device_is_told_from_the_write_itself(tmp_path, monkeypatch):
     assert codes(error) == ["data-disk-full"]
 
 
-def test_a_folder_below_a_file_is_not_writable(tmp_path):
+def test_folder_below_a_file_is_not_writable(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError) as error:
         stage(tmp_path / "file/out")

@@ -1,4 +1,4 @@
-"""Tokenizers: they give back what they were given, and bad ones are the user's error."""
+"""Tokenizers: round trips, files, and user errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ SAMPLE = ["the cat sat on the mat", "the dog sat on the log " * 5, "naïve 日�
 
 @pytest.fixture(scope="module")
 def bpe():
+    """A BPE tokenizer with at most 300 tokens."""
     pytest.importorskip("tokenizers")
     return BpeTokenizer.train(SAMPLE, 300)
 
 
-def code_of(error) -> list[str]:
+def codes(error) -> list[str]:
+    """The error codes of a caught error."""
     return [problem.code for problem in error.value.problems]
 
 
 @given(texts)
-def test_bytes_round_trip(text):
+def test_byte_tokenizer_round_trips(text):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -57,20 +59,20 @@ def test_bpe_round_trips(bpe):
     check()
 
 
-def test_bpe_merges_what_it_was_trained_on(bpe):
-    """Otherwise it would be a byte tokenizer, and every round trip would still pass."""
+def test_bpe_learns_merges(bpe):
+    """Without merges every round trip would still pass."""
     assert 280 < bpe.vocab_size <= 300
     assert len(bpe.encode(SAMPLE[1])) < len(SAMPLE[1].encode()) / 2
 
 
-def test_text_that_spells_the_end_of_document_is_text(bpe):
+def test_end_of_document_marker_inside_text_is_text(bpe):
     text = "before <|endoftext|> after"
     assert bpe.end_of_document not in bpe.encode(text)
     assert bpe.decode(bpe.encode(text)) == text
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_decode_skips_what_is_not_text(kind, request):
+def test_decode_skips_special_and_unknown_tokens(kind, request):
     tokenizer = ByteTokenizer() if kind == "byte" else request.getfixturevalue("bpe")
     ids = np.asarray(tokenizer.encode("ab"))
     noisy = [tokenizer.end_of_document, *ids, tokenizer.vocab_size, -1, 10**9]
@@ -81,14 +83,14 @@ def test_decode_skips_what_is_not_text(kind, request):
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_lone_surrogates_do_not_crash(kind, request):
-    """An undecodable command line argument reaches us so."""
+def test_lone_surrogates_are_encoded_as_question_marks(kind, request):
+    """Undecodable command-line arguments contain them."""
     tokenizer = ByteTokenizer() if kind == "byte" else request.getfixturevalue("bpe")
     assert tokenizer.decode(tokenizer.encode("a\udcffb")) == "a?b"
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_saved_loaded_and_fingerprinted(kind, request, tmp_path):
+def test_saved_tokenizer_loads_with_the_same_fingerprint(kind, request, tmp_path):
     tokenizer = ByteTokenizer() if kind == "byte" else request.getfixturevalue("bpe")
     tokenizer.save(tmp_path)
     data = (tmp_path / "tokenizer.json").read_bytes()
@@ -100,7 +102,7 @@ def test_saved_loaded_and_fingerprinted(kind, request, tmp_path):
         assert loaded.encode("the cat é") == tokenizer.encode("the cat é")
 
 
-def test_the_byte_file_is_the_documented_one(tmp_path):
+def test_byte_tokenizer_file_has_the_documented_content(tmp_path):
     ByteTokenizer().save(tmp_path)
     assert json.loads((tmp_path / "tokenizer.json").read_text()) == {
         "meshwright_tokenizer": "byte",
@@ -108,8 +110,8 @@ def test_the_byte_file_is_the_documented_one(tmp_path):
     }
 
 
-def test_training_is_deterministic_across_processes(bpe):
-    """Hash seeds differ between processes, in Python and in the library; ties must not be broken by them."""
+def test_bpe_training_is_deterministic_across_processes(bpe):
+    """Hash seeds differ between processes and must not decide between equal merges."""
     program = "from meshwright.data.tokenizer import *;"
     program += f"print(BpeTokenizer.train({SAMPLE!r}, 300).fingerprint())"
     path = os.pathsep.join(p for p in sys.path if p)
@@ -120,7 +122,7 @@ def test_training_is_deterministic_across_processes(bpe):
     assert done.stdout.strip() == bpe.fingerprint() == BpeTokenizer.train(iter(SAMPLE), 300).fingerprint()
 
 
-def test_the_environment_is_left_alone(bpe, monkeypatch):
+def test_encoding_leaves_tokenizers_parallelism_unchanged(bpe, monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     monkeypatch.setattr("multiprocessing.parent_process", object)
     bpe.encode_batch(["a", "b"])
@@ -130,17 +132,17 @@ def test_the_environment_is_left_alone(bpe, monkeypatch):
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
-def test_a_missing_package_names_its_extra(monkeypatch, tmp_path):
+def test_missing_tokenizers_package_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError) as error:
         BpeTokenizer.train(["a"], 300)
-    assert code_of(error) == ["install-missing-extra"]
+    assert codes(error) == ["install-missing-extra"]
     assert "meshwright[run]" in str(error.value)
     assert ByteTokenizer().encode("a") == [97]
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError) as error:
         load_tokenizer(tmp_path)
-    assert code_of(error) == ["install-missing-extra"]
+    assert codes(error) == ["install-missing-extra"]
 
 
 @pytest.mark.parametrize(
@@ -157,24 +159,24 @@ def test_a_missing_package_names_its_extra(monkeypatch, tmp_path):
         b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
     ],
 )
-def test_an_unreadable_tokenizer_is_the_users_error(content, tmp_path):
+def test_unreadable_tokenizer_is_refused(content, tmp_path):
     pytest.importorskip("tokenizers")
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError) as error:
         load_tokenizer(tmp_path)
-    assert code_of(error) == ["data-tokenizer-unreadable"]
+    assert codes(error) == ["data-tokenizer-unreadable"]
     assert str(tmp_path / "tokenizer.json") in str(error.value)
 
 
-def test_a_path_that_no_file_system_takes_is_the_users_error(tmp_path):
+def test_impossible_tokenizer_path_is_refused(tmp_path):
     for name in ("x" * 300, "a\0b"):
         with pytest.raises(UserError) as error:
             load_tokenizer(tmp_path / name)
-        assert code_of(error) == ["data-tokenizer-unreadable"]
+        assert codes(error) == ["data-tokenizer-unreadable"]
 
 
-def test_names_of_tokenizers():
+def test_tokenizer_names_are_parsed():
     assert parse_tokenizer_name("byte") == TokenizerChoice("byte")
     assert parse_tokenizer_name("bpe:4096") == TokenizerChoice("bpe", vocab_size=4096)
     assert parse_tokenizer_name("some/tokenizer.json") == TokenizerChoice("file", path="some/tokenizer.json")
@@ -186,12 +188,12 @@ def test_names_of_tokenizers():
         st.sampled_from(["", "bpe", "bpe:", "bpe:299", "bpe:1000001", "bpe:-5", "bpe:4k", "gpt2"]), st.text()
     )
 )
-def test_other_names_name_the_three_forms(text):
+def test_unknown_tokenizer_name_lists_the_three_forms(text):
     if text == "byte" or text.endswith(".json") or "/" in text:
         return
     with pytest.raises(UserError) as error:
         parse_tokenizer_name(text)
-    assert code_of(error) == ["data-tokenizer-unknown"]
+    assert codes(error) == ["data-tokenizer-unknown"]
     assert all(
         form in str(error.value) for form in ("data.tokenizer=", "'byte'", "'bpe:4096'", "tokenizer.json")
     )
