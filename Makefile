@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: this Python has no venv; on Debian and Ubuntu: apt-get install python3-venv [setup-venv]"; exit 2; }
 	@echo "installing into $(VENV); torch is the large part, a minute or more"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[run,plots,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[run,data,plots,dev]'
 	@$(BIN)/python -m compileall -q src
 	@touch $@
 

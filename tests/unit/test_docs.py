@@ -255,13 +255,17 @@ def source_trees() -> Iterator[tuple[Path, ast.Module]]:
         yield path, ast.parse(path.read_text())
 
 
+CODED = ("Problem", "BadDataError")
+"""Classes whose first argument is a code."""
+
+
 def used_codes() -> tuple[set[str], list[str]]:
     """Codes in the source, and the places that build one in a way this test cannot read."""
     codes = {rule.code for rule in RULES}
     unread: list[str] = []
     for path, tree in source_trees():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Problem":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CODED:
                 given = [k.value for k in node.keywords if k.arg == "code"] + node.args[:1]
                 expression = given[0]
                 if isinstance(expression, ast.Constant):
@@ -277,7 +281,7 @@ def used_codes() -> tuple[set[str], list[str]]:
 
 def is_passed_on(expression: ast.expr) -> bool:
     """A code that a helper takes from its caller, or that is repeated from a rank's own error."""
-    return ast.unparse(expression) in ("code", "first['code']")
+    return ast.unparse(expression) in ("code", "first['code']", "error.code")
 
 
 def test_every_error_code_is_documented_and_no_other() -> None:

@@ -1,8 +1,17 @@
 """Conversations: the messages of instruction data, before a chat template renders them.
 
-A line is ``{"prompt": ..., "answer": ...}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``. A
-template renders it to spans of text. A span has two flags: whether it counts in the loss, and whether it is
-literal text, in which nothing becomes a special token.
+A record is recognised by its fields:
+
+=================  ==========================================================================================
+chat               ``messages``: a list of ``role`` and ``content``
+ShareGPT           ``conversations``: a list of ``from`` and ``value``
+Alpaca, Dolly      ``instruction``; ``input`` or ``context``, if any; ``output`` or ``response``
+prompt and answer  ``prompt`` or ``question``; ``completion``, ``answer`` or ``response``; texts or messages
+=================  ==========================================================================================
+
+``system`` is a system message, and Alpaca's ``history`` a list of earlier pairs. A template renders a record
+to spans of text. A span has two flags: whether it counts in the loss, and whether it is literal text, in
+which nothing becomes a special token.
 """
 
 from __future__ import annotations
@@ -11,8 +20,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
+from meshwright.data.files import BadDataError
+
 ROLES = ("system", "user", "assistant")
 MESSAGES_FIELD = "messages"
+SHAREGPT_FIELD = "conversations"
+
+_ROLE_NAMES = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+}
+"""Roles by the names that datasets use."""
+_PROMPTS = ("instruction", "prompt", "question")
+_INPUTS = ("input", "context")
+_ANSWERS = ("output", "completion", "answer", "response")
+INPUT_SEPARATOR = "\n"
+"""Between Alpaca's instruction and its input, unless the template has its own."""
 
 Role = Literal["system", "user", "assistant"]
 
@@ -23,6 +49,8 @@ class Message:
 
     role: Role
     content: str
+    input: str = ""
+    """Alpaca's input, which is also the end of the content, after ``INPUT_SEPARATOR``."""
 
 
 @dataclass(frozen=True)
@@ -70,61 +98,116 @@ class Template(Protocol):
 
 
 def read_conversation(
-    record: dict[str, Any], name: str, prompt_field: str, answer_field: str
+    record: dict[str, Any], name: str, prompt_field: str | None = None, answer_field: str | None = None
 ) -> Conversation:
-    """The conversation of a line.
+    """The conversation of a record.
+
+    Args:
+        record: Its fields.
+        name: File and line, for errors.
+        prompt_field: Field with the prompt; one of the usual names if left out.
+        answer_field: Field with the answer; one of the usual names if left out.
 
     Raises:
-        ValueError: There is none, or it has no answers; with the reason.
+        BadDataError: There is none, or it has no answers; with the reason.
     """
+    prompt, answer = _find_fields(record, prompt_field, answer_field)
     if MESSAGES_FIELD in record:
-        messages = _read_messages(record[MESSAGES_FIELD])
-    elif prompt_field in record or answer_field in record:
-        prompt, answer = (_text_of(record, key) for key in (prompt_field, answer_field))
-        messages = (Message("user", prompt), Message("assistant", answer))
+        messages = _read_messages(record[MESSAGES_FIELD], MESSAGES_FIELD)
+    elif SHAREGPT_FIELD in record:
+        messages = _read_messages(record[SHAREGPT_FIELD], SHAREGPT_FIELD)
+        while messages and messages[0].role == "assistant":  # files are cut at arbitrary turns
+            del messages[0]
+    elif prompt and answer:
+        messages = [*_history(record), *_pair(record, prompt, answer)]
     else:
-        raise ValueError(
-            f"neither {MESSAGES_FIELD!r} nor the fields {prompt_field!r} and {answer_field!r}, "
-            "which a template needs"
+        wanted = " and ".join(name for name in (prompt_field, answer_field) if name)
+        wanted = (
+            wanted or f"{MESSAGES_FIELD}, {SHAREGPT_FIELD}, instruction and output, or prompt and completion"
         )
-    if messages[0].role == "assistant":
-        raise ValueError("it starts with an answer")
+        reason = f"no conversation: it has the fields {', '.join(map(str, record))}, and {wanted} are needed"
+        fix = "Name the fields with prompt_field and answer_field, or leave the template out"
+        raise BadDataError("data-not-conversation", reason, fix)
+    if record.get("system") and (not messages or messages[0].role != "system"):
+        messages.insert(0, Message("system", _text_of(record, "system")))
+    if not messages or messages[0].role == "assistant":
+        raise _bad("it starts with an answer" if messages else "it has no prompt and answer")
     answers = [message.content for message in messages if message.role == "assistant"]
     if not any(answers):
-        raise ValueError("its answers are empty" if answers else "it has no answer: no message by assistant")
-    return Conversation(name, messages)
+        raise _bad("its answers are empty" if answers else "it has no answer: no message by assistant")
+    return Conversation(name, tuple(messages))
 
 
 def holds_conversation(record: dict[str, Any]) -> bool:
-    """Whether a line looks like instruction data."""
-    return MESSAGES_FIELD in record or {"prompt", "answer"} <= record.keys()
+    """Whether a record looks like instruction data."""
+    return bool({MESSAGES_FIELD, SHAREGPT_FIELD} & record.keys()) or all(_find_fields(record, None, None))
 
 
-def _read_messages(value: Any) -> tuple[Message, ...]:
+def _find_fields(
+    record: dict[str, Any], prompt_field: str | None, answer_field: str | None
+) -> tuple[str | None, str | None]:
+    prompts = (prompt_field,) if prompt_field else _PROMPTS
+    answers = (answer_field,) if answer_field else _ANSWERS
+    return next((p for p in prompts if p in record), None), next((a for a in answers if a in record), None)
+
+
+def _pair(record: dict[str, Any], prompt: str, answer: str) -> list[Message]:
+    """The messages of a prompt and its answer; both may be lists of messages."""
+    messages = []
+    for field, role in ((prompt, "user"), (answer, "assistant")):
+        if isinstance(record[field], list):
+            messages += _read_messages(record[field], field)
+            continue
+        text, extra = _text_of(record, field), ""
+        if role == "user" and field == "instruction":
+            given = next((name for name in _INPUTS if record.get(name)), None)
+            extra = _text_of(record, given) if given else ""
+        content = f"{text}{INPUT_SEPARATOR}{extra}" if extra else text
+        messages.append(Message(cast("Role", role), content, extra))
+    return messages
+
+
+def _history(record: dict[str, Any]) -> list[Message]:
+    """Alpaca's earlier turns: pairs of prompt and answer."""
+    messages = []
+    for number, pair in enumerate(record.get("history") or (), start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(t, str) for t in pair):
+            raise _bad(f"pair {number} of its history is not a prompt and an answer")
+        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
+    return messages
+
+
+def _read_messages(value: Any, field: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{MESSAGES_FIELD!r} is not a list of messages")
+        raise _bad(f"{field!r} is not a list of messages")
     messages = []
     for number, item in enumerate(value, start=1):
         if not isinstance(item, dict):
-            raise ValueError(f"message {number} is not an object with a role and a content")
-        role = item.get("role")
-        if role not in ROLES:
-            raise ValueError(
-                f"message {number} has the role {role!r}, which is not one of {', '.join(ROLES)}"
-            )
+            raise _bad(f"message {number} is not an object with a role and a content")
+        named, content = ("from", "value") if "from" in item else ("role", "content")
+        role = _ROLE_NAMES.get(str(item.get(named)))
+        if role is None:
+            known = ", ".join(_ROLE_NAMES)
+            raise _bad(f"message {number} has the role {item.get(named)!r}, which is not one of {known}")
         try:
-            messages.append(Message(cast("Role", role), _text_of(item, "content")))
-        except ValueError as error:
-            raise ValueError(f"message {number}: {error}") from error
-    return tuple(messages)
+            messages.append(Message(cast("Role", role), _text_of(item, content)))
+        except BadDataError as error:
+            raise _bad(f"message {number}: {error}") from error
+    return messages
 
 
 def _text_of(record: dict[str, Any], key: str) -> str:
     value = record.get(key)
+    if isinstance(value, list) and all(isinstance(i, dict) and i.get("type") == "text" for i in value):
+        value = "".join(str(item.get("text", "")) for item in value)  # content in parts, without images
     if not isinstance(value, str):
-        raise ValueError(f"no text in the field {key!r}")
+        raise _bad(f"no text in the field {key!r}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise ValueError(f"the text in the field {key!r} is not valid Unicode") from error
+        raise _bad(f"the text in the field {key!r} is not valid Unicode") from error
     return value
+
+
+def _bad(reason: str) -> BadDataError:
+    return BadDataError("data-bad-conversation", reason, "Correct the record")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.chat import ROLES, Conversation, Role, Span, Template
+from meshwright.data.chat import INPUT_SEPARATOR, ROLES, Conversation, Message, Role, Span, Template
 from meshwright.data.hf_tokenizer import TOKENIZER_CONFIG_FILE
 from meshwright.data.jinja_template import JINJA_FILE, read_jinja_file, read_tokenizer_config
 from meshwright.data.sources import locate
@@ -39,6 +39,10 @@ class TurnTemplate:
     """Text at the start of the document."""
     default_system: str = ""
     """The system message of conversations without one."""
+    default_system_with_input: str = ""
+    """The same, if the first prompt has an input (Alpaca)."""
+    before_input: str = INPUT_SEPARATOR
+    """Text between a prompt and its input."""
     between: str = ""
     """Text between two messages; it belongs to the first."""
     trim: bool = False
@@ -60,9 +64,11 @@ class TurnTemplate:
 
         Messages are separate spans, so ``special_tokens`` is not needed.
         """
-        turns = [(message.role, message.content) for message in conversation.messages]
+        turns = [(message.role, self._content(message)) for message in conversation.messages]
         if self.default_system and turns[0][0] != "system":
-            turns.insert(0, ("system", self.default_system))
+            has_input = bool(conversation.messages[0].input)
+            system = self.default_system_with_input if has_input else self.default_system
+            turns.insert(0, ("system", system))
         parts = [Span(self.begin, in_loss=False, literal=False)]
         for number, (role, content) in enumerate(turns):
             answer = role == "assistant"
@@ -73,6 +79,10 @@ class TurnTemplate:
                 Span(after, in_loss=answer, literal=False),
             ]
         return tuple(part for part in parts if part.text)
+
+    def _content(self, message: Message) -> str:
+        prompt = message.content.removesuffix(f"{INPUT_SEPARATOR}{message.input}")
+        return f"{prompt}{self.before_input}{message.input}" if message.input else message.content
 
 
 def _each_role(text: str) -> dict[Role, str]:
@@ -87,6 +97,9 @@ BUILTIN: dict[str, TurnTemplate] = {
             before={"user": "### Instruction:\n", "assistant": "### Response:\n"},
             default_system="Below is an instruction that describes a task. "
             "Write a response that appropriately completes the request.",
+            default_system_with_input="Below is an instruction that describes a task, paired with an input "
+            "that provides further context. Write a response that appropriately completes the request.",
+            before_input="\n\n### Input:\n",
             between="\n\n",
         ),
         TurnTemplate("chatml", before=_each_role("<|im_start|>{role}\n"), after=_each_role("<|im_end|>\n")),

@@ -1,29 +1,38 @@
 """The documents of a corpus.
 
-A ``.jsonl`` file has one document per line; any other file is one document. With a template every document
-is a line with a conversation. Unreadable documents are *quarantined*: skipped, counted and reported, because
-one bad file among a million must not stop the preparation. Exact duplicates and empty documents are dropped
-and counted. ``sources`` lists the files.
+A text file is one document. A record of any other file is one: text in ``text_field``, or with a template a
+conversation. Unreadable documents are *quarantined* (skipped, counted and named) or, with ``skip_bad=False``,
+an error. Exact duplicates and empty documents are dropped and counted. ``sources`` lists the files.
 
-Memory: one document, and 16 bytes per document for the detection of duplicates.
+Memory: one record, a piece of a text file, and 8 bytes per document for the detection of duplicates.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.data.chat import Span, Template, holds_conversation, read_conversation
-from meshwright.data.sources import iter_files, printable, source_problem
+from meshwright.data.digests import DigestSet
+from meshwright.data.files import BadDataError, FileKind, decode_chunks, file_kind, open_file
+from meshwright.data.records import iter_records
+from meshwright.data.sources import STDLIB, iter_files, printable, source_problem
 
 MAX_NAMED = 1000
 """Quarantined names that are kept; the others are only counted."""
+LONG_CHARACTERS = 1024**2
+"""A text file above this length is read piece by piece."""
+PIECE_CHARACTERS = 32 * 1024
+"""Length of a piece, about."""
+
+_CUT = re.compile(r"(?<=\w)(?= \S)|(?<=\S\n)(?=\S)")
+"""Where a long text is split: no token of byte-level BPE (GPT-2, Llama 3) spans such a place."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +44,28 @@ class Document:
     text: str
     parts: tuple[Span, ...] = ()
     """The spans of a conversation; empty for plain text."""
+    read_pieces: Callable[[], Iterator[str]] | None = None
+    """Reads a long text piece by piece; ``text`` is then empty."""
+
+    def pieces(self) -> Iterator[str]:
+        """The text; of a long one, piece by piece."""
+        return iter((self.text,)) if self.read_pieces is None else self.read_pieces()
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How lines of ``.jsonl`` files are read."""
+    """How files are read."""
 
     text_field: str = "text"
     """Field with the text, without a template."""
     template: Template | None = None
-    """Renders conversations; lines without one are quarantined."""
-    prompt_field: str = "prompt"
-    answer_field: str = "answer"
+    """Renders conversations; records without one are bad."""
+    prompt_field: str | None = None
+    answer_field: str | None = None
     special_tokens: tuple[str, ...] = ()
     """Tokens that the text of a message must not turn into."""
+    skip_bad: bool = True
+    """Whether bad files and records are left out and counted; otherwise the first one is an error."""
 
 
 @dataclass
@@ -69,22 +86,37 @@ class CorpusStats:
     """UTF-8 bytes of the documents that were kept."""
     quarantined_names: list[str] = field(default_factory=list)
     """``name: reason``, the first ``MAX_NAMED``."""
-    _seen: set[bytes] = field(default_factory=set, repr=False)
+    total_bytes: int = 0
+    """Size of all files."""
+    files_done_bytes: int = 0
+    """Size of the files whose documents have all been read."""
+    _open_file: tuple[IO[bytes], int] | None = field(default=None, repr=False)
+    _seen: DigestSet = field(default_factory=DigestSet, repr=False)
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of the files has been read, as they are on disk."""
+        if self._open_file is None or self._open_file[0].closed:
+            return self.files_done_bytes
+        file, before = self._open_file
+        return before + file.tell()
 
     def admit(self, document: Document) -> bool:
         """Count a document; False if it is dropped."""
+        digest, size = hashlib.blake2b(digest_size=16), 0
+        for piece in document.pieces():
+            utf8 = piece.encode("utf-8")
+            digest.update(utf8)
+            size += len(utf8)
         self.documents_in += 1
-        if not document.text:
+        if size == 0:
             self.empty += 1
             return False
-        utf8 = document.text.encode("utf-8")
-        digest = hashlib.blake2b(utf8, digest_size=16).digest()
-        if digest in self._seen:
+        if not self._seen.add(digest.digest()):
             self.duplicates += 1
             return False
-        self._seen.add(digest)
         self.documents_out += 1
-        self.text_bytes += len(utf8)
+        self.text_bytes += size
         return True
 
     def quarantine(self, name: str, reason: str) -> None:
@@ -93,6 +125,15 @@ class CorpusStats:
         self.quarantined += 1
         if len(self.quarantined_names) < MAX_NAMED:
             self.quarantined_names.append(f"{printable(name)}: {reason}")
+
+    def opened(self, file: IO[bytes], before: int) -> None:
+        """The file that is being read, and the size of the files before it."""
+        self._open_file = file, before
+
+    def finished(self, path: Path) -> None:
+        """Everything in a file has been read."""
+        self._open_file = None
+        self.files_done_bytes += size_of(path)
 
 
 def iter_corpus(
@@ -108,7 +149,7 @@ def iter_corpus(
     Args:
         sources: Builtin names, files, folders or globs.
         base: Folder of relative sources.
-        options: How lines of ``.jsonl`` files are read; as text in the field ``text`` if left out.
+        options: How files are read; records as text in the field ``text`` if left out.
         exclude: Folders to leave out, such as the one that is being written.
         tally: Where to count; a new one if left out.
 
@@ -125,26 +166,68 @@ def iter_corpus(
     return _read_all(sources, base, options or ReadOptions(), skipped, tally or CorpusStats())
 
 
+def size_of(path: Path) -> int:
+    """Size of a file; 0 for one that cannot be read, which is reported later."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def _read_all(
     sources: Sequence[str], base: Path, options: ReadOptions, skipped: frozenset[str], tally: CorpusStats
 ) -> Iterator[Document]:
+    tally.total_bytes = sum(
+        size_of(path) for source in sources for _, path in iter_files(source, base, skipped, _ignore)
+    )
     for source in sources:
-        for name, path in iter_files(source, base, skipped, tally.quarantine):
-            for document in _read_file(name, path, options, tally):
-                if tally.admit(document):
-                    yield document
+        reject = _Rejects(tally, options.skip_bad or source == STDLIB)
+        for name, path in iter_files(source, base, skipped, reject.unreadable):
+            for document in _read_file(name, path, options, tally, reject):
+                try:
+                    admitted = tally.admit(document)
+                except BadDataError as error:  # a long text is decoded here
+                    reject(name, error)
+                else:
+                    if admitted:
+                        yield document
+            tally.finished(path)
     if tally.documents_out == 0:
         raise UserError(_empty_problem(sources, options, tally))
+
+
+@dataclass(frozen=True)
+class _Rejects:
+    """Counts a bad file or record, or raises an error for it."""
+
+    tally: CorpusStats
+    skip: bool
+
+    def __call__(self, name: str, error: BadDataError) -> None:
+        if self.skip:
+            self.tally.quarantine(name, str(error))
+            return
+        fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with on_bad_records=skip"
+        raise UserError(
+            Problem(error.code, f"cannot be used: {error}", path=printable(name), fix=fix)
+        ) from error
+
+    def unreadable(self, name: str, reason: str) -> None:
+        """A file or folder that cannot be opened."""
+        self(name, BadDataError("data-path-unreadable", reason, "Give permission to read it"))
+
+
+def _ignore(name: str, reason: str) -> None:
+    """Files are listed twice, and reported the second time."""
 
 
 def _empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusStats) -> Problem:
     wanted = "UTF-8 text" if options.template is None else "conversations"
     counts = f"{tally.empty} empty documents and {tally.quarantined} that could not be read as {wanted}"
     example = f", such as {tally.quarantined_names[0]}" if tally.quarantined_names else ""
-    fix = "Use files with UTF-8 text, or .jsonl files with text in the field that text_field names"
+    fix = "Use files with UTF-8 text, or records with text in the field that text_field names"
     if options.template is not None:
-        fields = f"{options.prompt_field} and {options.answer_field}"
-        fix = f"Use .jsonl files whose lines have messages, or {fields}; or leave the template out"
+        fix = "Use records with messages, or with prompt and answer; or leave the template out"
     return Problem(
         code="data-corpus-empty",
         path=", ".join(map(printable, sources)),
@@ -153,66 +236,113 @@ def _empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusSt
     )
 
 
-def _read_file(name: str, path: Path, options: ReadOptions, tally: CorpusStats) -> Iterator[Document]:
+def _read_file(
+    name: str, path: Path, options: ReadOptions, tally: CorpusStats, reject: _Rejects
+) -> Iterator[Document]:
     try:
         if not path.is_file():  # reading a pipe would block
-            tally.quarantine(name, "not a regular file" if path.exists() else "a broken link")
-        elif path.suffix.lower() == ".jsonl":
-            yield from _read_lines(name, path, options, tally)
+            reason = "not a regular file" if path.exists() else "a broken link"
+            raise BadDataError("data-path-unreadable", reason)
+        kind = file_kind(path)
+        if kind.kind != "text":
+            yield from _read_records(name, path, kind, options, tally, reject)
         elif options.template is not None:
-            tally.quarantine(name, "not a .jsonl file, and a template needs lines with conversations")
+            reason = "plain text, and a template needs records with conversations"
+            raise BadDataError("data-not-conversation", reason, "Leave the template out")
         else:
-            yield Document(name, _decode(path.read_bytes()))
+            yield _read_text(name, path, kind, tally)
+    except BadDataError as error:
+        reject(name, error)
     except OSError as error:
-        tally.quarantine(name, error.strerror or str(error))
-    except ValueError as error:
-        tally.quarantine(name, str(error))
+        reject.unreadable(name, error.strerror or str(error))
 
 
-def _read_lines(name: str, path: Path, options: ReadOptions, tally: CorpusStats) -> Iterator[Document]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
+def _read_text(name: str, path: Path, kind: FileKind, tally: CorpusStats) -> Document:
+    before = tally.files_done_bytes
+
+    def read_pieces() -> Iterator[str]:
+        with open_file(path, kind.compression) as (stream, raw):
+            tally.opened(raw, before)
+            yield from split_text(decode_chunks(stream))
+
+    with open_file(path, kind.compression) as (stream, raw):
+        tally.opened(raw, before)
+        text = ""
+        for chunk in decode_chunks(stream):
+            text += chunk
+            if len(text) > LONG_CHARACTERS:
+                return Document(name, "", read_pieces=read_pieces)
+        return Document(name, text)
+
+
+def split_text(chunks: Iterable[str], size: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Split a text into pieces of about ``size`` characters, at places that no byte-level BPE token spans.
+
+    A text without such a place for 32 pieces is split anywhere.
+    """
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        begin = 0
+        while len(text) - begin > 2 * size:
+            # The last two characters are kept: the place must not depend on where a chunk ends.
+            found = _CUT.search(text, begin + size, len(text) - 2)
+            if found is None and len(text) - begin < 32 * size:
+                break
+            end = found.start() if found else begin + 32 * size
+            yield text[begin:end]
+            begin = end
+        text = text[begin:]
+    if text:
+        yield text
+
+
+def _read_records(
+    name: str, path: Path, kind: FileKind, options: ReadOptions, tally: CorpusStats, reject: _Rejects
+) -> Iterator[Document]:
+    columns = () if options.template is not None else (options.text_field,)
+    with open_file(path, kind.compression) as (stream, raw):
+        tally.opened(raw, tally.files_done_bytes)
+        for where, record in iter_records(kind.kind, stream, columns):
             try:
-                document = _line_document(f"{name}:{number}", line, options)
-            except ValueError as error:
-                tally.quarantine(f"{name}:{number}", str(error))
+                if isinstance(record, BadDataError):
+                    raise record
+                document = _record_document(f"{name}{where}", record, options)
+            except BadDataError as error:
+                reject(f"{name}{where}", error)
             else:
                 yield document
 
 
-def _decode(data: bytes) -> str:
-    if b"\0" in data:
-        raise ValueError("binary: it has zero bytes")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}") from error
-
-
-def _line_document(name: str, line: bytes, options: ReadOptions) -> Document:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("not a JSON object") from error
-    if options.template is None:
-        return Document(name, _line_text(record, options.text_field))
+def _record_document(name: str, record: Any, options: ReadOptions) -> Document:
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+        raise BadDataError("data-bad-json", "not an object with fields")
+    if options.template is None:
+        return Document(name, _record_text(record, options.text_field))
     conversation = read_conversation(record, name, options.prompt_field, options.answer_field)
-    parts = options.template.render(conversation, options.special_tokens)
+    try:
+        parts = options.template.render(conversation, options.special_tokens)
+    except ValueError as error:
+        raise BadDataError("data-bad-conversation", str(error)) from error
     return Document(name, "".join(part.text for part in parts), parts)
 
 
-def _line_text(record: Any, text_field: str) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        instruction = isinstance(record, dict) and holds_conversation(record)
-        hint = "; it has a conversation, which needs a template" if instruction else ""
-        raise ValueError(f"no text in the field {text_field!r}{hint}")
-    text: str = record[text_field]
+def _record_text(record: dict[str, Any], text_field: str) -> str:
+    if text_field not in record:
+        reason = f"no field {text_field!r}; its fields are {', '.join(map(str, record))}"
+        if holds_conversation(record):
+            reason, fix = (
+                f"a conversation, which needs a template ({reason})",
+                "Set template, for example to chatml",
+            )
+            raise BadDataError("data-needs-template", reason, fix)
+        raise BadDataError("data-field-missing", reason, "Set text_field to the field with the text")
+    text = record[text_field]
+    if not isinstance(text, str):
+        kind = "null" if text is None else f"a {type(text).__name__}"
+        raise BadDataError("data-field-not-text", f"the field {text_field!r} is {kind}, not text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise ValueError("its text is not valid Unicode") from error
+        raise BadDataError("data-not-utf8", "its text is not valid Unicode") from error
     return text

@@ -7,7 +7,7 @@ import re
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
@@ -42,13 +42,15 @@ class CorpusSpec:
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] = 0.01
     """Fraction of the documents held out for evaluation."""
     text_field: Text = "text"
-    """Field of a ``.jsonl`` line with the text, without a template."""
+    """Field of a record with the text, without a template."""
     template: Text | None = None
     """Chat template of instruction data: built in, ``tokenizer``, or a path; see ``chat_templates``."""
-    prompt_field: Text = "prompt"
-    """Field of a ``.jsonl`` line with the prompt, for lines without ``messages``."""
-    answer_field: Text = "answer"
-    """Field of a ``.jsonl`` line with the answer."""
+    prompt_field: Text | None = None
+    """Field of a record with the prompt; the usual names if left out, see ``chat``."""
+    answer_field: Text | None = None
+    """Field of a record with the answer; the usual names if left out."""
+    on_bad_records: Literal["error", "skip"] = "skip"
+    """What to do with a file or record that cannot be read: ``skip`` counts and names it."""
     shard_tokens: Annotated[int, Field(ge=1, le=2**40, strict=True)] = SHARD_TOKENS
     """Maximum tokens per shard, unless one document is longer."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0

@@ -1,26 +1,34 @@
 """Prepares a corpus: reads its documents and writes a prepared folder, in one process.
 
-It makes one pass over the text, or two if it trains a BPE tokenizer. Memory: a batch of documents, 16 bytes
-per document, and 8 per document of the open shards. The same input gives the same bytes on every machine.
+It makes one pass over the text, or two if it trains a BPE tokenizer. Memory: a few batches of documents and
+16 bytes per document, whatever the size of the corpus; to train BPE, a sample of the text and its words.
+The same input gives the same bytes on every machine.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.chat import Template
 from meshwright.data.chat_templates import load_template
 from meshwright.data.corpus import CorpusStats, Document, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, load_corpus_spec
-from meshwright.data.encode import encode_documents, text_between_markers
+from meshwright.data.encode import Encoded, encode_documents, text_between_markers
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import ShardFolder, is_prepared_folder
 from meshwright.data.sources import locate
 from meshwright.data.split import Side, assign_splits, split_document
-from meshwright.data.staging import staged_folder
+from meshwright.data.staging import staged_folder, storage_errors
 from meshwright.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -31,11 +39,14 @@ from meshwright.data.tokenizer import (
 
 __all__ = ["CorpusSpec", "PrepareReport", "Progress", "load_corpus_spec", "prepare_corpus"]
 
-Progress = Callable[[int, int], None]
-"""Called with the number of documents and bytes of text so far."""
+Progress = Callable[[str, CorpusStats], None]
+"""Called with what is being done, and the counts so far."""
 
 _BATCH_DOCUMENTS = 1024
-_BATCH_CHARACTERS = 2 * 1024**2
+_BATCH_CHARACTERS = 256 * 1024
+"""The library takes about 130 bytes per character while it encodes."""
+_BATCHES_IN_FLIGHT = 2
+_COPIED_TOKENS = 1024**2
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,9 @@ class PrepareReport:
         return asdict(self)
 
 
-def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = None) -> PrepareReport:
+def prepare_corpus(
+    spec: CorpusSpec, base: Path, progress: Progress = lambda phase, tally: None
+) -> PrepareReport:
     """Prepare a corpus. The folder is written atomically.
 
     Args:
@@ -91,19 +104,25 @@ def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = Non
     # The folder first: a write error should come before hours of reading.
     with staged_folder(out, may_replace=is_prepared_folder) as folder:
         template = spec.template and load_template(spec.template, base, spec.tokenizer, key="template")
-        options = ReadOptions(spec.text_field, template or None, spec.prompt_field, spec.answer_field)
-        tokenizer = _build_tokenizer(spec, base, out, options)
+        options = read_options(spec, template or None)
+        tokenizer = _build_tokenizer(spec, base, out, options, progress)
         options = replace(options, special_tokens=tuple(tokenizer.special_tokens))
         documents = iter_corpus(spec.sources, base, options=options, exclude=(out,), tally=tally)
         assigned = assign_splits(documents, spec.eval_fraction, spec.seed)
         has_loss_mask = options.template is not None
-        with ShardWriter(
-            folder, tokenizer, spec.shard_tokens, shown=out, has_loss_mask=has_loss_mask
-        ) as writer:
-            for batch in _batches(assigned):
-                _write_batch(batch, tokenizer, writer, spec.eval_fraction)
-                if progress is not None:
-                    progress(tally.documents_in, tally.text_bytes)
+        with (
+            ShardWriter(folder, tokenizer, spec.shard_tokens, out, has_loss_mask) as writer,
+            tempfile.TemporaryFile(dir=folder) as file,
+        ):
+            single = _SingleDocument(file, out)
+            for batch in _encode_all(_pieces(assigned), tokenizer):
+                for piece, encoded in batch:
+                    if piece.side == "both":
+                        single.add(encoded.tokens)
+                    else:
+                        writer.add(piece.side, encoded.tokens, encoded.loss_mask, piece.ends)
+                progress("encoding", tally)
+            single.write(writer, spec.eval_fraction)
             index = writer.finish()
             prompt_tokens = writer.prompt_tokens
         sha256 = ShardFolder(folder, index).content_sha256()
@@ -129,27 +148,83 @@ def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = Non
     )
 
 
-def _build_tokenizer(spec: CorpusSpec, base: Path, out: Path, options: ReadOptions) -> Tokenizer:
+def read_options(spec: CorpusSpec, template: Template | None) -> ReadOptions:
+    """How the files of a corpus are read."""
+    return ReadOptions(
+        spec.text_field,
+        template,
+        spec.prompt_field,
+        spec.answer_field,
+        skip_bad=spec.on_bad_records == "skip",
+    )
+
+
+def train_tokenizer(
+    documents: Iterable[Document], vocab_size: int, template: Template | None, report: Callable[[], None]
+) -> BpeTokenizer:
+    """Train BPE on documents; the markers of a template become special tokens.
+
+    Args:
+        documents: To train on; an even sample if they are long.
+        vocab_size: Of the tokenizer.
+        template: Of the documents.
+        report: Called after each document, and within long ones.
+    """
+    markers = template.markers if template else ()
+
+    def texts() -> Iterator[str]:
+        for document in documents:
+            pieces = text_between_markers(document.parts, markers) if document.parts else document.pieces()
+            for piece in pieces:
+                report()
+                yield piece
+
+    return BpeTokenizer.train(texts(), vocab_size, markers)
+
+
+def _build_tokenizer(
+    spec: CorpusSpec, base: Path, out: Path, options: ReadOptions, progress: Progress
+) -> Tokenizer:
     choice = parse_tokenizer_name(spec.tokenizer, key="tokenizer")
     if choice.kind == "byte":
         return ByteTokenizer()
     if choice.kind == "file":
         return load_tokenizer(locate(choice.path, base))
-    documents = iter_corpus(spec.sources, base, options=options, exclude=(out,))
-    if options.template is None:
-        return BpeTokenizer.train((document.text for document in documents), choice.vocab_size)
-    markers = options.template.markers
-    texts = (text for document in documents for text in text_between_markers(document.parts, markers))
-    return BpeTokenizer.train(texts, choice.vocab_size, markers)
+    tally = CorpusStats()
+    documents = iter_corpus(spec.sources, base, options=options, exclude=(out,), tally=tally)
+    return train_tokenizer(
+        documents, choice.vocab_size, options.template, lambda: progress("training the tokenizer", tally)
+    )
 
 
-def _batches(assigned: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[Side, Document]]]:
-    """Group documents into batches that keep all cores busy and fit into memory."""
-    batch: list[tuple[Side, Document]] = []
+class _Piece(NamedTuple):
+    """A document, or a piece of a long one."""
+
+    side: Side
+    document: Document
+    ends: bool
+
+
+def _pieces(assigned: Iterable[tuple[Side, Document]]) -> Iterator[_Piece]:
+    for side, document in assigned:
+        if document.read_pieces is None:
+            yield _Piece(side, document, ends=True)
+            continue
+        before: str | None = None
+        for text in document.pieces():
+            if before is not None:
+                yield _Piece(side, Document(document.name, before), ends=False)
+            before = text
+        yield _Piece(side, Document(document.name, before or ""), ends=True)
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Group pieces into batches that keep all cores busy and fit into memory."""
+    batch: list[_Piece] = []
     characters = 0
-    for item in assigned:
-        batch.append(item)
-        characters += len(item[1].text)
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.document.text)
         if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -157,15 +232,49 @@ def _batches(assigned: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[S
         yield batch
 
 
-def _write_batch(
-    batch: list[tuple[Side, Document]], tokenizer: Tokenizer, writer: ShardWriter, eval_fraction: float
-) -> None:
-    encoded = encode_documents(tokenizer, [document for _, document in batch])
-    for (side, _), document in zip(batch, encoded, strict=True):
-        if side != "both":
-            writer.add(side, document.tokens, document.loss_mask)
-            continue
-        at = split_document(len(document.tokens), eval_fraction)
-        for name, part in (("train", slice(0, at)), ("eval", slice(at, None))):
-            if len(tokens := document.tokens[part]):
-                writer.add(name, tokens, None if document.loss_mask is None else document.loss_mask[part])
+def _encode_all(pieces: Iterable[_Piece], tokenizer: Tokenizer) -> Iterator[list[tuple[_Piece, Encoded]]]:
+    """Encode batches in order, while the caller reads the next batch and writes the last one.
+
+    The threads of the tokenizers library encode a batch, outside Python's lock. Two batches at a time keep
+    them busy while Python converts the results.
+    """
+
+    def encode(batch: list[_Piece]) -> list[tuple[_Piece, Encoded]]:
+        encoded = encode_documents(tokenizer, [piece.document for piece in batch])
+        return list(zip(batch, encoded, strict=True))
+
+    waiting: deque[Future[list[tuple[_Piece, Encoded]]]] = deque()
+    with ThreadPoolExecutor(_BATCHES_IN_FLIGHT) as pool:
+        try:
+            for batch in _batches(pieces):
+                waiting.append(pool.submit(encode, batch))
+                if len(waiting) > _BATCHES_IN_FLIGHT:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+class _SingleDocument:
+    """The tokens of the only document of a corpus, in a file: it is split when its length is known."""
+
+    def __init__(self, file: IO[bytes], shown: Path) -> None:
+        self._file, self._shown, self._tokens = file, shown, 0
+
+    def add(self, tokens: npt.NDArray[Any]) -> None:
+        self._tokens += len(tokens)
+        with storage_errors(self._shown):
+            self._file.write(tokens.astype("<u4").tobytes())
+
+    def write(self, writer: ShardWriter, eval_fraction: float) -> None:
+        if self._tokens == 0:
+            return
+        at = split_document(self._tokens, eval_fraction)
+        self._file.seek(0)
+        for split, count in (("train", at), ("eval", self._tokens - at)):
+            for begin in range(0, count, _COPIED_TOKENS):
+                size = min(_COPIED_TOKENS, count - begin)
+                tokens = np.frombuffer(self._file.read(4 * size), dtype="<u4")
+                writer.add(split, tokens, ends=begin + size == count)

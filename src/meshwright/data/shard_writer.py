@@ -71,18 +71,25 @@ class ShardWriter:
             split.abandon()
 
     def add(
-        self, split: str, tokens: npt.NDArray[Any], loss_mask: npt.NDArray[np.uint8] | None = None
+        self,
+        split: str,
+        tokens: npt.NDArray[Any],
+        loss_mask: npt.NDArray[np.uint8] | None = None,
+        ends: bool = True,
     ) -> None:
-        """Append one document and its end token, which has the loss mask of the last token."""
-        document = np.empty(len(tokens) + 1, dtype=self._dtype)
-        document[:-1] = tokens
-        document[-1] = self._tokenizer.end_of_document
+        """Append one document and its end token, which has the loss mask of the last token.
+
+        A long document comes in pieces; ``ends`` is false for all but the last one.
+        """
+        document = np.empty(len(tokens) + ends, dtype=self._dtype)
+        document[: len(tokens)] = tokens
+        if ends:
+            document[-1] = self._tokenizer.end_of_document
+            loss_mask = None if loss_mask is None else np.append(loss_mask, loss_mask[-1:])
         with storage_errors(self._shown):
-            self._splits[split].add(
-                document, None if loss_mask is None else np.append(loss_mask, loss_mask[-1:])
-            )
+            self._splits[split].add(document, loss_mask, ends)
         if loss_mask is not None:
-            self.prompt_tokens += len(document) - int(loss_mask.sum()) - int(loss_mask[-1])
+            self.prompt_tokens += len(document) - int(loss_mask.sum())
 
     def finish(self) -> ShardIndex:
         """Close the last shards, sync all files to disk, and write the index."""
@@ -120,12 +127,15 @@ class _SplitWriter:
         self._loss_mask: _HashedFile | None = None
         self._tokens = 0
         self._starts = array("Q")
+        self._inside = False
+        """Whether the last piece was not the end of its document."""
 
-    def add(self, document: npt.NDArray[Any], loss_mask: npt.NDArray[np.uint8] | None) -> None:
+    def add(self, document: npt.NDArray[Any], loss_mask: npt.NDArray[np.uint8] | None, ends: bool) -> None:
         assert (loss_mask is not None) == self._has_loss_mask, (
             "all documents of a folder have a loss mask, or none"
         )
-        if self._file is not None and self._tokens + len(document) > self._shard_tokens:
+        fits = self._inside or self._tokens + len(document) <= self._shard_tokens
+        if self._file is not None and not fits:
             self._close_shard()
         if self._file is None:
             self._file = _HashedFile(self._folder / f"{self._stem}.bin")
@@ -133,7 +143,9 @@ class _SplitWriter:
                 _HashedFile(self._folder / f"{self._stem}.loss_mask.u8") if self._has_loss_mask else None
             )
             self._tokens, self._starts = 0, array("Q")
-        self._starts.append(self._tokens)
+        if not self._inside:
+            self._starts.append(self._tokens)
+        self._inside = not ends
         self._tokens += len(document)
         self._file.write(document.tobytes())
         if self._loss_mask is not None and loss_mask is not None:

@@ -27,10 +27,12 @@ Side = Literal["train", "eval", "both"]
 _SCALE = 2**64
 
 
-def split_hash(text: str, seed: int) -> int:
+def split_hash(pieces: Iterable[str], seed: int) -> int:
     """64 bits of the keyed hash of a text; the key has the seed and the version of the rules."""
-    key = b"meshwright split 1" + (seed % _SCALE).to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=key).digest(), "little")
+    digest = hashlib.blake2b(digest_size=8, key=b"meshwright split 1" + (seed % _SCALE).to_bytes(8, "little"))
+    for piece in pieces:
+        digest.update(piece.encode("utf-8"))
+    return int.from_bytes(digest.digest(), "little")
 
 
 def assign_splits(
@@ -42,7 +44,7 @@ def assign_splits(
     passed_on = 0
     settled = False
     for document in documents:
-        value = split_hash(document.text, seed)
+        value = split_hash(document.pieces(), seed)
         side: Side = "eval" if value < threshold else "train"
         if settled:
             yield side, document

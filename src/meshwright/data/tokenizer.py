@@ -32,6 +32,8 @@ END_OF_DOCUMENT = "<|endoftext|>"
 MIN_BPE_VOCAB = 300
 """256 bytes, the end-of-document token, and some merges."""
 MAX_BPE_VOCAB = 1_000_000
+TRAIN_CHARACTERS = 64 * 1024**2
+"""Most text that BPE is trained on."""
 
 _KNOWN_ENDS = (
     END_OF_DOCUMENT,
@@ -154,7 +156,7 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, markers: Sequence[str] = ()) -> BpeTokenizer:
-        """Train on a stream of texts.
+        """Train on a stream of texts; on an even sample of a long one, see :func:`sample_texts`.
 
         The same texts in the same order give the same tokenizer. A small corpus may not have enough pairs to
         merge; then ``vocab_size`` is smaller than requested. ``markers`` become special tokens.
@@ -170,7 +172,7 @@ class BpeTokenizer:
             show_progress=False,
         )
         with _fit_to_process():
-            inner.train_from_iterator((_encodable(text) for text in texts), trainer=trainer)
+            inner.train_from_iterator((_encodable(text) for text in sample_texts(texts)), trainer=trainer)
         return cls(inner.to_str())
 
     def encode(self, text: str) -> list[int]:
@@ -195,6 +197,25 @@ class BpeTokenizer:
     def fingerprint(self) -> str:
         """SHA-256 of what :meth:`save` writes."""
         return hashlib.sha256(self.serialized.encode()).hexdigest()
+
+
+def sample_texts(texts: Iterable[str], most_characters: int = TRAIN_CHARACTERS) -> list[str]:
+    """An even sample of a stream of texts: all of it, or every 2nd, 4th, 8th text and so on.
+
+    The trainer's memory grows with the number of distinct words, and a sample of tens of MB gives the same
+    merges but for the rarest. The stride doubles whenever the kept texts are too long, so one pass is enough.
+    """
+    kept: list[str] = []
+    stride, characters = 1, 0
+    for number, text in enumerate(texts):
+        if number % stride:
+            continue
+        kept.append(text)
+        characters += len(text)
+        while characters > most_characters and len(kept) > 1:
+            kept = kept[::2]
+            stride, characters = 2 * stride, sum(map(len, kept))
+    return kept
 
 
 def load_tokenizer(folder_or_file: Path) -> Tokenizer:

@@ -6,16 +6,18 @@ import dataclasses
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_rate
 from meshwright.data.chat_templates import load_template
+from meshwright.data.corpus import CorpusStats
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
 from meshwright.data.dataset import TokenDataset, no_prompts
 from meshwright.data.images import ImageShape, check_images, looks_like_images, open_images
-from meshwright.data.prepare import PrepareReport, prepare_corpus
+from meshwright.data.prepare import PrepareReport, Progress, prepare_corpus
 from meshwright.data.shards import SPLITS, looks_prepared
 from meshwright.data.sources import STDLIB, iter_files, locate, source_problem
 from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
@@ -24,6 +26,15 @@ from meshwright.spec.hf_config import find_weights_file
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.model import DecoderModel, ResNetModel
 
+PREPARATION_KEYS = (
+    "eval_fraction",
+    "text_field",
+    "template",
+    "prompt_field",
+    "answer_field",
+    "on_bad_records",
+)
+"""Keys that a job passes on to the preparation."""
 DEFAULT_CACHE = ".meshwright/data"
 """Folder of prepared data, in the working folder."""
 MOST_NAMED = 5
@@ -123,7 +134,7 @@ def _tokenizer_name(job: Job) -> str | None:
 
 def _refuse_preparing(data: Data) -> None:
     """Refuse keys that were fixed when the folder was prepared."""
-    for key in ("tokenizer", "eval_fraction", "template"):
+    for key in ("tokenizer", "eval_fraction", "template", "text_field"):
         value = getattr(data, key)
         if value is not None:
             rule = f"has no effect: data.path={data.path} is already prepared"
@@ -149,7 +160,7 @@ def _prepare_cached(data: Data, reporter: Reporter) -> Path:
         raise UserError(no_prompts("no data.template is given"))
     template = data.template and load_template(data.template, base, tokenizer)
     settings: dict[str, Any] = {"sources": [data.path], "tokenizer": tokenizer}
-    for key in ("eval_fraction", "template", "prompt_field", "answer_field"):
+    for key in PREPARATION_KEYS:
         if getattr(data, key) is not None:
             settings[key] = getattr(data, key)
     folder = Path(data.cache or DEFAULT_CACHE) / _fingerprint(
@@ -198,13 +209,24 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 def prepare_with_progress(spec: CorpusSpec, base: Path, reporter: Reporter) -> PrepareReport:
     """Prepare a corpus and report how far it is."""
-    names = ", ".join(spec.sources)
-    with reporter.activity(f"preparing {names}") as update:
+    names = ", ".join(Path(source).name or source for source in spec.sources)
+    with reporter.bar(100) as show:
+        return prepare_corpus(spec, base, _percentages(names, show))
 
-        def on_progress(documents: int, read_bytes: int) -> None:
-            update(f"preparing {names}: {documents} documents, {format_bytes(read_bytes)}")
 
-        return prepare_corpus(spec, base, on_progress)
+def _percentages(names: str, show: Callable[[str, int], None]) -> Progress:
+    """Shows the progress of a preparation, in steps of one percent."""
+    shown: tuple[str, int] | None = None
+
+    def on_progress(phase: str, tally: CorpusStats) -> None:
+        nonlocal shown
+        percent = int(100 * tally.read_bytes / max(tally.total_bytes, 1))
+        if (phase, percent) != shown:
+            shown = phase, percent
+            done = f"{tally.documents_in} documents, {format_bytes(tally.text_bytes)}"
+            show(f"{phase} {percent}% of {names}: {done}", percent)
+
+    return on_progress
 
 
 def describe_preparation(report: PrepareReport) -> str:

@@ -49,8 +49,9 @@ class Data:
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     path: Location
-    """Text: a prepared folder, a text or .jsonl file, a folder or glob of them, or `builtin:python-stdlib`.
-    Images: a folder of arrays, or `builtin:synthetic-images`."""
+    """Text: a prepared folder; a .jsonl, .json, .csv, .tsv, .parquet or text file, also as .gz or .zst; a
+    folder or glob of files; or `builtin:python-stdlib`. Images: a folder of arrays, or
+    `builtin:synthetic-images`."""
     seq_len: Count
     """Tokens per sample; left out for images."""
     tokenizer: str | None = None
@@ -60,12 +61,16 @@ class Data:
     """Attention mask: `causal` crosses document boundaries; `document` does not."""
     prompt_masking: Flag = False
     """Mask prompts in the loss, so that only answers count; needs instruction data."""
+    text_field: Location | None = None
+    """Field or column with the text, without a template; `text` if left out."""
     template: Location | None = None
     """Chat template of instruction data: `alpaca`, `chatml`, `llama3`, `plain`, `tokenizer`, or a path."""
     prompt_field: Location | None = None
-    """Field of a .jsonl line with the prompt, for lines without `messages`; `prompt` if left out."""
+    """Field with the prompt; if left out, `instruction`, `prompt` or `question`, or the field `messages`."""
     answer_field: Location | None = None
-    """Field of a .jsonl line with the answer; `answer` if left out."""
+    """Field with the answer; if left out, `output`, `completion`, `answer` or `response`."""
+    on_bad_records: Literal["error", "skip"] = "error"
+    """What to do with a file or record that cannot be read: stop, or leave it out and count it."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Fraction of the documents or images held out for evaluation; 0.01 if left out."""
     cache: Location | None = None

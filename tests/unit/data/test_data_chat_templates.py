@@ -274,8 +274,8 @@ def test_jinja_template_without_jinja_names_the_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"text": "a"}, "neither 'messages' nor the fields 'prompt' and 'answer', which a template needs"),
-        ({"prompt": "a"}, "no text in the field 'answer'"),
+        ({"text": "a"}, "it has the fields text, and prompt and answer are needed"),
+        ({"prompt": "a"}, "it has the fields prompt, and prompt and answer are needed"),
         ({"prompt": "a", "answer": 5}, "no text in the field 'answer'"),
         ({"prompt": "a", "answer": ""}, "its answers are empty"),
         ({"prompt": "a", "answer": "\ud800"}, "the text in the field 'answer' is not valid Unicode"),

@@ -82,7 +82,7 @@ def test_jsonl_gives_one_document_per_line(tmp_path):
     documents = list(iter_corpus(["a.jsonl"], tmp_path, options=ReadOptions(text_field="body"), tally=tally))
     assert [(d.name, d.text) for d in documents] == [("a.jsonl:1", "one"), ("a.jsonl:3", "two\n")]
     assert (tally.documents_in, tally.quarantined, tally.empty, tally.duplicates) == (10, 6, 1, 1)
-    assert tally.quarantined_names[0] == "a.jsonl:4: no text in the field 'body'"
+    assert tally.quarantined_names[0] == "a.jsonl:4: no field 'body'; its fields are text"
 
 
 def test_unreadable_files_are_quarantined_with_a_reason(tmp_path):
@@ -99,7 +99,7 @@ def test_unreadable_files_are_quarantined_with_a_reason(tmp_path):
     named = "\n".join(tally.quarantined_names)
     for part in (
         "latin.txt: not UTF-8 at byte 3",
-        "picture.png: binary",
+        "picture.png: files of the kind .png",
         "gone.txt: a broken link",
         "pipe.txt: not a",
     ):
@@ -108,15 +108,15 @@ def test_unreadable_files_are_quarantined_with_a_reason(tmp_path):
 
 
 def test_file_without_permission_is_quarantined(tree, monkeypatch):
-    """read_bytes is patched, because root ignores permissions."""
-    read_bytes = type(tree).read_bytes
+    """Path.open is patched, because root ignores permissions."""
+    opened = type(tree).open
 
-    def refuse(path):
+    def refuse(path, *mode):
         if path.name == "b.txt":
             raise PermissionError(13, "Permission denied", str(path))
-        return read_bytes(path)
+        return opened(path, *mode)
 
-    monkeypatch.setattr(type(tree), "read_bytes", refuse)
+    monkeypatch.setattr(type(tree), "open", refuse)
     tally = CorpusStats()
     assert len(list(iter_corpus(["tree"], tree, tally=tally))) == 3
     assert tally.quarantined_names == ["tree/b.txt: Permission denied"]

@@ -58,7 +58,9 @@ def test_all_documents_are_prepared_and_counted(corpus, tokenizer):
         pytest.importorskip("tokenizers")
     seen = []
     spec = CorpusSpec(sources=("text",), out="out", tokenizer=tokenizer, eval_fraction=0.2, shard_tokens=2000)
-    report = prepare_corpus(spec, corpus, lambda documents, size: seen.append((documents, size)))
+    report = prepare_corpus(
+        spec, corpus, lambda phase, tally: seen.append((tally.documents_in, tally.text_bytes))
+    )
     train, held_out = texts_of(corpus / "out", "train"), texts_of(corpus / "out", "eval")
     expected = [(corpus / f"text/{n:02d}.txt").read_text() for n in range(60)]
     assert sorted(train + held_out) == sorted(expected)

@@ -69,7 +69,7 @@ def test_the_padding_share_is_printed(prepare, capsys):
         ({"template": None}, ("data-no-prompts", "data.prompt_masking")),
         ({"template": "chatlm"}, ("data-template-unknown", "data.template")),
         ({"template": "tokenizer"}, ("data-template-unknown", "data.template")),
-        ({"prompt_field": "question"}, ("data-corpus-empty", "qa.jsonl")),
+        ({"prompt_field": "question"}, ("data-not-conversation", "qa.jsonl:1")),
         ({"tokenizer": "./nope"}, ("data-tokenizer-unreadable", "nope")),
         ({"tokenizer": "nope"}, ("data-tokenizer-unknown", "data.tokenizer")),
     ],

@@ -100,13 +100,19 @@ def check_window_every(job: Job) -> Problem | None:
 
 
 def check_template_fields(job: Job) -> Problem | None:
-    """Prompt and answer fields are read by a chat template only."""
+    """Prompt and answer fields are read by a chat template only, the text field without one."""
     for key in ("prompt_field", "answer_field"):
         value = getattr(job.data, key)
         if value is not None and job.data.template is None:
             rule = "has no effect without data.template: only a chat template joins prompts and answers"
             fix = "Set data.template, for example to chatml, or leave it out"
             return Problem("data-template-needed", rule, path=f"data.{key}", value=value, fix=fix)
+    if job.data.text_field is not None and job.data.template is not None:
+        rule = "has no effect with data.template: conversations have their own fields"
+        fix = "Leave out data.text_field or data.template"
+        return Problem(
+            "data-template-needed", rule, path="data.text_field", value=job.data.text_field, fix=fix
+        )
     return None
 
 
@@ -152,7 +158,7 @@ RULES: tuple[Rule, ...] = (
     _needs("window_every", "model.window", ANY_VALUE, "no layer has a sliding window"),
     Rule(
         "data-template-needed",
-        "`data.prompt_field` and `answer_field` need `data.template`.",
+        "`data.prompt_field` and `answer_field` need `data.template`; `text_field` excludes it.",
         check_template_fields,
     ),
     not_built("model.attention", ("heads",), "latent attention"),
