@@ -134,15 +134,34 @@ class Job:
 
         return explain_layout(self.loaded, layout, reporter)
 
-    def size_cluster(self, tokens: float, deadline_s: float, *, reporter: Reporter = SILENT) -> SizedCluster:
-        """Find the smallest cluster that trains on ``tokens`` tokens before a deadline.
+    def size_cluster(
+        self,
+        tokens: float,
+        deadline_s: float | None = None,
+        max_cost: float | None = None,
+        *,
+        reporter: Reporter = SILENT,
+    ) -> SizedCluster:
+        """Find the smallest cluster that trains on ``tokens`` tokens before a deadline and within a budget.
+
+        Without a deadline, find the fastest cluster within the budget.
+
+        Args:
+            tokens: Number of tokens to train on.
+            deadline_s: Longest time of the whole training.
+            max_cost: Most that it may cost, in USD.
+            reporter: Receives the progress.
 
         Raises:
-            UserError: The model is not a decoder, the cluster has no GPUs, or the layout is given.
+            UserError: No cluster meets the limits; or the model is not a decoder, the cluster has no GPUs, or
+                the layout is given.
         """
+        from meshwright.plan.sizing import Goal  # noqa: PLC0415
         from meshwright.runs.size import size_job  # noqa: PLC0415
 
-        return size_job(self.loaded, tokens, deadline_s, reporter)
+        limits = deadline_s is not None or max_cost is not None
+        _require(limits, "deadline_s", None, "or max_cost must be given")
+        return size_job(self.loaded, Goal(tokens, deadline_s, max_cost), reporter)
 
     def train(self, *, resume: bool = False, reporter: Reporter = SILENT) -> Run:
         """Plan if needed, train, audit, and write the run's report page.

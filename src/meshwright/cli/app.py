@@ -141,10 +141,14 @@ def plan(  # noqa: PLR0913, PLR0917  (options of a command)
         float | None, typer.Option(help="Size the cluster for this many training tokens, such as 15e12.")
     ] = None,
     deadline: Annotated[str | None, typer.Option(help="Deadline for --tokens: 12h, 90d, 2w.")] = None,
+    max_cost: Annotated[float | None, typer.Option(help="Budget for --tokens, in USD.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Plot the plan into a .svg, .png or .pdf file.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan to this file.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print all reasons and tables, not the answer only.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict memory, communication and step time of all layouts, and rank them. Needs no torch."""
@@ -160,8 +164,10 @@ def plan(  # noqa: PLR0913, PLR0917  (options of a command)
         why=tuple(why or ()),
         tokens=tokens,
         deadline=deadline,
+        max_cost=max_cost,
         picture=picture,
         out=out,
+        verbose=verbose,
     )
     guarded(output, lambda: show_plan(output, request))
 

@@ -17,6 +17,7 @@ from meshwright.core.units import format_seconds
 from meshwright.layout.text import describe_layout
 from meshwright.plan.sizing import (
     ClusterSize,
+    Goal,
     Sizing,
     explain_size,
     format_cost,
@@ -41,33 +42,36 @@ class PlanRequest:
     why: tuple[str, ...] = ()
     tokens: float | None = None
     deadline: str | None = None
+    max_cost: float | None = None
     picture: Path | None = None
     out: Path | None = None
+    verbose: bool = False
 
 
 def show_plan(output: Output, request: PlanRequest) -> int:
     """Rank the layouts and print the best one, or explain one, or size the cluster."""
     if request.picture is not None:
         require_picture(request.picture)
-    deadline_s = _sizing_deadline(request)
+    goal = _sizing_goal(request)
     reporter = ConsoleReporter(output)
     if request.why:
         _refuse_with_why(request)
         job = _load_without_layout(request)
         explanation = job.explain(*request.why, *_layout_overrides(request), reporter=reporter)
-        describe_explanation(output, explanation)
+        describe_explanation(output, explanation, request.verbose)
         output.result(explanation.as_dict())
         return 0
     job = load_job(request.source, *request.overrides, on=request.on)
     sizing = None
-    if request.tokens is not None:
-        sized = job.size_cluster(request.tokens, deadline_s, reporter=reporter)
+    if goal is not None:
+        sized = job.size_cluster(goal.tokens, goal.deadline_s, goal.max_cost, reporter=reporter)
         job, sizing = Job(sized.job), sized.sizing
         _describe_sizing(output, sizing, job.spec.cluster.device_name or "device")
     plan = job.plan(by=request.by, top=request.top, reporter=reporter)
     written = _write_files(plan, request)
-    describe_plan(output, plan.contract)
-    describe_ranking(output, plan.search, request.top)
+    describe_plan(output, plan.contract, request.verbose)
+    if request.verbose:
+        describe_ranking(output, plan.search, request.top)
     for sentence in written:
         output.print(sentence)
     output.result(plan.as_dict(request.top) | ({} if sizing is None else {"sizing": sizing.summary()}))
@@ -109,30 +113,34 @@ def _write_files(plan: Plan, request: PlanRequest) -> list[str]:
     return written
 
 
-def _sizing_deadline(request: PlanRequest) -> float:
-    """Seconds of the deadline; 0 if there is none."""
-    if (request.tokens is None) != (request.deadline is None):
-        given, missing = (
-            ("--tokens", "--deadline") if request.tokens is not None else ("--deadline", "--tokens")
-        )
-        fix = "Write, for example, --tokens 15e12 --deadline 90d"
-        raise UserError(Problem("plan-sizing-half", f"needs {missing} too", path=given, fix=fix))
-    if request.tokens is None or request.deadline is None:
-        return 0.0
-    if not request.tokens > 0 or math.isinf(request.tokens):
-        rule, fix = "is not a number of tokens", "Write, for example, --tokens 15e12"
-        raise UserError(Problem("plan-bad-tokens", rule, path="--tokens", value=request.tokens, fix=fix))
+def _sizing_goal(request: PlanRequest) -> Goal | None:
+    """Tokens, deadline and budget; None if no cluster is to be sized."""
+    limits = {"--deadline": request.deadline, "--max-cost": request.max_cost}
+    given = [option for option, value in limits.items() if value is not None]
+    if request.tokens is None and not given:
+        return None
+    if request.tokens is None or not given:
+        rule = "needs --deadline or --max-cost too" if not given else "needs --tokens too"
+        fix = "Write, for example, --tokens 15e12 --deadline 90d, or --tokens 15e12 --max-cost 2e6"
+        raise UserError(Problem("plan-sizing-half", rule, path=[*given, "--tokens"][0], fix=fix))
+    rule, tokens, cost = "must be a number above 0", request.tokens, request.max_cost
+    if not 0 < tokens < math.inf:
+        fix = "Write, for example, --tokens 15e12"
+        raise UserError(Problem("plan-bad-tokens", rule, path="--tokens", value=tokens, fix=fix))
+    if cost is not None and not 0 < cost < math.inf:
+        fix = "Write, for example, --max-cost 2e6"
+        raise UserError(Problem("plan-bad-cost", rule, path="--max-cost", value=cost, fix=fix))
     if request.why:
         rule = "explains one layout; it cannot also size a cluster"
-        fix = "Leave out --why, or --tokens and --deadline"
+        fix = "Leave out --why, or --tokens and its limits"
         raise UserError(Problem("plan-why-sizing", rule, path="--why", fix=fix))
-    return parse_duration(request.deadline)
+    deadline_s = None if request.deadline is None else parse_duration(request.deadline)
+    return Goal(tokens, deadline_s, cost)
 
 
 def _describe_sizing(output: Output, sizing: Sizing, device_name: str) -> None:
     """The sizes that were tried, and the answer."""
-    for sentence in explain_size(sizing, device_name):
-        output.print(sentence)
+    output.print(explain_size(sizing, device_name))
     columns = ("devices", "step", "MFU", "whole run", "lost", "cost", "best layout")
     output.print()
     output.table(

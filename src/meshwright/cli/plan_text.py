@@ -1,11 +1,18 @@
-"""A plan as text: layout and reasons, memory, step time, collectives, ranking."""
+"""A plan as text: the answer, its reasons, and with ``-v`` memory, step time, collectives and ranking."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from meshwright.cli.output import Output
-from meshwright.core.units import format_bytes, format_count, format_seconds, format_throughput
+from meshwright.core.units import (
+    format_bytes,
+    format_count,
+    format_plural,
+    format_seconds,
+    format_throughput,
+)
 from meshwright.layout.flops import peak_rate
 from meshwright.layout.placement import tier_of
 from meshwright.layout.text import describe_layout, layout_overrides
@@ -13,10 +20,13 @@ from meshwright.plan.contract import PlanContract, RankPrediction
 from meshwright.plan.memory.fit import MemoryNeed, describe_usable
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import SearchResult
+from meshwright.plan.sizing import format_cost
 from meshwright.plan.time.interval import step_interval
 from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
 from meshwright.spec.model import DecoderModel
 
+MOST_REASONS = 12
+"""Lines of reasons without ``-v``."""
 MOST_ROWS = 12
 """Layouts in the table; ``--json`` has ``--top`` of them."""
 MOST_COLLECTIVES = 40
@@ -26,31 +36,69 @@ MOST_STAGES = 16
 FORMULA_WIDTH = 90
 
 
-def describe_plan(output: Output, plan: PlanContract) -> None:
-    """Print the layout, its reasons, memory, step time and collectives."""
+def describe_answer(output: Output, plan: PlanContract, verbose: bool) -> None:
+    """Print whether the job fits, its layout, step time, memory and cost, then the reasons."""
     job = plan.job
     cluster = f"{job.cluster.device_name}, {job.cluster.preset or job.cluster.file or 'given'}"
     ranks, devices = plan.world_size, job.cluster.world_size
     share = (
         f"on {ranks} of {devices} devices" if ranks <= devices else f"in {ranks} ranks on {devices} devices"
     )
-    output.print(f"{job.name}: {format_count(plan.parameters)} parameters {share} ({cluster})")
+    needed = max(rank.needed_bytes for rank in plan.classes().values())
+    verdict = "fits" if needed <= plan.usable_bytes else "does not fit"
+    output.print(f"{job.name} {verdict}: {format_count(plan.parameters)} parameters {share} ({cluster})")
+    output.print(f"  layout  {describe_layout(job.layout)}")
+    spread = step_interval(job)
+    low, high = format_seconds(plan.step_s * spread.low), format_seconds(plan.step_s * spread.high)
+    rate = format_throughput(plan.tokens_per_step / plan.step_s, job.unit)
+    step = f"{format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.1%}"
+    output.print(f"  step    {step}")
+    exact = "" if plan.exact else " (estimated)"
+    output.print(f"  memory  {format_bytes(needed)} of {format_bytes(plan.usable_bytes)} per device{exact}")
+    output.print(f"  cost    {_describe_cost(plan)}")
+    output.print()
+    shown = list(plan.reasons) if verbose else shorten_reasons(plan.reasons)
+    for reason in shown:
+        output.print(f"  {reason.removeprefix(f'{describe_layout(job.layout)}: ')}")
+    if not verbose:
+        left = len(plan.reasons) - len(shown)
+        more = f"{format_plural(left, 'more reason')}, " if left else ""
+        output.print(f"  -v: {more}memory by line, step time by part, collectives, other layouts")
+
+
+def _describe_cost(plan: PlanContract) -> str:
+    """Price of the cluster, and of a billion tokens."""
+    price = plan.job.cluster.cost_per_hour
+    if price is None or plan.cost_per_step is None:
+        return "unknown: set cluster.cost_per_hour"
+    hourly, per_billion = price * plan.world_size, plan.cost_per_step / plan.tokens_per_step * 1e9
+    return f"{format_cost(hourly)}/h, {format_cost(per_billion)} per billion {plan.job.unit}"
+
+
+def shorten_reasons(reasons: Sequence[str]) -> list[str]:
+    """The first reasons, in their order; rejected layouts are left out before anything else."""
+    rejected = [reason for reason in reasons if reason.startswith("rejected ")]
+    room = max(0, MOST_REASONS - (len(reasons) - len(rejected)))
+    left_out = set(rejected[room:])
+    return [reason for reason in reasons if reason not in left_out][:MOST_REASONS]
+
+
+def describe_plan(output: Output, plan: PlanContract, verbose: bool) -> None:
+    """Print the answer; with ``verbose`` also its basis, stages, memory, step time and collectives."""
+    describe_answer(output, plan, verbose)
+    if not verbose:
+        return
+    job = plan.job
+    output.print()
     if isinstance(job.model, DecoderModel):
         train, length = job.train, job.data.seq_len
         tokens = format_count(train.global_batch * length)
         samples = f"{train.global_batch:,} samples of {length:,} tokens, {tokens} tokens in all"
-        output.print(f"  per step: {samples}, in {train.precision}; runtime {train.runtime}")
-    for reason in plan.reasons:
-        output.print(f"  {reason}")
-    spread = step_interval(job)
-    low, high = format_seconds(plan.step_s * spread.low), format_seconds(plan.step_s * spread.high)
-    rate = format_throughput(plan.tokens_per_step / plan.step_s, job.unit)
-    output.print(
-        f"  predicted step {format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.1%}"
-    )
+        output.print(f"per step: {samples}, in {train.precision}; runtime {train.runtime}")
     _, peak = peak_rate(job.cluster, job.train.precision)
-    output.print(f"  interval: {spread.basis}; MFU relative to {peak}; rates: {job.cluster.basis}")
-    output.print(f"  overrides: {layout_overrides(job.layout)}")
+    basis = step_interval(job).basis
+    output.print(f"interval: {basis}; MFU relative to {peak}; rates: {job.cluster.basis}")
+    output.print(f"overrides: {layout_overrides(job.layout)}")
     if plan.pipeline is not None and plan.exact and len(plan.stages()) <= MOST_STAGES:
         output.print()
         output.table("Stages", STAGE_COLUMNS, stage_cells(plan))
@@ -156,7 +204,8 @@ def count_search(found: SearchResult) -> str:
     parts = [
         f"{found.evaluated:,} layouts evaluated in {seconds}",
         f"{found.pruned:,} pruned by lower bounds of memory and time, {found.illegal:,} combinations illegal",
-        f"{found.checked:,} checked {how}, {len(found.best):,} fit",
+        f"{found.may_fit:,} may fit by these bounds",
+        f"{found.checked:,} checked {how}, {len(found.best):,} of them fit",
     ]
     if found.stopped_early:
         parts.append(f"stopped at the time limit, {found.unseen:,} layouts not evaluated")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshwright.runs.explain import LayoutExplanation
 
 
-def describe_explanation(output: Output, explanation: LayoutExplanation) -> None:
+def describe_explanation(output: Output, explanation: LayoutExplanation, verbose: bool) -> None:
     """Which rules forbid the layout and the nearest legal one; or its plan beside the best layout."""
     if explanation.plan is None or explanation.requested is None:
         job = explanation.job
@@ -28,7 +28,7 @@ def describe_explanation(output: Output, explanation: LayoutExplanation) -> None
                 for change in find_alternatives(one.prediction.job):
                     output.print(f"  it would fit with {change.overrides} ({change.price})")
         return
-    describe_plan(output, explanation.plan)
+    describe_plan(output, explanation.plan, verbose)
     if explanation.best is not None:
         _compare_table(output, explanation.best, explanation.requested)
 

@@ -43,7 +43,7 @@ class ConsoleReporter(Reporter):
         """Print the plan of the run."""
         from meshwright.cli.plan_text import describe_plan  # noqa: PLC0415
 
-        describe_plan(self._output, plan)
+        describe_plan(self._output, plan, verbose=False)
 
     @contextmanager
     def training(self, job: Job) -> Iterator[None]:

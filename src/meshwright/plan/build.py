@@ -79,6 +79,7 @@ def _summarize(plan: PlanContract, ranks: dict[str, RankPrediction]) -> dict[str
         "interval_basis": spread.basis,
         "tokens_per_s_per_device": plan.tokens_per_step / plan.step_s / plan.world_size,
         "mfu": plan.mfu,
+        "cost_per_step": plan.cost_per_step,
         "memory_bytes": {name: rank.summary() for name, rank in ranks.items()},
         "needed_bytes": needed,
         "fits": needed <= plan.usable_bytes,

@@ -210,6 +210,12 @@ class PlanContract:
         rate, _ = peak_rate(self.job.cluster, self.job.train.precision)
         return self.tokens_per_step * self.flops_per_token / self.step_s / self.world_size / rate
 
+    @property
+    def cost_per_step(self) -> float | None:
+        """Price of a step in USD; None if the cluster has no price."""
+        price = self.job.cluster.cost_per_hour
+        return None if price is None else price * self.world_size * self.step_s / 3600
+
 
 def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
     """Classes of ranks with equal memory, by name, and their index: one per pipeline rank, or estimated."""

@@ -1,4 +1,4 @@
-"""How many devices a deadline needs, their cost, and the time lost to failures.
+"""How many devices a deadline or a budget allows, their cost, and the time lost to failures.
 
 The failure model is simple. The failure rate of a cluster is the sum over its devices. A checkpoint stops the
 run while it is written. Young's interval between checkpoints, sqrt(2 x write time x time between failures),
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.units import format_bytes, format_seconds
+from meshwright.core.units import format_bytes, format_plural, format_seconds
 from meshwright.layout.parameters import count_parameters
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import find_layouts, with_cluster
@@ -31,6 +31,8 @@ RESTART_S = 600.0
 CHECKPOINT_BYTES = 12
 """Per parameter: float32 weight and two Adam moments."""
 MOST_NODES = 16_384
+FAR_OVER = 1.25
+"""Share of the budget above which larger sizes are not tried: cost does not grow evenly with devices."""
 FEWEST_CHECKED = 4
 """Layouts that are predicted exactly per number of devices."""
 SIZE_S = 3.0
@@ -64,27 +66,55 @@ class ClusterSize:
 
 
 @dataclass(frozen=True)
+class Goal:
+    """What a cluster must do."""
+
+    tokens: float
+    """Number of tokens to train on."""
+    deadline_s: float | None = None
+    """Longest time of the whole training."""
+    max_cost: float | None = None
+    """Most that it may cost, in USD."""
+
+    def met_by(self, size: ClusterSize) -> bool:
+        """Whether a size keeps the deadline and the budget."""
+        in_time = self.deadline_s is None or size.wall_s <= self.deadline_s
+        return in_time and (self.max_cost is None or (size.cost is not None and size.cost <= self.max_cost))
+
+    def ends_at(self, size: ClusterSize | None) -> bool:
+        """Whether larger sizes need not be tried once some size meets the goal."""
+        if self.deadline_s is not None or self.max_cost is None:
+            return True
+        return size is not None and (size.cost is None or size.cost > FAR_OVER * self.max_cost)
+
+
+@dataclass(frozen=True)
 class Sizing:
     """All cluster sizes tried, and the answer."""
 
-    tokens: float
-    deadline_s: float
+    goal: Goal
     tried: tuple[ClusterSize, ...]
     """Ordered by number of devices."""
     answer: ClusterSize | None
-    """The fewest devices that meet the deadline."""
+    """The fewest devices that meet the goal; without a deadline, the fastest size within the budget."""
     assumptions: tuple[str, ...]
 
     @property
     def fastest(self) -> ClusterSize:
-        """The fastest size, whether it meets the deadline or not; ties: the smallest."""
+        """The fastest size, whether it meets the goal or not; ties: the smallest."""
         return min(self.tried, key=lambda size: (size.wall_s, size.devices))
+
+    @property
+    def cheapest(self) -> ClusterSize:
+        """The size with the least cost, whether it meets the goal or not."""
+        return min(self.tried, key=lambda size: (math.inf if size.cost is None else size.cost, size.wall_s))
 
     def summary(self) -> dict[str, Any]:
         """For ``--json``."""
         return {
-            "tokens": self.tokens,
-            "deadline_s": self.deadline_s,
+            "tokens": self.goal.tokens,
+            "deadline_s": self.goal.deadline_s,
+            "max_cost": self.goal.max_cost,
             "devices": None if self.answer is None else self.answer.devices,
             "nodes": None if self.answer is None else self.answer.nodes,
             "wall_s": None if self.answer is None else self.answer.wall_s,
@@ -133,17 +163,17 @@ def list_assumptions(job: Job) -> tuple[str, ...]:
 
 def size_cluster(
     job: Job,
-    tokens: float,
-    deadline_s: float,
+    goal: Goal,
     pins: dict[str, Any],
     progress: Callable[[int], None] = lambda devices: None,
 ) -> Sizing:
-    """Double the devices until the deadline is met or nothing is gained, then bisect down.
+    """Double the devices until the goal is met or nothing is gained, then bisect down.
+
+    Without a deadline, double them while the run gets shorter and stays within the budget.
 
     Args:
         job: With a decoder; its number of nodes is ignored.
-        tokens: Number of tokens to train on.
-        deadline_s: For the whole training.
+        goal: Tokens, and a deadline or a budget.
         pins: Layout keys that keep their value.
         progress: Called with each number of devices before its search.
     """
@@ -153,7 +183,7 @@ def size_cluster(
     def attempt(devices: int) -> ClusterSize | None:
         if devices not in tried:
             progress(devices)
-            tried[devices] = _best_on(job, devices, tokens, pins)
+            tried[devices] = _best_on(job, devices, goal.tokens, pins)
         return tried[devices]
 
     answer: ClusterSize | None = None
@@ -163,35 +193,40 @@ def size_cluster(
         if devices > most * per_node:
             break
         size = attempt(devices)
-        if size is not None and size.wall_s <= deadline_s:
+        if size is not None and goal.met_by(size) and is_shorter(size, answer):
             answer = size
+        if gains.ended(size) or (answer is not None and goal.ends_at(size)):
             break
-        if gains.ended(size):
-            break
-    if answer is not None and answer.devices > per_node:
-        answer = _refine(answer, attempt, deadline_s, per_node)
+    if goal.deadline_s is not None and answer is not None and answer.devices > per_node:
+        answer = _refine(answer, attempt, goal, per_node)
     sizes = tuple(tried[n] for n in sorted(tried) if tried[n] is not None)
-    return Sizing(tokens, deadline_s, tuple(s for s in sizes if s), answer, list_assumptions(job))
+    return Sizing(goal, tuple(s for s in sizes if s), answer, list_assumptions(job))
+
+
+def is_shorter(size: ClusterSize, other: ClusterSize | None) -> bool:
+    """Whether a size trains faster by more than 1%."""
+    return other is None or size.wall_s < 0.99 * other.wall_s
 
 
 class _Gains:
     """Detects when more devices no longer help: three doublings without a shorter run."""
 
     def __init__(self) -> None:
-        self._best, self._idle = math.inf, 0
+        self._best: ClusterSize | None = None
+        self._idle = 0
 
     def ended(self, size: ClusterSize | None) -> bool:
         if size is None:
             return False  # does not fit yet
-        if size.wall_s < self._best * 0.99:
-            self._best, self._idle = size.wall_s, 0
+        if is_shorter(size, self._best):
+            self._best, self._idle = size, 0
         else:
             self._idle += 1
         return self._idle >= 3
 
 
 def _refine(
-    answer: ClusterSize, attempt: Callable[[int], ClusterSize | None], deadline_s: float, per_node: int
+    answer: ClusterSize, attempt: Callable[[int], ClusterSize | None], goal: Goal, per_node: int
 ) -> ClusterSize:
     """Bisect to fewer nodes, in steps of a sixteenth, so that node counts keep divisors."""
     high = answer.devices // per_node
@@ -201,7 +236,7 @@ def _refine(
         if middle in (low, high):
             break
         size = attempt(middle * per_node)
-        if size is not None and size.wall_s <= deadline_s:
+        if size is not None and goal.met_by(size):
             answer, high = size, middle
         else:
             low = middle
@@ -224,28 +259,49 @@ def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> Clu
     return ClusterSize(devices, nodes, best, wall_s, lost, cost)
 
 
-def explain_size(sizing: Sizing, kind: str) -> list[str]:
+def explain_size(sizing: Sizing, kind: str) -> str:
     """The answer as text."""
-    tokens, deadline = f"{sizing.tokens:.3g} tokens", format_days(sizing.deadline_s)
-    answer = sizing.answer
+    goal, answer = sizing.goal, sizing.answer
     if answer is None:
-        fastest = sizing.fastest
-        short = f"no number of {kind} trains {tokens} in {deadline}: the fastest is "
-        short += f"{format_days(fastest.wall_s)} on {fastest.devices}; more devices do not help "
-        return [short + "with this train.global_batch"]
-    cost = "price unknown" if answer.cost is None else f"cost {format_cost(answer.cost)}"
+        return f"no number of {kind} {_describe_goal(goal)}"
+    time = format_days(answer.wall_s)
+    time += "" if goal.deadline_s is None else f" of {format_days(goal.deadline_s)}"
+    cost = "price unknown" if answer.cost is None else format_cost(answer.cost)
+    cost += "" if goal.max_cost is None else f" of {format_cost(goal.max_cost)}"
     lost = f"{answer.lost_share:.1%} lost to checkpoints and failures"
-    if answer.devices == 1:
-        return [
-            f"use one device: one {kind} trains {tokens} in {format_days(answer.wall_s)} ({cost}, {lost})"
-        ]
-    whole = f"{answer.devices} x {kind} ({answer.nodes} nodes) train {tokens} in "
-    return [f"{whole}{format_days(answer.wall_s)} of {deadline} ({cost}, {lost})"]
+    nodes = format_plural(answer.nodes, "node")
+    who = f"one {kind} is enough: it" if answer.devices == 1 else f"{answer.devices} x {kind} ({nodes})"
+    verb = "trains" if answer.devices == 1 else "train"
+    return f"{who} {verb} {goal.tokens:.3g} tokens in {time}, {cost}, {lost}"
+
+
+def _describe_goal(goal: Goal) -> str:
+    within = [] if goal.deadline_s is None else [f"in {format_days(goal.deadline_s)}"]
+    within += [] if goal.max_cost is None else [f"for {format_cost(goal.max_cost)}"]
+    return f"trains {goal.tokens:.3g} tokens {' and '.join(within)}"
+
+
+def unmet_goal_error(sizing: Sizing, kind: str) -> UserError:
+    """The error for a goal that no size meets; it names the fastest size and the cheapest."""
+    goal = sizing.goal
+    named = [("fastest", sizing.fastest)] if goal.deadline_s is not None else []
+    named += [("cheapest", sizing.cheapest)] if goal.max_cost is not None else []
+    tried = "; ".join(f"the {word} is {_describe_size(size)}" for word, size in named)
+    limit = "deadline" if goal.max_cost is None else "max_cost"
+    fix = "Raise the limit or train on fewer tokens"
+    fix += "; more devices do not help with this train.global_batch" if goal.deadline_s is not None else ""
+    rule = f"cannot be met: {explain_size(sizing, kind)}; {tried}"
+    return UserError(Problem("plan-goal-unmet", rule, path=limit, fix=fix, is_argument=True))
+
+
+def _describe_size(size: ClusterSize) -> str:
+    cost = "" if size.cost is None else f", {format_cost(size.cost)}"
+    return f"{format_plural(size.devices, 'device')}: {format_days(size.wall_s)}{cost}"
 
 
 def format_cost(cost: float) -> str:
-    """The cost in whole units of currency, with two decimals below 100."""
-    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
+    """A cost in whole USD, with two decimals below 100."""
+    return f"{cost:,.0f} USD" if cost >= 100 else f"{cost:.2f} USD"
 
 
 def format_days(seconds: float) -> str:

@@ -45,7 +45,9 @@ class PlanPicture:
     steps: list[tuple[str, dict[str, float]]]
     """Layouts, best first, each with the seconds of its parts."""
     rates: npt.NDArray[np.float64]
-    """Tokens per second and device of every layout that fits, in any order."""
+    """Estimated tokens per second and device of every layout that may fit, in any order."""
+    checked: str
+    """How many layouts were checked, and how many of them fit."""
     unit: str = "tokens"
     pipeline: list[tuple[str, list[tuple[str, float, float]]]] = field(default_factory=list)
     """Ranks of the best layout's pipeline, each with the kind, start and end of its passes, in seconds."""
@@ -65,6 +67,7 @@ def gather_picture(plan: PlanContract, found: SearchResult) -> PlanPicture:
         room_bytes=plan.usable_bytes,
         steps=[(describe_layout(p.layout), p.time.parts) for p in found.best],
         rates=plan.tokens_per_step / device_s,
+        checked=f"{found.checked:,} checked, {len(found.best):,} of them fit",
         unit=job.unit,
         pipeline=_planned_passes(plan),
     )
@@ -188,7 +191,7 @@ def _draw_memory(
             textcoords="offset points", va="center",
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value) if value else "0")
-    axes.set_title(f"Memory per rank; usable per device: {format_bytes(room)} (red line)")
+    axes.set_title(f"Memory per rank by kind (colours); usable per device: {format_bytes(room)} (red line)")
 
 
 def _draw_steps(axes: Axes, steps: list[tuple[str, dict[str, float]]], parts: list[str]) -> None:
@@ -204,7 +207,7 @@ def _draw_steps(axes: Axes, steps: list[tuple[str, dict[str, float]]], parts: li
             format_seconds(seconds), (seconds, place), (5, 0), textcoords="offset points", va="center"
         )
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} s")
-    axes.set_title("Step time by part")
+    axes.set_title("Step time by part (colours), recommended layout first")
 
 
 def _draw_pipeline(axes: Axes, ranks: list[tuple[str, list[tuple[str, float, float]]]]) -> None:
@@ -231,9 +234,10 @@ def _draw_pipeline(axes: Axes, ranks: list[tuple[str, list[tuple[str, float, flo
 
 
 def _draw_rates(axes: Axes, picture: PlanPicture) -> None:
-    """Throughput of every layout that fits, best first, over its rank on a logarithmic axis."""
+    """Throughput of every layout that may fit, best first, on a logarithmic axis."""
     rates = np.sort(picture.rates)[::-1]
-    axes.set_title(f"{picture.unit}/s per device of all layouts that fit ({len(rates):,}), best first")
+    count = f"{len(rates):,} layouts that may fit by the memory bound ({picture.checked})"
+    axes.set_title(f"Estimated {picture.unit}/s per device: {count}")
     if not len(rates):
         return
     if len(rates) == 1:
@@ -246,5 +250,5 @@ def _draw_rates(axes: Axes, picture: PlanPicture) -> None:
     axes.set_ylim(0, float(rates[0]) * 1.05)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: format_count(value) if value else "0")
-    axes.set_xlabel("layout, by rank")
+    axes.set_xlabel("position of the layout, fastest first")
     axes.grid(axis="y")

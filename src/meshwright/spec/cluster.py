@@ -74,7 +74,7 @@ class Cluster:
     failure_hours: Positive | None = None
     """Mean hours between failures per device, with its share of node and links."""
     cost_per_hour: Positive | None = None
-    """Price per device and hour, in any currency."""
+    """Price per device and hour, in USD."""
     matmul_flops_per_s: Positive | None = None
     """Reference rate of MFU; measured at the start if left out on `local` without a probe."""
     basis: str = ""

@@ -28,13 +28,13 @@ OTHER_PRESETS = tuple(name for name in preset_names("models") if name not in QUI
 
 @pytest.mark.parametrize("preset", ["tiny", "demo-2m", "llama3.2-1b"])
 def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
-    ran = cli("plan", preset, "--on", "8xh100-sxm")
+    ran = cli("plan", preset, "--on", "8xh100-sxm", "-v")
     assert ran.status == 0
     assert ran.err == ""
     for words in (
         preset,
         "parameters on",
-        "predicted step",
+        "  step    ",
         "Memory of every rank",
         "peak, steady step",
         "peak, first step",
@@ -62,7 +62,7 @@ def test_a_pipeline_plan_shows_stages_bubble_and_memory_of_each_pp_rank(cli, tmp
     """The breakdown is that of the rank with the highest need. The other rank is listed with its total."""
     given = (*LOCAL, *SMALL, "layout.pp=2", "model.num_layers=5", "layout.stage_layers=[3,2]")
     picture = tmp_path / "plan.svg"
-    ran = cli("plan", "tiny", *given, "--picture", str(picture))
+    ran = cli("plan", "tiny", *given, "--picture", str(picture), "-v")
     assert ran.status == 0, ran.err
     for words in ("layers per stage 3, 2: given in the job", "bubble", "0 to 2 (3)", "3 to 4 (2)"):
         assert words in ran.out
@@ -107,8 +107,8 @@ def test_plan_json_is_one_object_with_the_documented_keys(cli, good):
 
 def test_with_json_the_text_goes_to_standard_error(cli, good):
     ran = cli("plan", good, *LOCAL, "--json")
-    assert "Memory of every rank" in ran.err
-    assert "Memory of every rank" not in ran.out
+    assert ran.err.startswith("good fits: ")
+    assert "good fits: " not in ran.out
 
 
 def test_a_plan_with_more_ranks_than_devices_names_both_counts(cli, good):

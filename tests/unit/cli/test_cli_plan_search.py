@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from meshwright.cli.plan_text import shorten_reasons
 from meshwright.plan.contract import read_plan
 from meshwright.spec.load import load_job
 
@@ -17,15 +20,44 @@ LLAMA = ("plan", "llama3-8b", *SMALL, *ON)
 # The search
 
 
-def test_plan_shows_memory_step_time_collectives_reasons_and_a_table(cli):
+def test_the_first_lines_answer_and_the_reasons_are_at_most_twelve(cli):
+    """Fits, layout, step with its interval, memory of the usable, cost; tables only with -v."""
     ran = cli(*LLAMA)
+    fits, layout, step, memory, cost, blank, *reasons, more = ran.out.splitlines()
+    assert fits == "llama3-8b fits: 8.03 G parameters on 8 of 8 devices (H100-80GB-SXM, h100-sxm)"
+    assert re.fullmatch(r"  layout  .*micro_batch=\d+", layout)
+    assert re.fullmatch(r"  step    \S+ m?s \(\S+ m?s to \S+ m?s\), \S+ tok/s, MFU \S+%", step)
+    assert re.fullmatch(r"  memory  \S+ GB of 77.6 GB per device", memory)
+    assert re.fullmatch(r"  cost    24.00 USD/h, \S+ USD per billion tokens", cost)
+    assert blank == ""
+    assert 1 < len(reasons) <= 12
+    assert more.startswith("  -v: ")
+
+
+def test_rejected_layouts_are_the_first_reasons_to_be_left_out():
+    reasons = ["best", *(f"rejected {n}" for n in range(20)), "warning: long"]
+    shown = shorten_reasons(reasons)
+    assert len(shown) == 12
+    assert shown == ["best", *(f"rejected {n}" for n in range(10)), "warning: long"]
+    assert shorten_reasons(["note"] * 15) == ["note"] * 12
+
+
+def test_only_layouts_that_train_can_run_are_ranked(cli):
+    """Layouts that are not built are planned when they are named, and never recommended."""
+    layouts = cli(*LLAMA, "--json").json["layouts"]
+    for entry in layouts:
+        keys = [f"layout.{k}={str(v).lower()}" for k, v in entry["layout"].items() if k != "stage_layers"]
+        load_job("llama3-8b", [*SMALL, *keys], "2x4xh100-sxm", to_run=True)
+
+
+def test_plan_shows_memory_step_time_collectives_reasons_and_a_table(cli):
+    ran = cli(*LLAMA, "-v")
     assert ran.status == 0
     assert ran.err == ""
     for words in (
         "8.03 G parameters on 8 of 8 devices",
-        " among 64 layouts that fit",
+        " checked layouts that fit",
         "  rejected tp=",
-        "predicted step",
         "interval: ",
         "overrides: layout.",
         "peak, steady step",
@@ -300,7 +332,38 @@ def test_sizing_names_devices_time_cost_and_assumptions(cli):
 
 def test_sizing_recommends_one_device_if_it_is_enough(cli):
     ran = cli("plan", "tiny", *SMALL, "--on", "8xh100-sxm", "--tokens", "1e6", "--deadline", "9d")
-    assert "use one device" in ran.out
+    assert ran.out.startswith("one H100-80GB-SXM is enough: ")
+
+
+BUDGET = ("plan", "tiny", *SMALL, "--on", "8xh100-sxm", "cluster.cost_per_hour=2.5", "--tokens", "1e9")
+
+
+def test_a_budget_buys_the_fastest_cluster_within_it(cli):
+    sizing = cli(*BUDGET, "--max-cost", "50", "--json").json["sizing"]
+    assert sizing["max_cost"] == 50
+    assert sizing["cost"] <= 50
+    within = [size["wall_s"] for size in sizing["tried"] if size["cost"] <= 50]
+    assert sizing["wall_s"] <= 1.02 * min(within)
+    assert sizing["devices"] == 1, "more devices are not faster here"
+
+
+def test_a_budget_that_no_cluster_keeps_is_refused_and_the_cheapest_is_named(cli):
+    ran = cli(*BUDGET, "--max-cost", "0.001")
+    assert (ran.status, ran.codes) == (2, ["plan-goal-unmet"])
+    assert "the cheapest is " in ran.err
+    assert ran.out == ""
+    assert cli(*BUDGET, "--max-cost", "-1").codes == ["plan-bad-cost"]
+
+
+def test_a_budget_needs_a_price(cli):
+    local = ("plan", "llama3-8b", *SMALL, "--on", "8xh100-sxm", "cluster.cost_per_hour=2.5")
+    assert cli(*local, "--max-cost", "5").codes == ["plan-sizing-half"]
+    free = ("cluster.file=free.toml", "--tokens", "1e9", "--max-cost", "5")
+    Path("free.toml").write_text(
+        'device = "cuda"\ndevices_per_node = 8\nmemory_bytes = 80000000000\nmemory_bytes_per_s = 3e12\n'
+        "fp32_flops_per_s = 5e13\nbf16_flops_per_s = 7e14\nlink_bytes_per_s = 4e11\nlink_latency_s = 1e-5\n"
+    )
+    assert cli("plan", "llama3-8b", *SMALL, *free).codes == ["plan-no-price"]
 
 
 # Pictures
@@ -310,9 +373,9 @@ def test_an_svg_picture_has_memory_limit_and_step_parts(cli, tmp_path):
     assert cli(*LLAMA, "--picture", "plan.svg").status == 0
     root = ElementTree.fromstring((tmp_path / "plan.svg").read_bytes())
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "Memory per rank; usable per device: 77.6 GB (red line)" in texts
+    assert "Memory per rank by kind (colours); usable per device: 77.6 GB (red line)" in texts
     assert "compute" in texts
-    assert any("layouts that fit" in (text or "") for text in texts)
+    assert any("layouts that may fit" in (text or "") for text in texts)
 
 
 def test_a_png_picture_is_written(cli, tmp_path):
@@ -413,7 +476,7 @@ def test_ranking_by_memory_considers_offloading(cli):
 
 def test_the_plan_names_samples_precision_and_runtime_of_a_step(cli):
     words = "per step: 32 samples of 512 tokens, 16.4 k tokens in all, in bf16; runtime meshwright"
-    assert words in cli(*LLAMA).out
+    assert words in cli(*LLAMA, "-v").out
 
 
 def test_a_model_that_is_not_built_is_planned_on_this_machine(cli, good):

@@ -22,7 +22,8 @@ def test_the_search_line_counts_evaluated_pruned_and_checked_layouts(found):
     words = count_search(found)
     assert f"{found.evaluated:,} layouts evaluated in" in words
     assert f"{found.pruned:,} pruned by lower bounds of memory and time" in words
-    assert words.endswith("4 checked exactly, 4 fit")
+    assert f"{found.may_fit:,} may fit by these bounds" in words
+    assert words.endswith("4 checked exactly, 4 of them fit")
 
 
 def test_a_search_that_stopped_early_counts_unseen_layouts(found):

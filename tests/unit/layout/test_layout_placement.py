@@ -26,3 +26,10 @@ def test_a_group_spans_the_widest_link_of_its_members(make_job, layout, axis, ti
     """Eight nodes of eight devices, two nodes per rack; tp is innermost, pp outermost."""
     job = make_job(cluster={"nodes": 8, "nodes_per_rack": 2})
     assert tier_of(with_layout(job, layout), axis) == tier
+
+
+def test_ranks_that_share_the_cores_of_one_machine_stay_within_the_node(make_job):
+    """Four CPU ranks on two cores: the ranks past the cores are not on another node."""
+    job = make_job(cluster={"preset": "local", "device": "cpu", "devices_per_node": 2})
+    for axis in ("dp_replicate", "control"):
+        assert tier_of(with_layout(job, Layout("given", dp_replicate=4)), axis) == "node"

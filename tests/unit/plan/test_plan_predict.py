@@ -347,3 +347,18 @@ def test_walked_bubbles_are_those_of_the_books(make_job):
     assert plain["bubble"] / cut["bubble"] == pytest.approx(4, rel=0.1)
     work = sum(plain.get(name, 0.0) for name in ("compute", "tensor parallel"))
     assert plain["bubble"] == pytest.approx(work * 3 / 16, rel=0.05)
+
+
+@pytest.mark.parametrize("model", ["tiny", "resnet-tiny"])
+def test_ranks_that_share_cores_take_as_many_times_as_long(make_job, model):
+    """8 ranks on 2 cores: 4 times the step of 8 ranks on 8 cores. Fewer ranks than cores change nothing."""
+    images = {"data": {"seq_len": 1, "path": "images"}} if model != "tiny" else {}
+    layout = Layout("given", dp_replicate=8, micro_batch=2)
+
+    def step_s(cores: int) -> float:
+        cluster = {"preset": "local", "device": "cpu", "devices_per_node": cores}
+        job = make_job(model={"preset": model}, cluster=cluster, train={"global_batch": 16}, **images)
+        return predict(job, layout).step_s
+
+    assert step_s(2) == pytest.approx(4 * step_s(8))
+    assert step_s(16) == step_s(8)

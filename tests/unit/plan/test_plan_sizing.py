@@ -12,6 +12,7 @@ from meshwright.plan.search.find import with_cluster
 from meshwright.plan.sizing import (
     CHECKPOINT_BYTES,
     RESTART_S,
+    Goal,
     explain_size,
     list_assumptions,
     lost_to_failures,
@@ -58,7 +59,7 @@ def test_more_devices_fail_more_often(make_decoder_job):
 
 def test_the_answer_keeps_the_deadline_and_half_of_it_does_not(make_decoder_job):
     job = with_cluster(make_decoder_job("llama3-8b", **TABLES), cost_per_hour=2.0)
-    sizing = size_cluster(job, 1e11, 20 * DAY, {})
+    sizing = size_cluster(job, Goal(1e11, 20 * DAY), {})
     answer = sizing.answer
     assert answer is not None
     assert answer.wall_s <= 20 * DAY
@@ -68,24 +69,23 @@ def test_the_answer_keeps_the_deadline_and_half_of_it_does_not(make_decoder_job)
     steps = math.ceil(1e11 / (64 * 2048))
     assert answer.wall_s == pytest.approx(steps * answer.prediction.step_s / (1 - answer.lost_share))
     assert answer.cost == pytest.approx(2.0 * answer.devices * answer.wall_s / 3600)
-    (sentence,) = explain_size(sizing, "H100")
-    assert sentence.startswith(f"{answer.devices} x H100")
+    assert explain_size(sizing, "H100").startswith(f"{answer.devices} x H100")
     assert sizing.summary()["devices"] == answer.devices
 
 
 def test_one_device_is_the_answer_where_it_is_enough(make_decoder_job):
-    sizing = size_cluster(make_decoder_job("tiny", data={"seq_len": 32}), 1e6, 30 * DAY, {})
+    sizing = size_cluster(make_decoder_job("tiny", data={"seq_len": 32}), Goal(1e6, 30 * DAY), {})
     assert sizing.answer is not None
     assert sizing.answer.devices == 1
-    assert explain_size(sizing, "H100")[0].startswith("use one device")
+    assert explain_size(sizing, "H100").startswith("one H100 is enough: ")
 
 
 def test_a_deadline_that_no_number_of_devices_keeps_is_said_so(make_decoder_job):
     job = make_decoder_job("tiny", data={"seq_len": 32}, train={"global_batch": 2})
-    sizing = size_cluster(job, 1e12, 3600, {})
+    sizing = size_cluster(job, Goal(1e12, 3600), {})
     assert sizing.answer is None
     assert sizing.summary()["devices"] is None
-    assert "no number of" in explain_size(sizing, "H100")[0]
+    assert "no number of" in explain_size(sizing, "H100")
     assert len(sizing.tried) < 14, "it stops when more devices no longer help"
 
 

@@ -17,6 +17,7 @@ def picture_of(**changes) -> PlanPicture:
         "room_bytes": 100.0,
         "steps": [("a", {"compute": 3.0, "bubble": 1.0})],
         "rates": np.array([5.0, 4.0, 1.0]),
+        "checked": "3 checked, 3 of them fit",
     }
     return PlanPicture(**(given | changes))
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.layout.text import overrides_from
-from meshwright.plan.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTES
+from meshwright.plan.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTES, Grid
 from meshwright.plan.memory.fit import usable_bytes
 from meshwright.plan.predict import (
     Prediction,
@@ -28,7 +28,7 @@ from meshwright.plan.predict import (
     predict_memory,
     samples_per_rank,
 )
-from meshwright.plan.search.find import Objective, score
+from meshwright.plan.search.find import Objective, SearchResult, complexity, score
 from meshwright.plan.search.runtimes import runtime_support
 from meshwright.plan.search.space import micro_batch_choices, virtual_stage_choices
 from meshwright.spec.job import Job
@@ -160,13 +160,14 @@ def _normalize(job: Job, layout: Layout) -> Layout:
 # --- Neighbours of a recommended layout ---
 
 
-def explain_neighbours(best: Prediction, objective: Objective = "time") -> list[str]:
-    """Why each neighbour was rejected; those that do not fit come first.
+def explain_neighbours(found: SearchResult) -> list[str]:
+    """Why each neighbour of the best layout was rejected; those that do not fit share the first sentence.
 
     A changed degree is also tried with the largest micro-batch that fits: the present one suits another
     degree.
     """
-    told = []
+    best, objective = found.best[0], found.objective
+    told, unfit = [], []
     for change, layout in list_neighbours(best.job, best.layout):
         tries = [predict(best.job, layout)]
         if any(getattr(layout, axis) != getattr(best.layout, axis) for axis in AXES):
@@ -177,13 +178,39 @@ def explain_neighbours(best: Prediction, objective: Objective = "time") -> list[
         words = change
         if other.layout.micro_batch != best.layout.micro_batch and not change.startswith("micro_batch"):
             words += f", micro_batch={other.layout.micro_batch}"
-        told.append((other, f"{words}: {compare(best, other, objective)}"))
-    told.sort(key=lambda pair: (pair[0].fits, score(objective, pair[0])))
-    return [sentence for _, sentence in told]
+        if other.fits:
+            told.append((score(objective, other), f"{words}: {compare(best, other, objective, found.pins)}"))
+        else:
+            unfit.append(f"{change.partition(' (')[0]} ({_describe_shortage(other)})")
+    return [*_join_unfit(unfit), *(sentence for _, sentence in sorted(told))]
 
 
-def compare(best: Prediction, other: Prediction, objective: Objective = "time") -> str:
-    """Why the other layout is worse: it does not fit, or which parts of the step take longer."""
+def _describe_shortage(other: Prediction) -> str:
+    if other.needed_bytes > usable_bytes(other.job.cluster):
+        return format_bytes(other.needed_bytes)
+    return f"{format_bytes(other.memory.host_bytes)} of CPU memory"
+
+
+def _join_unfit(unfit: list[str]) -> list[str]:
+    if not unfit:
+        return []
+    return [f"because {'they do' if len(unfit) > 1 else 'it does'} not fit: {', '.join(unfit)}"]
+
+
+def compare(
+    best: Prediction,
+    other: Prediction,
+    objective: Objective = "time",
+    pins: Mapping[str, Any] | None = None,
+) -> str:
+    """Why the other layout is worse: it does not fit, or which parts of the step take longer.
+
+    Args:
+        best: The recommended layout.
+        other: The layout to compare.
+        objective: What the best layout minimizes.
+        pins: Layout keys that the job fixes.
+    """
     if not other.fits:
         return other.shortage
     change, more = other.step_s / best.step_s - 1, other.needed_bytes - best.needed_bytes
@@ -203,8 +230,23 @@ def compare(best: Prediction, other: Prediction, objective: Objective = "time") 
         devices = other.layout.world_size / best.layout.world_size
         if objective == "cost" and devices * (1 + change) > 1:
             return f"{devices * (1 + change) - 1:.1%} more device time"
-        return f"{-change:.1%} faster, {format_bytes(other.needed_bytes)} per rank, but more complex"
+        why_not = _why_not_faster(best, other, pins or {})
+        return f"{-change:.1%} faster, {format_bytes(other.needed_bytes)} per rank, but {why_not}"
     return f"{change:.1%} slower: {_describe_parts(best, other)}"
+
+
+def _why_not_faster(best: Prediction, other: Prediction, pins: Mapping[str, Any]) -> str:
+    """Why a layout with a shorter step is not recommended."""
+    fixed = {key: value for key, value in pins.items() if getattr(other.layout, key) != value}
+    if fixed:
+        return f"the job fixes {describe_pins(fixed)}"
+    simple, other_one = complexity(Grid.of([best.layout, other.layout]))
+    return "more complex" if other_one > simple else "not searched unless the job names it"
+
+
+def describe_pins(pins: Mapping[str, Any]) -> str:
+    """Layout keys as overrides."""
+    return " ".join(f"layout.{key}={str(value).lower()}" for key, value in pins.items())
 
 
 def _describe_parts(best: Prediction, other: Prediction, most: int = 2) -> str:

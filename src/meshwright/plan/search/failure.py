@@ -16,6 +16,7 @@ from meshwright.plan.predict import Prediction, list_shortages, require_decoder
 from meshwright.plan.search.alternatives import (
     SHORTEST_SEQUENCE,
     Alternative,
+    describe_pins,
     find_alternatives,
     with_seq_len,
 )
@@ -73,7 +74,7 @@ def given_layout_error(prediction: Prediction) -> UserError:
 def search_error(job: Job, pins: dict[str, Any], found: SearchResult) -> UserError:
     """The error for a search without a result: no layout is legal with these keys, or none fits."""
     if found.closest is None:
-        keys = " ".join(f"layout.{name}={str(value).lower()}" for name, value in pins.items())
+        keys = describe_pins(pins)
         devices, runtime = job.cluster.world_size, job.train.runtime
         leave, which = ("leaves", "it") if len(pins) == 1 else ("leave", "one of them")
         rule = f"{leave} no legal layout on {devices} device{'s' * (devices > 1)} with {runtime}"

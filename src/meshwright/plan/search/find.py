@@ -96,6 +96,8 @@ class SearchResult:
 
     job: Job
     objective: Objective = "time"
+    pins: dict[str, Any] = field(default_factory=dict)
+    """Layout keys that the job fixes."""
     evaluated: int = 0
     """Layouts whose memory bound and time were both computed."""
     pruned: int = 0
@@ -117,7 +119,7 @@ class SearchResult:
     without_offload_s: float | None = None
     """The shortest step without offload, where offload was chosen because it is much faster."""
     rates: list[Floats] = field(default_factory=list)
-    """Device seconds per step of all layouts that may fit, for the plot."""
+    """Device seconds per step of the layouts that may fit, for the plot."""
     shortlist: RankedLayouts | None = None
     """Result of the first stage, best first."""
 
@@ -142,7 +144,7 @@ def find_layouts(
     objective: Objective = "time",
     progress: Progress = no_progress,
     worlds: Sequence[int] | None = None,
-    budget_s: float = BUDGET_S,
+    budget_s: float | None = None,
 ) -> SearchResult:
     """Search all legal layouts; with offload only where little or nothing else fits.
 
@@ -153,9 +155,9 @@ def find_layouts(
         objective: What to minimize: step time, device time per step (cost), or memory per rank.
         progress: Called from time to time.
         worlds: World sizes to try; divisors of the cluster by default.
-        budget_s: Seconds after which the search ends.
+        budget_s: Seconds after which the search ends; :data:`BUDGET_S` if left out.
     """
-    search = _Search(job, pins, top, objective, progress, worlds or world_sizes(job), budget_s)
+    search = _Search(job, pins, top, objective, progress, worlds or world_sizes(job), budget_s or BUDGET_S)
     may_offload = "offload" not in pins and job.cluster.device == "cuda"  # on CPUs all state is there already
     found = search.run(("none", *OFFLOADING) if objective == "memory" and may_offload else ("none",))
     if may_offload and objective != "memory":
@@ -208,7 +210,7 @@ class _Search:
         self.order = objective
         """Objective of the shortlist."""
         self.started = time.perf_counter()
-        self.found = SearchResult(job, objective)
+        self.found = SearchResult(job, objective, pins)
         self.workload = Workload.of(job)
         self.usable = usable_bytes(job.cluster)
         plain = with_layout(job, Layout("given"))

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from meshwright.core.units import format_seconds
+from meshwright.core.units import format_plural, format_seconds
 from meshwright.layout.lr_schedule import explain_lr
 from meshwright.layout.text import describe_layout
 from meshwright.plan.predict import Prediction
-from meshwright.plan.search.alternatives import compare, explain_neighbours
+from meshwright.plan.search.alternatives import compare, describe_pins, explain_neighbours
 from meshwright.plan.search.failure import NOT_BUILT
 from meshwright.plan.search.find import SIMPLICITY_MARGIN, SearchResult, find_layouts, score
 from meshwright.plan.time.stages import part_costs
@@ -55,7 +55,8 @@ def explain_choice(requested: Job, found: SearchResult, neighbours: bool = False
 
 def _explain_best(requested: Job, found: SearchResult) -> str:
     best, devices = found.best[0], requested.cluster.world_size
-    count = f"{len(found.best):,} layout{'s' * (len(found.best) != 1)} that fit"
+    fixed = f" with {describe_pins(found.pins)}" if found.pins else ""
+    count = f"{format_plural(len(found.best), 'checked layout')}{fixed} that fit"
     words = f"{describe_layout(best.layout)}: {BEST[found.objective]} among {count}"
     first = min(found.best, key=lambda p: score(found.objective, p))
     more = score(found.objective, best) / score(found.objective, first) - 1
@@ -78,7 +79,7 @@ def _explain_others(found: SearchResult, neighbours: bool) -> list[str]:
     """Neighbours of the best layout, or the next best ones (ResNets have only dp_replicate)."""
     best = found.best[0]
     if neighbours and isinstance(best.job.model, DecoderModel):
-        return [f"rejected {sentence}" for sentence in explain_neighbours(best, found.objective)]
+        return [f"rejected {sentence}" for sentence in explain_neighbours(found)]
     return [
         f"rejected {describe_layout(other.layout)}: {compare(best, other, found.objective)}"
         for other in found.best[1 : 1 + MOST_OTHERS]

@@ -15,7 +15,7 @@ from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.network import Groups, build_group, build_groups
 from meshwright.plan.time.probed import ProbedSteps, probe_steps
-from meshwright.plan.time.rates import Rates, rates_of
+from meshwright.plan.time.rates import Rates, ranks_per_core, rates_of
 from meshwright.plan.time.stage_layers import slowest_load
 from meshwright.schedule.pipeline.closed_forms import pipeline_time
 
@@ -54,10 +54,25 @@ class StepEstimate:
     send_s: Floats
     """One transfer between pipeline stages."""
 
+    def times(self, factor: Floats) -> StepEstimate:
+        """Every time, multiplied."""
+        return StepEstimate(
+            step_s=self.step_s * factor,
+            parts={name: seconds * factor for name, seconds in self.parts.items()},
+            hidden={name: seconds * factor for name, seconds in self.hidden.items()},
+            passes=self.passes.times(factor),
+            block=self.block.times(factor),
+            head=self.head.times(factor),
+            embedding=self.embedding.times(factor),
+            send_s=self.send_s * factor,
+        )
+
 
 def estimate_step(workload: Workload, grid: Grid, rates: Rates | None = None) -> StepEstimate:
     """Estimate the step of every layout; ``rates`` replace the calibrated ones during calibration."""
-    return _Step(workload, grid, rates or rates_of(workload)).estimate()
+    step = _Step(workload, grid, rates or rates_of(workload)).estimate()
+    shared = ranks_per_core(workload.cluster, grid.world_size)
+    return step.times(shared) if shared.max(initial=1.0) > 1 else step
 
 
 def _distinct(grid: Grid) -> tuple[Ints, Ints]:

@@ -76,8 +76,8 @@ def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Gr
     """The group of ``ranks`` that are ``stride`` devices apart."""
     per_node = cluster.devices_per_node
     inside = np.clip(per_node // np.maximum(stride, 1), 1, ranks).astype(float)
-    nodes = np.ceil(ranks * stride / per_node)
-    crossing = ranks * stride > per_node
+    nodes = np.minimum(np.ceil(ranks * stride / per_node), cluster.nodes)  # CPU ranks may share cores
+    crossing = nodes > 1
     link = cluster.link_bytes_per_s * rates.link
     nic = (cluster.nic_bytes_per_s or cluster.link_bytes_per_s) * rates.nic
     rack = cluster.nodes_per_rack or cluster.nodes

@@ -11,7 +11,11 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats, Ints
 from meshwright.plan.estimate.workload import Workload
+from meshwright.spec.cluster import Cluster
 
 CALIBRATION_FILE = "calibration.toml"
 CPU = "cpu"
@@ -86,6 +90,13 @@ def rates_of(workload: Workload) -> Rates:
         return merge_rates(load_calibration(), workload.profile.calibrations, device)
     rates, far = merge_rates(load_calibration(), (), CPU), cluster.nic_latency_s or cluster.link_latency_s
     return dataclasses.replace(rates, link_latency_s=cluster.link_latency_s, nic_latency_s=far)
+
+
+def ranks_per_core(cluster: Cluster, ranks: Ints) -> Floats:
+    """How many ranks share a CPU core; every part of their step takes that many times as long. 1 on GPUs."""
+    if cluster.device != "cpu":
+        return np.ones(len(ranks))
+    return np.maximum(1.0, ranks / cluster.world_size)
 
 
 def merge_rates(tables: dict[str, dict[str, float]], stacks: tuple[str, ...], device: str) -> Rates:

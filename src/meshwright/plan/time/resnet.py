@@ -67,7 +67,7 @@ def _communication_s(
     cluster: Cluster, ranks: int, traffic: Sequence[CollectiveTraffic]
 ) -> tuple[float, float]:
     """Ring all-reduces of a step: gradients, and control."""
-    crossing = ranks > cluster.devices_per_node
+    crossing = ranks > cluster.devices_per_node and cluster.nodes > 1
     bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
     latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s
     seconds = {"control": 0.0, "gradients": 0.0}

@@ -10,11 +10,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from meshwright.plan.contract import CollectiveTraffic, PipelineTime
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.pipeline import plan_pipeline
+from meshwright.plan.time.rates import ranks_per_core
 from meshwright.plan.time.resnet import estimate_resnet_step
 from meshwright.plan.time.stages import stage_times
 from meshwright.spec.job import Job
@@ -51,6 +54,8 @@ def predict_step(
     """
     if not isinstance(job.model, DecoderModel):
         parts, hidden = estimate_resnet_step(job, micro_batches, touched_bytes, traffic)
+        shared = float(ranks_per_core(job.cluster, np.array([job.layout.world_size]))[0])
+        parts, hidden = ({name: s * shared for name, s in times.items()} for times in (parts, hidden))
         return StepTime(_without_zeros(parts), _without_zeros(hidden))
     layout = job.layout
     samples = micro_batches * (layout.micro_batch or 1) * layout.data_degree

@@ -18,7 +18,8 @@ from meshwright.plan.search.alternatives import (
     memory_budget_after_oom,
     part_differences,
 )
-from meshwright.plan.search.find import find_layouts
+from meshwright.plan.search.find import SearchResult, find_layouts
+from meshwright.plan.time.step import StepTime
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.load import build_job, job_tree, load_job, read_tree
@@ -115,25 +116,36 @@ def test_on_cpus_nothing_is_offloaded():
 
 def test_every_neighbour_loses_for_a_reason_with_a_number(make_job):
     job = make_job(**LARGE)
-    best = find_layouts(job, {}, 8).best[0]
-    sentences = explain_neighbours(best)
-    assert len(sentences) == len(list_neighbours(job, best.layout))
-    for sentence in sentences:
-        assert re.search(r": .*\d", sentence), sentence
-        assert re.search(r"more than usable|slower|memory|faster|over cluster", sentence), sentence
-    refused = ["more than usable" in sentence for sentence in sentences]
-    assert refused == sorted(refused, reverse=True), "those that do not fit come first"
+    found = find_layouts(job, {}, 8)
+    unfit, *others = explain_neighbours(found)
+    assert re.match(r"because (they do|it does) not fit: ", unfit), "one sentence for all of them"
+    assert len(others) + unfit.count(" GB)") == len(list_neighbours(job, found.best[0].layout))
+    for sentence in others:
+        assert re.search(r": .*\d.*(slower|memory|faster)", sentence), sentence
+
+
+def test_a_faster_neighbour_that_breaks_a_fixed_key_says_so(make_job):
+    """With zero=3 fixed, zero=1 is faster and not "more complex": the job rules it out."""
+    found = find_layouts(make_job(**LARGE), {"zero": 3}, 8)
+    for sentence in explain_neighbours(found):
+        broken = re.match(r"zero=[12] ", sentence)
+        assert not (broken and "more complex" in sentence), sentence
+    fast = predict(found.job, dataclasses.replace(found.best[0].layout, zero=1))
+    fast = dataclasses.replace(fast, time=StepTime({"compute": found.best[0].step_s / 2}))
+    if fast.fits:
+        assert compare(found.best[0], fast, pins=found.pins).endswith("but the job fixes layout.zero=3")
 
 
 def test_a_changed_degree_may_take_the_micro_batch_that_suits_it(make_job):
     """Then the sentence names it."""
     best = predict(job := make_job(**LARGE), Layout("given", dp_shard=8, tp=2, zero=3, micro_batch=4))
-    for sentence in explain_neighbours(best):
+    sentences = explain_neighbours(SearchResult(job, best=[best]))
+    for sentence in sentences:
         found = re.match(r"(\w+=[^,:\s]+).*, micro_batch=(\d+): ", sentence)
         if found:
             assert not found[1].startswith("micro_batch")
             assert int(found[2]) != best.layout.micro_batch
-    named = [s for s in explain_neighbours(best) if re.search(r", micro_batch=\d+: ", s)]
+    named = [s for s in sentences if re.search(r", micro_batch=\d+: ", s)]
     assert named
     assert all(s.startswith(("tp", "pp", "cp", "dp_", "ep")) for s in named), job.name
 

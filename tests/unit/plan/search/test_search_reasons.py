@@ -42,7 +42,8 @@ def test_the_simplest_near_the_best_says_what_it_gives_up(make_job):
     other = predict(job, Layout("given", dp_shard=8, zero=1, micro_batch=1))
     near = dataclasses.replace(other, time=StepTime({"compute": simple.step_s / 1.005}))
     first = explain_choice(job, SearchResult(job, best=[simple, near]))[0]
-    assert "simplest within 1% of the shortest predicted step among 2 layouts that fit (+0.50% over" in first
+    words = "simplest within 1% of the shortest predicted step among 2 checked layouts that fit (+0.50% over"
+    assert words in first
     assert first.endswith("over dp_shard=8 zero=1 micro_batch=1)")
     far = dataclasses.replace(other, time=StepTime({"compute": simple.step_s * 1.005}))
     assert "shortest predicted step among 2" in explain_choice(job, SearchResult(job, best=[simple, far]))[0]
