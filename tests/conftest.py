@@ -1,4 +1,4 @@
-"""Shared by all tests: the environment that torch needs, a corpus, and a way to train on real ranks."""
+"""Fixtures of all tests: the environment of torch, a corpus, a small job, and training on real ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest_plugins = ("sharding",)
 prepare_environment(threads=1)  # before anything imports torch
 os.environ["OMP_NUM_THREADS"] = "1"
 
-settings.register_profile("meshwright", deadline=None, derandomize=True)  # no verdict on a busy machine
+settings.register_profile("meshwright", deadline=None, derandomize=True)  # the machine may be busy
 settings.load_profile("meshwright")
 
 TINY = """
@@ -43,7 +43,7 @@ matmul_flops_per_s = 1e11
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty small documents of plain text, different enough to learn something from."""
+    """Forty small text documents."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(40):
         lines = [
@@ -55,7 +55,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus as byte-level shards, an eighth of it held out."""
+    """The corpus as shards of byte tokens; an eighth is held out."""
     from meshwright.data.prepare import CorpusSpec, prepare_corpus
 
     out = tmp_path_factory.mktemp("prepared") / "bytes"
@@ -65,13 +65,13 @@ def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def job_text(prepared: Path) -> str:
-    """A job that trains in a moment."""
+    """A small job in TOML."""
     return TINY.format(corpus=prepared)
 
 
 @pytest.fixture
 def job_file(tmp_path: Path, job_text: str) -> Path:
-    """The same in a file of its own."""
+    """The small job in a file."""
     path = tmp_path / "job.toml"
     path.write_text(job_text)
     return path
@@ -93,9 +93,9 @@ class Trained:
 
 @pytest.fixture
 def train(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Train in real processes from inside the test; by default the audit must hold.
+    """Train with real rank processes and check the exit status; 0 includes a clean audit.
 
-    The report page has no curves: drawing them takes as long as a short run.
+    The report page has no charts: drawing them takes as long as a short run.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("meshwright.report.html.can_draw", lambda: False)

@@ -11,10 +11,10 @@ GPT_PARTS: dict[str, Any] = {
     "attention_bias": True,
     "ffn_bias": True,
 }
-"""What makes a decoder one of GPT's kind; ``max_positions`` belongs to the length of the samples."""
+"""Model keys of a GPT-2-like decoder, without ``max_positions``, which depends on the sequence length."""
 
 
 def gpt_overrides(max_positions: int) -> list[str]:
-    """The same for the command line."""
+    """The keys as command-line overrides."""
     parts = {**GPT_PARTS, "max_positions": max_positions}
     return [f"model.{key}={str(value).lower()}" for key, value in parts.items()]

@@ -1,7 +1,7 @@
-"""What must hold of a case of the planner's matrix: the layout shown is the layout written and enforced.
+"""Checks of one case of the planner matrix: ``plan`` shows the layout that it writes and accepts.
 
-The command runs inside this process, through the same ``main`` as the installed command. A check returns
-sentences, one for each contradiction, so that a shard of many cases can list all of them.
+The command runs in this process, through the ``main`` of the installed command. A check returns one sentence
+per contradiction, so that a test of many cases can list them all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from planner_matrix import Case, is_built
 TOP = 5
 NOTHING_FITS = "plan-nothing-fits"
 INTERRUPTED = 130
-SAME = 1e-9
-"""Relative difference of times that are one number, written and read."""
+TIME_TOLERANCE = 1e-9
+"""Relative difference of a time that was written and read again."""
 PARTS_SUM = 1e-6
 """Relative difference between a step and the sum of its parts."""
 TRAFFIC_KEYS = ("axis", "op", "phase", "ranks", "calls", "bytes", "pp_rank")
@@ -38,7 +38,7 @@ PEAKS = ("peak", "first_step", "checkpoint")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left behind."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -53,17 +53,17 @@ class Ran:
 
     @property
     def errors(self) -> list[dict[str, Any]]:
-        """The problems of a command that failed."""
+        """The errors of a command that failed."""
         return list(self.json.get("errors", []))
 
     @property
     def codes(self) -> list[str]:
-        """Their codes."""
+        """The codes of the errors."""
         return [error["code"] for error in self.errors]
 
     @property
     def reason(self) -> str:
-        """Their first sentence, for a message."""
+        """Exit status and first error, for a message."""
         return f"exit {self.status}: {self.errors[0]['message'][:240] if self.errors else self.err[-240:]}"
 
 
@@ -81,12 +81,12 @@ def run_command(*arguments: object) -> Ran:
         except SystemExit as ended:
             status = ended.code
     if status == INTERRUPTED:
-        raise KeyboardInterrupt("the command ends itself at Ctrl-C; the tests end with it")
+        raise KeyboardInterrupt("Ctrl-C ended the command")
     return Ran(int(status or 0), out.getvalue(), err.getvalue())
 
 
 def plan_case(case: Case, *arguments: object) -> Ran:
-    """``meshwright plan`` for a case, with further arguments, as JSON."""
+    """Run ``meshwright plan`` with ``--json`` for a case."""
     return run_command("plan", case.model, "--on", case.on, *arguments, "--json")
 
 
@@ -99,12 +99,12 @@ def read_layout(shown: Mapping[str, Any]) -> Layout:
 
 
 def name_layout(shown: Mapping[str, Any]) -> list[str]:
-    """The overrides that ask for the layout of a JSON entry."""
+    """The overrides of the layout of a JSON entry."""
     return layout_overrides(read_layout(shown)).split()
 
 
 def find_contradictions(case: Case, folder: Path) -> list[str]:
-    """All that is wrong with a case; nothing if the planner agrees with itself."""
+    """All contradictions between the outputs of ``plan`` for a case."""
     path = folder / f"{case}.toml"
     written = plan_case(case, "--top", TOP, "-o", path)
     if written.status != 0:
@@ -125,23 +125,23 @@ def find_contradictions(case: Case, folder: Path) -> list[str]:
 
 
 def _refused(case: Case, written: Ran, path: Path) -> Iterator[str]:
-    """Nothing fits, and the command says so with a fix, with ``-o`` and without."""
+    """No layout fits: ``plan`` fails with that code and a fix, with ``-o`` and without."""
     shown = plan_case(case, "--top", TOP)
     if shown.status == 0:
-        words = " ".join(name_layout(shown.json["layouts"][0]))
-        yield f"plan shows {words}, and -o refuses it: {written.reason}"
+        overrides = " ".join(name_layout(shown.json["layouts"][0]))
+        yield f"plan shows {overrides}, but -o refuses it: {written.reason}"
         return
     for name, ran in {"plan": shown, "plan -o": written}.items():
         if (ran.status, ran.codes) != (2, [NOTHING_FITS]):
-            yield f"{name} neither plans nor says {NOTHING_FITS}: {ran.reason}"
+            yield f"{name} failed without {NOTHING_FITS}: {ran.reason}"
         elif not ran.errors[0]["fix"] or f"[{NOTHING_FITS}]" not in ran.err:
-            yield f"{name} says that nothing fits, without a fix or without its code: {ran.reason}"
+            yield f"{name}: the error has no fix, or the message has no code: {ran.reason}"
     if path.exists():
         yield "a plan was written although nothing fits"
 
 
 def _shown_differs_from_written(best: Mapping[str, Any], plan: PlanContract) -> Iterator[str]:
-    """The first layout in JSON and the plan file: layout, memory, collectives, step."""
+    """The first layout in JSON against the plan file: layout, memory, collectives, step time."""
     summary = json.loads(json.dumps(summarize_plan(plan)))
     yield from _compare("layout", best["layout"], summary["layout"])
     yield from _compare("collectives", _traffic(best), _traffic(summary))
@@ -154,9 +154,9 @@ def _shown_differs_from_written(best: Mapping[str, Any], plan: PlanContract) -> 
 
 
 def _not_exact(case: Case, plan: PlanContract) -> Iterator[str]:
-    """A model that runs is planned with a layout that runs, to the byte."""
+    """For a model that ``train`` runs, the plan must be exact."""
     if not plan.exact and is_built(case.model):
-        yield "the written plan is not exact: train does not run its layout"
+        yield "the written plan is not exact: train cannot run its layout"
 
 
 def _compare_memory(shown: Mapping[str, Any], written: Mapping[str, Any]) -> Iterator[str]:
@@ -171,7 +171,7 @@ def _compare_memory(shown: Mapping[str, Any], written: Mapping[str, Any]) -> Ite
 
 
 def _does_not_fit(case: Case, found: Mapping[str, Any]) -> Iterator[str]:
-    """Every layout shown fits, by what each class of ranks needs."""
+    """Every layout shown must fit on each class of ranks."""
     usable, share = found.get("usable_bytes"), found.get("usable_share")
     if usable is None or share is None:
         yield "the JSON has no usable_bytes or no usable_share"
@@ -194,7 +194,7 @@ def _does_not_fit(case: Case, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _times_do_not_add_up(layouts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Of every layout shown: parts that sum to the step, a step within its interval, the fastest first."""
+    """Parts sum to the step time, the step time is within its interval, and layouts are sorted by it."""
     for number, layout in enumerate(layouts, 1):
         step, parts = layout["step_s"], sum(layout["breakdown_s"].values())
         if not math.isclose(parts, step, rel_tol=PARTS_SUM):
@@ -204,17 +204,17 @@ def _times_do_not_add_up(layouts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"layout {number}: a step of {step} s is not within {interval}"
     first, *others = (layout["step_s"] for layout in layouts)
     if others != sorted(others):
-        yield f"the layouts behind the first are not sorted by their step: {others}"
-    if others and first > others[0] * (1 + SIMPLICITY_MARGIN["cuda"] + SAME):
-        yield f"the layout shown first takes {first} s, and another one {others[0]} s"
+        yield f"the layouts after the first are not sorted by step time: {others}"
+    if others and first > others[0] * (1 + SIMPLICITY_MARGIN["cuda"] + TIME_TOLERANCE):
+        yield f"the first layout takes {first} s, a later one {others[0]} s"
 
 
 def _planned_otherwise_when_given(case: Case, best: Mapping[str, Any]) -> Iterator[str]:
-    """The layout shown first, asked for by its overrides, is predicted as it was."""
-    words = name_layout(best)
-    given = plan_case(case, *words)
+    """The first layout, given by its overrides, must get the same prediction."""
+    overrides = name_layout(best)
+    given = plan_case(case, *overrides)
     if given.status != 0:
-        yield f"{' '.join(words)} is shown first and refused when given: {given.reason}"
+        yield f"{' '.join(overrides)} is shown first and refused when given: {given.reason}"
         return
     (again,) = given.json["layouts"]
     yield from _compare("layout when given", again["layout"], best["layout"])
@@ -225,7 +225,7 @@ def _planned_otherwise_when_given(case: Case, best: Mapping[str, Any]) -> Iterat
 
 
 def _compare(what: str, one: Any, other: Any) -> Iterator[str]:
-    """A sentence if two values differ; of long ones the first difference."""
+    """A sentence if two values differ; for lists the first rows that differ."""
     if one == other:
         return
     if isinstance(one, dict) and isinstance(other, dict):
@@ -234,21 +234,21 @@ def _compare(what: str, one: Any, other: Any) -> Iterator[str]:
     elif isinstance(one, list) and isinstance(other, list):
         both = [row for row in one if row in other]
         one, other = ([row for row in side if row not in both] for side in (one, other))
-        what = f"{what} ({len(one)} against {len(other)} rows that differ)"
+        what = f"{what} ({len(one)} and {len(other)} rows differ)"
         one, other = one[:2], other[:2]
-    yield f"{what}: {one} is not {other}"
+    yield f"{what}: {one} != {other}"
 
 
 def _compare_times(what: str, one: Mapping[str, float], other: Mapping[str, float]) -> Iterator[str]:
     same = one.keys() == other.keys() and all(
-        math.isclose(one[key], other[key], rel_tol=SAME, abs_tol=1e-15) for key in one
+        math.isclose(one[key], other[key], rel_tol=TIME_TOLERANCE, abs_tol=1e-15) for key in one
     )
     if not same:
-        yield f"{what}: {dict(one)} is not {dict(other)}"
+        yield f"{what}: {dict(one)} != {dict(other)}"
 
 
 def _traffic(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The collectives of a JSON entry in a fixed order, by what identifies and sizes them."""
+    """The collectives of a JSON entry in a fixed order, without other keys."""
     rows = [
         {key: row[key] for key in TRAFFIC_KEYS if row.get(key) is not None} for row in entry["collectives"]
     ]

@@ -1,4 +1,4 @@
-"""The cases of the planner's matrix: every model preset on every cluster preset, on four numbers of devices.
+"""The cases of the planner matrix: every model preset on every cluster preset, with four sizes.
 
 ``make test`` runs a sample; ``make test-all`` runs every model on every cluster, each with one size.
 """
@@ -21,13 +21,13 @@ from meshwright.spec.model import DecoderModel
 from meshwright.spec.presets import preset_names, read_preset
 
 SIZES = (1, 8, 64, 512)
-"""Devices; 8 stands for one whole node, whatever its size."""
+"""Numbers of devices; 8 means one full node, whatever its size."""
 SAMPLE = 40
-"""Cases that have every model, cluster and size."""
+"""Size of a sample that covers every model, cluster and size."""
 QUICK = 10
-"""Of those, cases in ``make test``."""
+"""Cases of the sample in ``make test``."""
 TOO_LARGE = 6
-"""Of those, cases whose model is too large for the cluster."""
+"""Cases of the sample whose model is too large for the cluster."""
 STATE_BYTES = 16
 """Bytes per parameter of mixed-precision training with Adam: weights, gradients, two moments."""
 
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def state_share(self) -> float:
-        """Training state, as a share of the memory of all devices."""
+        """Training state over the memory of all devices."""
         return STATE_BYTES * parameters_of(self.model) / (self.devices * self.memory_bytes)
 
     @property
@@ -73,7 +73,7 @@ class Case:
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """As in the id of a test."""
+        """The id of the test case."""
         return f"{self.model}-on-{self.on}"
 
 
@@ -87,7 +87,7 @@ def cluster_fields(name: str) -> dict[str, Any]:
 
 @functools.cache
 def preset_job(model: str) -> Job:
-    """What ``plan MODEL`` plans, on one device."""
+    """The job of ``plan MODEL`` on one device."""
     return load_job(model, on="1x1xh100-sxm", to_run=False)
 
 
@@ -98,33 +98,33 @@ def parameters_of(model: str) -> int:
 
 
 def is_decoder(case: Case) -> bool:
-    """Whether the model is a decoder, which the dry run needs."""
+    """Whether the model is a decoder: others have no dry run."""
     return isinstance(preset_job(case.model).model, DecoderModel)
 
 
 @functools.cache
 def is_built(model: str) -> bool:
-    """Whether ``train`` runs the model at all; of others there is only an estimate."""
+    """Whether ``train`` runs the model; other models have only an estimate."""
     return not find_problems(preset_job(model))
 
 
 @functools.cache
 def list_cases() -> tuple[Case, ...]:
-    """All cases, in the order of their digests."""
+    """All cases, sorted by digest."""
     clusters = [name for name in preset_names("clusters") if name != "local"]
     cases = itertools.starmap(Case, itertools.product(preset_names("models"), clusters, SIZES))
     return tuple(sorted(cases, key=lambda case: case.digest))
 
 
 def list_model_cluster_pairs() -> list[Case]:
-    """Every model on every cluster, with sizes in turn: any two of model, cluster and size occur together."""
+    """Every model on every cluster with rotating sizes: every pair of model, cluster and size occurs."""
     clusters = [name for name in preset_names("clusters") if name != "local"]
     pairs = itertools.product(enumerate(preset_names("models")), enumerate(clusters))
     return [Case(model, cluster, SIZES[(row + column) % 4]) for (row, model), (column, cluster) in pairs]
 
 
 def choose_sample() -> list[Case]:
-    """A covering sample: every model, cluster and size, then as many pairs of them as the rows can hold."""
+    """A sample that covers every model, cluster and size, and then as many pairs as possible."""
     cases = list_cases()
     fitting = max(SAMPLE - TOO_LARGE, len(preset_names("models")))
     chosen = choose_covering([case for case in cases if case.state_share <= 1], fitting)
@@ -133,7 +133,7 @@ def choose_sample() -> list[Case]:
 
 
 def choose_covering(cases: Sequence[Case], count: int, chosen: Iterable[Case] = ()) -> list[Case]:
-    """Add cases greedily: most new values, then most new pairs, then the rarest size, then by digest."""
+    """Add cases greedily by most new values, most new pairs, rarest size and digest."""
     found = list(chosen)
     sizes = Counter(case.size for case in found)
     values = {value for case in found for value in values_of(case)}
@@ -159,5 +159,5 @@ def values_of(case: Case) -> set[tuple[str, Any]]:
 
 
 def pairs_of(case: Case) -> set[tuple[Any, ...]]:
-    """Two of model, cluster and size."""
+    """Pairs of model, cluster and size."""
     return set(itertools.combinations(sorted(values_of(case)), 2))

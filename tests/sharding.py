@@ -1,8 +1,7 @@
 """Pytest options to run the long tests in parts: ``--shard K/N`` and ``--resume-file FILE``.
 
-``--shard 3/8`` runs the third of eight parts. A hash of its name decides the part of a test, so a test is in
-exactly one of them. ``--resume-file`` skips the tests that have passed before with the same sources, and
-writes down those that pass now.
+``--shard 3/8`` runs the third of eight parts. A hash of its id assigns each test to one part.
+``--resume-file`` skips the tests that have passed before with the same sources, and records those that pass.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Nothing left to run is no failure."""
+    """No test left to run is a success."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--resume-file"):
         session.exitstatus = pytest.ExitCode.OK
 
@@ -50,12 +49,12 @@ def read_shard(text: str) -> tuple[int, int]:
 
 
 def shard_of(nodeid: str, count: int) -> int:
-    """The part, from 1, that a test belongs to."""
+    """The part of a test, from 1."""
     return int.from_bytes(hashlib.blake2b(nodeid.encode(), digest_size=4).digest()) % count + 1
 
 
 def fingerprint() -> str:
-    """Of all sources: a test that has passed with other ones must run again."""
+    """Hash of all sources: after a change, every test runs again."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -63,7 +62,7 @@ def fingerprint() -> str:
 
 
 def read_passed(file: Path | None) -> set[str]:
-    """Names of the tests that have passed with these sources."""
+    """Ids of the tests that have passed with these sources."""
     if file is None or not file.exists():
         return set()
     sources, *passed = file.read_text(encoding="utf-8").splitlines()
@@ -71,7 +70,7 @@ def read_passed(file: Path | None) -> set[str]:
 
 
 class PassedTests:
-    """Writes down each test that passes, at once: a run that is interrupted goes on where it was."""
+    """Records each test as soon as it passes, so that an interrupted run can continue."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -80,7 +79,7 @@ class PassedTests:
             file.write_text(fingerprint() + "\n", encoding="utf-8")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for every phase of every test; skipped ones count as done."""
+        """Called for every phase of every test; skipped tests count as passed."""
         if (report.when == "call" and report.passed) or report.skipped:
             with self._file.open("a", encoding="utf-8") as out:
                 out.write(report.nodeid + "\n")

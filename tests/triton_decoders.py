@@ -1,4 +1,4 @@
-"""Decoders with bf16 weight copies and Triton blocks, and the bytes that autograd saves for them."""
+"""Small decoders with bf16 weight copies and Triton blocks, and the bytes that autograd saves for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def convert(
     grad_dtype: torch.dtype = torch.float32,
     gemms: Gemms = TORCH_GEMMS,
 ) -> None:
-    """As ``apply_block_backend`` does in bf16 or fp8; without copies it stays float32."""
+    """Convert as ``apply_block_backend`` does for bf16 or fp8; without copies the decoder stays float32."""
     if uses_fp8:
         convert_linears_to_fp8(net, weight_grads=True)
     if copies:
@@ -53,7 +53,7 @@ def build(
     gemms: Gemms = TORCH_GEMMS,
 ) -> Decoder:
     """A decoder with the same weights every time; without copies it is the float32 reference."""
-    net = Decoder(model, LENGTH, 24, recompute)  # chunks of the loss: two of 24 tokens, one of 16
+    net = Decoder(model, LENGTH, 24, recompute)  # three loss chunks: 24, 24 and 16 tokens
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -68,12 +68,12 @@ def build(
         grad_dtype=grad_dtype,
         gemms=gemms,
     )
-    net.head.uses_fused_loss = False  # else the loss is compiled
+    net.head.uses_fused_loss = False  # the fused loss would be compiled
     return net
 
 
 def batch(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, targets (some ignored), and documents that end within sequences."""
+    """Tokens, targets (some ignored), and document numbers that change within sequences."""
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(0, 128, (2, SAMPLES, LENGTH), generator=generator)
     targets[:, ::5] = IGNORE_INDEX
@@ -94,16 +94,16 @@ def step(net: Decoder, *, masked: bool = False, low: bool = True, seed: int = 2)
 
 
 @contextmanager
-def note_saved(net: Decoder) -> Iterator[dict[int, int]]:
-    """Bytes that autograd saves meanwhile, by storage; not parameters, buffers and weight copies."""
-    known = {t.untyped_storage().data_ptr() for t in (*net.buffers(), *net.weight_copies.copies.values())}
-    kept: dict[int, int] = {}
+def record_saved_bytes(net: Decoder) -> Iterator[dict[int, int]]:
+    """Bytes that autograd saves in the block, by storage, without parameters, buffers and weight copies."""
+    state = {t.untyped_storage().data_ptr() for t in (*net.buffers(), *net.weight_copies.copies.values())}
+    saved: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def record(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in state:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield kept
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        yield saved

@@ -1,4 +1,4 @@
-"""Entries for ranks on GPUs that do something otherwise on purpose."""
+"""Rank entries for several ranks on one GPU, with gloo or with NCCL."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def _reduce_scatter(x, size, group):
     return own
 
 
-def _reduce_scatter_on_host(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):  # noqa: A002
-    """Gloo copies what it reduces, on the device if it is there: memory that NCCL does not take."""
+def _reduce_scatter_on_cpu(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):  # noqa: A002
+    """Gloo copies its input; a copy on the GPU would raise the peak, as NCCL needs none."""
     own = torch.empty(output.shape, dtype=output.dtype)
-    _plain_reduce_scatter(own, input.cpu(), op=op, group=group)
+    _original_reduce_scatter(own, input.cpu(), op=op, group=group)
     output.copy_(own)
 
 
-_plain_reduce_scatter = dist.reduce_scatter_tensor
+_original_reduce_scatter = dist.reduce_scatter_tensor
 
 
-class _Arriving:
-    """A receive on the host, which the device gets when it is waited for."""
+class _ReceiveThroughCpu:
+    """A receive into CPU memory; ``wait`` copies it to the GPU."""
 
-    def __init__(self, target, host, work):
-        self._target, self._host, self._work = target, host, work
+    def __init__(self, target, received, work):
+        self._target, self._received, self._work = target, received, work
 
     def wait(self):
         self._work.wait()
-        self._target.copy_(self._host)
+        self._target.copy_(self._received)
 
 
-class _HostTransfers:
-    """In place of ``torch.distributed`` for a pipeline: gloo sends CPU tensors alone."""
+class _TransfersThroughCpu:
+    """Replaces ``torch.distributed`` in a pipeline: gloo sends only CPU tensors."""
 
     @staticmethod
     def send(tensor, **where):
@@ -56,9 +56,9 @@ class _HostTransfers:
 
     @staticmethod
     def recv(tensor, **where):
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        dist.recv(host, **where)
-        tensor.copy_(host)
+        received = torch.empty(tensor.shape, dtype=tensor.dtype)
+        dist.recv(received, **where)
+        tensor.copy_(received)
 
     @staticmethod
     def isend(tensor, **where):
@@ -66,25 +66,25 @@ class _HostTransfers:
 
     @staticmethod
     def irecv(tensor, **where):
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return _Arriving(tensor, host, dist.irecv(host, **where))
+        received = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _ReceiveThroughCpu(tensor, received, dist.irecv(received, **where))
 
 
-def through_gloo(run_dir, listener):
-    """Ranks that may share a device: gloo carries what NCCL would refuse to.
+def run_with_gloo(run_dir, listener):
+    """Several ranks on one GPU with gloo; NCCL refuses two ranks of one host on one GPU.
 
-    Its functional collectives read a GPU's memory from the host, and die of it; the plain ones do not.
+    Gloo's functional collectives read GPU memory from the CPU and crash; ``torch.distributed``'s do not.
     """
     tensor_collectives.all_gather_rows = _all_gather
     tensor_collectives.reduce_scatter_rows = _reduce_scatter
-    dist.reduce_scatter_tensor = _reduce_scatter_on_host  # as FSDP2 calls it
-    p2p.dist = _HostTransfers
+    dist.reduce_scatter_tensor = _reduce_scatter_on_cpu  # FSDP2 calls it
+    p2p.dist = _TransfersThroughCpu
     worker.init_mesh = functools.partial(worker.init_mesh, backend="gloo")
     return worker.run_rank(run_dir, listener)
 
 
-def through_nccl(run_dir, listener):
-    """Ranks that share a device, and are on different machines for all that NCCL knows."""
+def run_with_nccl(run_dir, listener):
+    """Several ranks on one GPU with NCCL; each rank has another host id, so NCCL accepts them."""
     os.environ |= {
         "NCCL_HOSTID": f"rank-{os.environ['RANK']}",
         "NCCL_SOCKET_IFNAME": "lo",

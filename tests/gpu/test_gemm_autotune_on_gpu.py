@@ -24,7 +24,7 @@ DEVICE = "cuda"
     ("kind", "narrow"), [("forward", False), ("input", False), ("weight", False), ("weight", True)]
 )
 def test_every_proposed_algorithm_is_correct(kind, narrow, dtype):
-    """Compared with float64; also when it adds to the output."""
+    """Compared with float64, with and without accumulation into the output."""
     shape = GemmShape(kind, dtype, 1536, 512, 768, narrow)
     left, right = (torch.randn(size, device=DEVICE).to(dtype) for size in (shape.left, shape.right))
     exact = {
@@ -43,7 +43,8 @@ def test_every_proposed_algorithm_is_correct(kind, narrow, dtype):
             assert off < (1e-5 if shape.out_dtype == torch.float32 else 4e-3)
 
 
-def test_an_algorithm_is_used_on_its_device_only():
+def test_a_tuned_algorithm_is_used_on_its_device_only():
+    """A GEMM of the same shape on the CPU does not use it."""
     shape, calls = GemmShape("forward", torch.bfloat16, 64, 32, 96), []
     gemms = Gemms({shape: lambda *args: calls.append(args)}, torch.device("cuda", 0))
     x, weight = (torch.ones(size, dtype=shape.dtype, device=DEVICE) for size in (shape.left, shape.right))
@@ -70,7 +71,8 @@ JOB = (
 )
 
 
-def test_autotuning_keeps_the_losses_and_runs_once(train, tmp_path, monkeypatch):
+def test_autotuning_keeps_the_losses_and_its_cache_is_reused(train, tmp_path, monkeypatch):
+    """The first run tunes every GEMM, the second reads all of them from the cache file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plain = train(*JOB)
     first, second = (train(*JOB, "train.gemm_autotune=true") for _ in range(2))

@@ -1,4 +1,4 @@
-"""Loss and AdamW update of a compiled step on a GPU: results, and no device sync."""
+"""Fused loss and fused AdamW on a GPU: equal to torch, without a device sync."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ pytestmark = [
 
 
 @contextmanager
-def nobody_waits() -> Iterator[None]:
-    """Every device sync is an error."""
+def forbid_device_syncs() -> Iterator[None]:
+    """Every device sync that torch detects is an error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it does not see everything
+        warnings.simplefilter("ignore")  # torch warns that it does not detect all syncs
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -32,7 +32,7 @@ def nobody_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_fused_loss_matches_the_eager_one():
+def test_the_fused_loss_matches_the_eager_loss_without_a_device_sync():
     """Three chunks, the last one short; the GEMM accumulates the head's gradient in float32."""
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(2600, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
@@ -52,24 +52,24 @@ def test_the_fused_loss_matches_the_eager_one():
     for ours, theirs in zip(fused[1:], eager[1:], strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours.float() - theirs.float()).norm() < 2**-7 * theirs.float().norm()
-    with nobody_waits():
+    with forbid_device_syncs():
         gradients(fused=True)
 
 
-@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_fused_update_matches_torch(narrow):
-    """Matrices and vectors, with and without weight copies, aligned and not; gradients of two dtypes."""
+@pytest.mark.parametrize("matrix_grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_fused_adamw_matches_torch_without_a_device_sync(matrix_grad_dtype):
+    """Matrices and vectors, with and without bf16 weight copies, aligned and unaligned."""
     shapes = [(2048, 2048), (512,), (300, 7), (1024, 6144), (3,)]
     memory = torch.randn(4 + 300, 7, device="cuda")
     ours = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
-    ours[2] = torch.nn.Parameter(memory[3:303])  # begins between two long words
+    ours[2] = torch.nn.Parameter(memory[3:303])  # not aligned to 16 bytes
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     copies = {p: p.detach().bfloat16() for p in ours[2:]}
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
     fused = FusedAdamW([{"params": ours, "weight_decay": 0.1}], **settings, copies=copies)
     torchs = torch.optim.AdamW(theirs, **settings, weight_decay=0.1, fused=True)
     for p in ours:
-        p.grad_dtype = narrow if p.dim() == 2 else torch.float32
+        p.grad_dtype = matrix_grad_dtype if p.dim() == 2 else torch.float32
         blank = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
         fused.state[p] = {"step": torch.zeros((), device="cuda"), **blank}
 
@@ -83,7 +83,7 @@ def test_the_fused_update_matches_torch(narrow):
         torchs.step()
 
     step()
-    with nobody_waits():
+    with forbid_device_syncs():
         step()
     step()
     for own, other in zip(ours, theirs, strict=True):
@@ -91,4 +91,4 @@ def test_the_fused_update_matches_torch(narrow):
         torch.testing.assert_close(fused.state[own]["exp_avg_sq"], torchs.state[other]["exp_avg_sq"])
     for p, low in copies.items():
         assert torch.equal(low, p.detach().bfloat16())
-    assert torch.equal(memory[3:303], ours[2]), "it is moved where it lies"
+    assert torch.equal(memory[3:303], ours[2]), "the update was not in place"

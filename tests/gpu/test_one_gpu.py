@@ -1,4 +1,7 @@
-"""One GPU, the same job file as on CPU. From source: ``PYTHONPATH=src python3 -m pytest -m gpu``."""
+"""Runs on one GPU with the job file of the CPU tests.
+
+From source: ``PYTHONPATH=src python3 -m pytest -m gpu``.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ pytestmark = [
 ON_GPU = ("cluster.device=cuda", "cluster.devices_per_node=1")
 
 
-def test_the_job_file_of_the_cpu_runs_on_the_gpu_with_the_same_loss(train):
-    """float32 on both: the curves agree, and the audit holds on the GPU."""
+def test_a_gpu_run_has_the_losses_of_a_cpu_run(train):
+    """float32 on both; the audit of the GPU run passes."""
     on_cpu = train("layout.dp_replicate=1")
     on_gpu = train(*ON_GPU)
     assert on_gpu.result["layout"]["dp_replicate"] == 1
     assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=1e-3)
 
 
-def test_state_is_equal_and_the_peak_within_five_per_cent(train):
-    """A model large enough that the library's workspace is not the story."""
+def test_state_equals_the_plan_and_the_peak_is_within_5_percent(train):
+    """The model is large compared with the cuBLAS workspace."""
     shape = ["model.num_layers=8", "model.hidden_size=1024", "model.num_heads=16", "model.num_kv_heads=8"]
     shape += ["model.ffn_size=4096", "model.vocab_size=32000", "data.seq_len=512", "train.global_batch=16"]
     for precision in ("fp32", "bf16"):
@@ -57,7 +60,8 @@ WIDE = (
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_recomputation_changes_no_loss_and_the_ledger_knows(train, precision, recompute):
+def test_activation_checkpointing_keeps_the_losses_and_lowers_the_peak(train, precision, recompute):
+    """The audit of the predicted peak passes."""
     plain = train(*ON_GPU, *WIDE, f"train.precision={precision}", "run_dir=plain")
     saved = train(
         *ON_GPU, *WIDE, f"train.precision={precision}", f"layout.recompute={recompute}", "run_dir=saved"
@@ -68,33 +72,35 @@ def test_recomputation_changes_no_loss_and_the_ledger_knows(train, precision, re
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_document_mask_runs_in_a_fused_kernel(train, precision):
-    """The peak is the ledger's: no kernel builds the score matrix of every head."""
+def test_document_masks_use_fused_attention(train, precision):
+    """The predicted peak has no score matrices; the audit of the peak passes."""
     result = train(*ON_GPU, *WIDE, "data.mask=document", f"train.precision={precision}").result
     assert result["audit_ok"], result["differences"]
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("train.residual_dtype=bf16", "layout.recompute=selective")], ids=["blocks", "low_stream"]
+    "more",
+    [(), ("train.residual_dtype=bf16", "layout.recompute=selective")],
+    ids=["fp32_residual", "bf16_residual"],
 )
-def test_compiled_blocks_give_the_same_losses(train, more):
-    """With copies in 16 bits, cuDNN's attention, the fused loss and AdamW that writes the copies."""
-    plain = train(*ON_GPU, *WIDE, "train.precision=bf16", "run_dir=plain")
-    low = ("train.precision=bf16", "train.block_backend=triton")
-    compiled = train(*ON_GPU, *WIDE, *low, *more, "run_dir=compiled")
-    assert compiled.losses == pytest.approx(plain.losses, rel=1e-2)
-    assert compiled.result["audit_ok"], compiled.result["differences"]
+def test_triton_blocks_have_the_losses_of_eager_blocks(train, more):
+    """With bf16 weight copies, cuDNN attention, the fused loss and AdamW that updates the copies."""
+    eager = train(*ON_GPU, *WIDE, "train.precision=bf16", "run_dir=eager")
+    options = ("train.precision=bf16", "train.block_backend=triton")
+    triton = train(*ON_GPU, *WIDE, *options, *more, "run_dir=triton")
+    assert triton.losses == pytest.approx(eager.losses, rel=1e-2)
+    assert triton.result["audit_ok"], triton.result["differences"]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
-def test_every_optimizer_holds_the_predicted_state(train, optimizer):
+def test_every_optimizer_has_the_predicted_state(train, optimizer):
     result = train(*ON_GPU, *WIDE, f"train.optimizer={optimizer}").result
     assert result["audit_ok"], result["differences"]
 
 
 @pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "full"])
-def test_float32_attention_never_holds_the_scores(train, heads):
-    """Long sequences in float32: the fused kernel runs, grouped heads or not; the peak says so."""
+def test_float32_attention_of_long_sequences_is_fused(train, heads):
+    """With grouped and ungrouped heads, the audited peak has no score matrices."""
     shape = [
         "model.num_layers=4",
         "model.hidden_size=256",
@@ -105,14 +111,14 @@ def test_float32_attention_never_holds_the_scores(train, heads):
     assert result["audit_ok"], result["differences"]
 
 
-def test_a_resumed_run_on_the_gpu_goes_on(train):
+def test_a_resumed_gpu_run_has_the_losses_of_an_uninterrupted_run(train):
     first = train(*ON_GPU, "train.steps=6", "checkpoint.every_steps=3", "train.deterministic=true")
     (first.run_dir / "checkpoints/step-00000006/manifest.json").unlink()
     second = train(*ON_GPU, "train.steps=6", "train.deterministic=true", resume=True)
     assert second.losses == pytest.approx(first.losses[3:], rel=1e-6)
 
 
-def test_generate_uses_the_gpu(train, tmp_path):
+def test_generate_works_on_the_gpu(train, tmp_path):
     from meshwright.train.generate import GenerateTask, generate_text
 
     trained = train(*ON_GPU)
@@ -120,24 +126,26 @@ def test_generate_uses_the_gpu(train, tmp_path):
     assert isinstance(text, str)
 
 
-LONG = 10**9
-"""Cycles of the device: half a second."""
+LONG_CYCLES = 10**9
+"""GPU clock cycles: half a second."""
 
 
-def test_a_step_is_told_while_the_device_updates_if_another_comes_next(job_file, tmp_path, monkeypatch):
-    """The host waits for the numbers alone; where something else comes next, for the update, too."""
+def test_a_step_returns_before_its_update_has_finished_if_another_step_follows(
+    job_file, tmp_path, monkeypatch
+):
+    """With ``overlap_next_step`` the CPU waits for the loss only, otherwise also for the optimizer step."""
     plan, _ = build_plan(load_job(str(job_file), [*ON_GPU, "layout.dp_replicate=1", "train.steps=9"]))
     assignment = Assignment(str(tmp_path), plan.job.data.path, str(tmp_path / "checkpoints"))
     counter, events = CollectiveCounter(), EventWriter(tmp_path / EVENTS_FILE, 0)
     trainer = build_trainer(RankContext(plan, assignment, init_mesh(plan.job, counter), counter, events))
     meter, original = loop.start_meter(trainer), Trainer.update
 
-    def long_update(trainer, lr, *known):
-        norm = original(trainer, lr, *known)
-        torch.cuda._sleep(LONG)
+    def long_update(trainer, lr, *arguments):
+        norm = original(trainer, lr, *arguments)
+        torch.cuda._sleep(LONG_CYCLES)
         return norm
 
-    for _ in range(3):  # a first use of pinned memory and of a kernel may wait for the device
+    for _ in range(3):  # the first use of pinned memory or of a kernel may synchronize the device
         trainer.train_step(meter, overlap_next_step=True)
     monkeypatch.setattr(Trainer, "update", long_update)
     trainer.train_step(meter, overlap_next_step=True)

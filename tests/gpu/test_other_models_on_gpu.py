@@ -1,4 +1,4 @@
-"""Images, Hugging Face folders and instruction data on one GPU: the job files of the CPU tests."""
+"""ResNets, Hugging Face folders and instruction data on one GPU, with the job files of the CPU tests."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ matmul_flops_per_s = 1e11
 """
 
 
-def test_a_resnet_has_the_losses_of_the_cpu(train, job_file):
-    """float32 on both; state and collectives audited. Convolutions may use TF32: the tolerance says so."""
+def test_a_resnet_run_has_the_losses_of_a_cpu_run(train, job_file):
+    """float32 on both, within 0.2%, as convolutions may use TF32. The audit passes."""
     job_file.write_text(IMAGES.format(preset="resnet-tiny", batch=12))
     on_cpu = train("layout.dp_replicate=1", "run_dir=cpu")
     on_gpu = train(*ON_GPU, "run_dir=gpu")
@@ -46,7 +46,7 @@ def test_a_resnet_has_the_losses_of_the_cpu(train, job_file):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("norm", "recompute"), [("group", "none"), ("batch", "none"), ("group", "full")])
-def test_resnet50_holds_its_plan(train, job_file, precision, norm, recompute):
+def test_resnet50_matches_its_plan(train, job_file, precision, norm, recompute):
     job_file.write_text(IMAGES.format(preset="resnet50", batch=32))
     settings = (f"train.precision={precision}", f"model.norm={norm}", f"layout.recompute={recompute}")
     result = train(*ON_GPU, *settings).result
@@ -54,8 +54,8 @@ def test_resnet50_holds_its_plan(train, job_file, precision, norm, recompute):
     assert result["state_bytes"] == result["predicted_state_bytes"]
 
 
-def test_training_starts_from_a_hugging_face_folder_and_leaves_one(train, job_file, tmp_path):
-    """Trained here, exported, read by transformers with the same loss at once; a second run starts there."""
+def test_an_exported_folder_loads_in_transformers_and_starts_a_run(train, job_file, tmp_path):
+    """GPU and CPU runs that start from the folder have equal losses; transformers gives finite logits."""
     transformers = pytest.importorskip("transformers")
     trained = train(*ON_GPU, "train.steps=2", "run_dir=first")
     folder = tmp_path / "folder"
@@ -68,7 +68,7 @@ def test_training_starts_from_a_hugging_face_folder_and_leaves_one(train, job_fi
     assert model(torch.arange(8, device="cuda")[None]).logits.isfinite().all()
 
 
-def test_instruction_data_masks_its_prompts_on_the_gpu(train, job_file, tmp_path):
+def test_prompt_masking_on_the_gpu_has_the_losses_of_a_cpu_run(train, job_file, tmp_path):
     rows = [{"prompt": f"what is {n} plus {n}?", "answer": f"it is {2 * n}"} for n in range(200)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     lines = [

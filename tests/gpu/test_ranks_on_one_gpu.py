@@ -1,6 +1,6 @@
-"""Several ranks on one GPU: through gloo, which carries what lies on the host, and through NCCL.
+"""Several ranks on one GPU, with gloo through CPU memory, and with NCCL.
 
-NCCL refuses two ranks of one machine on one device. Told that they are on two machines, it takes them.
+NCCL refuses two ranks of one host on one GPU, so each rank gets another host id.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ WIDE = (
 
 
 @pytest.fixture
-def together(train, monkeypatch):
-    """Train with the ranks of a layout on one GPU."""
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:through_gloo")
+def train_with_gloo(train, monkeypatch):
+    """`train` with all ranks on one GPU and gloo."""
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:run_with_gloo")
     monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None, None])
     return train
 
 
-def hold_through_nccl(train, monkeypatch, settings, *model):
-    """Hold ranks that share a GPU and speak through NCCL to one rank, and to their plan."""
+def require_equal_with_nccl(train, monkeypatch, settings, *model):
+    """Require that ranks on one GPU with NCCL have the losses of one rank, and a clean audit."""
     monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None] * 4)
     given = (*WIDE, *model, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
     alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:through_nccl")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:run_with_nccl")
     shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")
     assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
     assert shared.result["audit_ok"], shared.result["differences"]
@@ -59,22 +59,22 @@ def hold_through_nccl(train, monkeypatch, settings, *model):
         "tp=2 sequence_parallel=true recompute=full",
     ],
 )
-def test_ranks_that_share_a_gpu_train_as_one_does(together, layout, precision):
-    """Losses of one rank, and state, collectives and peak as the ledger has them for a GPU."""
+def test_ddp_and_tensor_parallel_with_gloo_equal_one_rank(train_with_gloo, layout, precision):
+    """Losses of one rank; state, collectives and peak match the plan."""
     given = (*WIDE, f"train.precision={precision}", "layout.micro_batch=4")
-    alone = together(*given, "layout.dp_replicate=1", "run_dir=alone")
-    shared = together(*given, *(f"layout.{key}" for key in layout.split()), "run_dir=shared")
+    alone = train_with_gloo(*given, "layout.dp_replicate=1", "run_dir=alone")
+    shared = train_with_gloo(*given, *(f"layout.{key}" for key in layout.split()), "run_dir=shared")
     assert shared.losses == pytest.approx(alone.losses, rel=1e-3 if precision == "fp32" else 1e-2)
     assert shared.result["audit_ok"], shared.result["differences"]
 
 
 @pytest.mark.parametrize("settings", ["zero=1", "zero=2", "zero=3", "zero=3 offload=all"])
-def test_shards_on_one_gpu(together, settings):
-    """FSDP2 with its streams and float32 masters, and everything on the host."""
+def test_zero_with_gloo_equals_one_rank(train_with_gloo, settings):
+    """ZeRO-1, FSDP2 with its CUDA streams and float32 master weights, and all state offloaded."""
     given = (*WIDE, "train.precision=bf16", "layout.micro_batch=2")
-    alone = together(*given, "layout.dp_replicate=1", "run_dir=alone")
-    asked = ("layout.dp_shard=2", *(f"layout.{key}" for key in settings.split()))
-    shared = together(*given, *asked, "run_dir=shared")
+    alone = train_with_gloo(*given, "layout.dp_replicate=1", "run_dir=alone")
+    layout = ("layout.dp_shard=2", *(f"layout.{key}" for key in settings.split()))
+    shared = train_with_gloo(*given, *layout, "run_dir=shared")
     assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
     assert shared.result["audit_ok"], shared.result["differences"]
 
@@ -93,13 +93,13 @@ def test_shards_on_one_gpu(together, settings):
         "pp=2 schedule=zb-h1 offload=optimizer",
     ],
 )
-def test_pipelines_on_one_gpu(together, monkeypatch, settings):
-    """Stages with CUDA's streams: losses of one rank, bytes and state as predicted, and what ran when."""
+def test_pipelines_with_gloo_equal_one_rank(train_with_gloo, monkeypatch, settings):
+    """Stages with CUDA streams: losses of one rank; state and collectives match the plan."""
     monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None] * 4)
     given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
-    alone = together(*given, "layout.dp_replicate=1", "run_dir=alone")
-    asked = tuple(f"layout.{key}" for key in settings.split())
-    shared = together(*given, *asked, "run_dir=shared")
+    alone = train_with_gloo(*given, "layout.dp_replicate=1", "run_dir=alone")
+    layout = tuple(f"layout.{key}" for key in settings.split())
+    shared = train_with_gloo(*given, *layout, "run_dir=shared")
     assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
     assert shared.result["audit_ok"], shared.result["differences"]
 
@@ -118,9 +118,9 @@ def test_pipelines_on_one_gpu(together, monkeypatch, settings):
         "pp=2 cp=2",
     ],
 )
-def test_ranks_speak_through_nccl(train, monkeypatch, settings):
-    """The backend of GPUs itself: no rank waits for ever; losses, state and collectives are as promised."""
-    hold_through_nccl(train, monkeypatch, settings)
+def test_layouts_with_nccl_equal_one_rank(train, monkeypatch, settings):
+    """NCCL does not deadlock; losses of one rank; state and collectives match the plan."""
+    require_equal_with_nccl(train, monkeypatch, settings)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_ranks_speak_through_nccl(train, monkeypatch, settings):
         "cp=2 ep=2 pp=2",
     ],
 )
-def test_experts_on_gpus(train, monkeypatch, settings):
-    """Tokens travel to their experts through NCCL: losses of one rank, state and collectives as promised."""
+def test_expert_parallel_with_nccl_equals_one_rank(train, monkeypatch, settings):
+    """NCCL sends tokens to their experts: losses of one rank; state and collectives match the plan."""
     experts = ("model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=1024")
-    hold_through_nccl(train, monkeypatch, settings, *experts)
+    require_equal_with_nccl(train, monkeypatch, settings, *experts)

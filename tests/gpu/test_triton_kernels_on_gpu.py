@@ -14,8 +14,8 @@ from kernel_cases import (  # noqa: E402
     EXACT,
     LOW,
     cast_cases,
+    check_cross_entropy,
     check_scale,
-    check_softmax,
     check_unknown_tokens,
     compare,
     draw,
@@ -65,13 +65,13 @@ def test_embeddings_match_torch(width, residual_dtype):
             compare(case, DEVICE)
 
 
-def test_tokens_outside_the_embedding_are_detected():
+def test_tokens_outside_the_embedding_give_nan_and_no_gradient():
     check_unknown_tokens(DEVICE)
 
 
 def test_deterministic_runs_use_torchs_embedding_gradient(monkeypatch):
     grad, tokens = draw(DEVICE, 8, 32), torch.zeros(8, dtype=torch.long, device=DEVICE)
-    monkeypatch.setattr(kernels, "_triton", lambda: pytest.fail("sums in any order"))
+    monkeypatch.setattr(kernels, "_triton", lambda: pytest.fail("the Triton kernel is not deterministic"))
     torch.use_deterministic_algorithms(True)
     try:
         kernels.embedding_grad(grad, tokens, 4)
@@ -98,7 +98,7 @@ def test_casts_match_torch(width, dtype):
     ("queries", "keys", "size"), [(1, 1, 16), (4, 2, 32), (6, 3, 64), (32, 8, 64), (40, 8, 128)]
 )
 def test_rope_matches_torch(queries, keys, size):
-    """With a power of two of heads or not; in place, and backward with other layouts."""
+    """Head counts that are powers of two and others; in place, and backward with other memory layouts."""
     for batch, length in ((1, 1), (2, 10), (3, 333)):
         for case in rope_cases(batch, length, queries, keys, size).values():
             compare(case, DEVICE)
@@ -123,28 +123,28 @@ def test_casts_keep_nan_and_infinity_visible(what, value):
     assert again[row - 1].isfinite().all()
 
 
-@pytest.mark.parametrize("words", [300, 40_000, 128_256])
+@pytest.mark.parametrize("vocab_size", [300, 40_000, 128_256])
 @pytest.mark.parametrize("factor", [1.0, 1 / 300])
-def test_the_in_place_loss_matches_torch(words, factor):
-    check_softmax(DEVICE, words, factor=factor)
+def test_the_in_place_loss_matches_torch(vocab_size, factor):
+    check_cross_entropy(DEVICE, vocab_size, factor=factor)
 
 
 def test_the_in_place_loss_of_very_large_logits_matches_torch():
-    """About 10,000: no exponential overflows float32."""
-    check_softmax(DEVICE, 40_000, spread=1e4)
+    """Logits of about 10,000: no exponential overflows float32."""
+    check_cross_entropy(DEVICE, 40_000, spread=1e4)
 
 
 def test_the_in_place_loss_addresses_rows_beyond_two_to_the_31():
     """4.4 GB of logits; a 32-bit offset of the last row would overflow."""
-    words = 128_256
-    rows = 2**31 // words + 2
-    logits = torch.zeros(rows, words, dtype=LOW, device=DEVICE)
-    logits[-1] = draw(DEVICE, words)
+    vocab_size = 128_256
+    rows = 2**31 // vocab_size + 2
+    logits = torch.zeros(rows, vocab_size, dtype=LOW, device=DEVICE)
+    logits[-1] = draw(DEVICE, vocab_size)
     last, targets = logits[-1].float().clone(), torch.full((rows,), 7, device=DEVICE)
     found = kernels.cross_entropy(logits, targets, 1.0, IGNORE_INDEX, gradient=True)
     wanted = torch.softmax(last, 0)
     assert found[-1].item() == pytest.approx(-wanted[7].log().item(), rel=1e-5)
-    assert found[:-1].sub(math.log(words)).abs().max() < 1e-5
+    assert found[:-1].sub(math.log(vocab_size)).abs().max() < 1e-5
     wanted[7] -= 1
     assert (logits[-1].float() - wanted).norm() < 3e-3 * wanted.norm()
 
@@ -164,7 +164,7 @@ def loss_operands() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("real", [1.0, 1 / 256, 0.1])
 def test_gradients_do_not_depend_on_the_expected_loss_gradient(real):
-    """Computed with the expected one, or rescaled."""
+    """If the loss gradient is not the expected one, the gradients are rescaled."""
     x, weight, targets = loss_operands()
     exact = [x.detach().float().requires_grad_(), weight.detach().bfloat16().float().requires_grad_()]
     plain = F.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -177,8 +177,8 @@ def test_gradients_do_not_depend_on_the_expected_loss_gradient(real):
 
 
 @pytest.mark.parametrize("divisor", [1, 7, 13, 41, 256, 8191, 32768, 53248])
-def test_a_correctly_expected_loss_gradient_costs_no_pass(monkeypatch, divisor):
-    """As in training: the loss is divided by a step's targets. Then the factor is exactly 1."""
+def test_the_expected_loss_gradient_needs_no_rescaling(monkeypatch, divisor):
+    """As in training, the loss is divided by the targets of the step. The factor is then exactly 1."""
     factors = []
     monkeypatch.setattr(losses.kernels, "scale", lambda _, factor: factors.append(factor.item()))
     x, weight, targets = loss_operands()
@@ -216,20 +216,20 @@ def step(net: Decoder, *, masked: bool = False, low: bool = True):
     loss.backward()
     with torch.no_grad(), torch.autocast(DEVICE, LOW, enabled=low):
         again = net(tokens, targets, documents if masked else None)
-    assert again.item() == pytest.approx(loss.item(), rel=1e-5), "evaluation gives another loss"
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5), "the loss without gradients differs"
     return loss.item(), {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
-def distance(found, exact) -> float:
-    """Relative error of all gradients."""
-    off = [((gradient - exact[name]).norm() / exact[name].norm()).item() for name, gradient in found.items()]
-    return math.sqrt(sum(d * d for d in off) / len(off))
+def gradient_error(found, exact) -> float:
+    """Root mean square of the gradients' relative errors."""
+    errors = [((grad - exact[name]).norm() / exact[name].norm()).item() for name, grad in found.items()]
+    return math.sqrt(sum(error * error for error in errors) / len(errors))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
-def test_blocks_are_as_close_to_float32_as_torch_modules(uses_fp8, residual_dtype, masked):
+def test_triton_blocks_are_as_close_to_float32_as_torch_modules(uses_fp8, residual_dtype, masked):
     """In every mode of activation checkpointing, with the loss kernel and an expected loss gradient."""
     exact_loss, exact = step(build(triton=False, copies=False), masked=masked, low=False)
     _, modules = step(build(residual_dtype, triton=False, uses_fp8=uses_fp8), masked=masked)
@@ -238,8 +238,8 @@ def test_blocks_are_as_close_to_float32_as_torch_modules(uses_fp8, residual_dtyp
         net.set_expected_loss_grad(1 / 64)
         loss, found = step(net, masked=masked)
         assert loss == pytest.approx(exact_loss, rel=2e-2 if uses_fp8 else 2e-3)
-        assert distance(found, exact) < 1.25 * distance(modules, exact)
-        assert distance(found, exact) < (0.3 if uses_fp8 else 0.03)
+        assert gradient_error(found, exact) < 1.25 * gradient_error(modules, exact)
+        assert gradient_error(found, exact) < (0.3 if uses_fp8 else 0.03)
 
 
 TRAINED = (
@@ -256,19 +256,19 @@ TRAINED = (
 
 
 def test_a_triton_run_has_the_losses_of_a_compiled_run(train, job_file):
-    """A whole run with its audit; only the block backend differs."""
-    own, compiled = ([*TRAINED, f"train.block_backend={backend}"] for backend in ("triton", "compile"))
-    assert uses_triton_blocks(load_job(str(job_file), own))
+    """The runs differ in the block backend only; the audit passes."""
+    triton, compiled = ([*TRAINED, f"train.block_backend={backend}"] for backend in ("triton", "compile"))
+    assert uses_triton_blocks(load_job(str(job_file), triton))
     assert not uses_triton_blocks(load_job(str(job_file), compiled))
-    found = train(*own, "run_dir=own")
+    found = train(*triton, "run_dir=triton")
     wanted = train(*compiled, "run_dir=compiled")
     assert found.losses == pytest.approx(wanted.losses, rel=1e-2)
     assert found.losses[-1] < found.losses[0]
     assert found.result["audit_ok"], found.result["differences"]
 
 
-def test_a_run_with_bf16_gradients_has_the_losses_of_one_with_float32(train):
-    """And its state is as planned to the byte: weight gradients take half."""
+def test_a_run_with_bf16_gradients_has_the_losses_of_float32_gradients(train):
+    """The audit passes: weight gradients have half the bytes."""
     one = (*TRAINED, "layout.dp_replicate=1", "layout.micro_batch=12")
     wanted = train(*one, "run_dir=float32")
     found = train(*one, "train.grad_dtype=bf16", "run_dir=narrow")

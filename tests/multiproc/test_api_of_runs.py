@@ -1,4 +1,4 @@
-"""The public API with real ranks: from a test, a plain script, standard input and torchrun."""
+"""The Python API with real ranks: in this process, in a script, from standard input and under torchrun."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def job(job_file, tmp_path, monkeypatch):
 
 
 def test_train_returns_a_run_and_prints_nothing(job, capfd):
+    """The run has losses, audit and report; the event listener gets its events; `load_run` reads it again."""
     events: list[str] = []
     run = job.train(reporter=mw.Reporter(on_event=lambda event: events.append(event["event"])))
     assert (run.status, len(run.losses)) == ("complete", 3)
@@ -43,12 +44,12 @@ def test_train_returns_a_run_and_prints_nothing(job, capfd):
     assert len(mw.generate(run.run_dir, "the ", tokens=5)) > 0
 
 
-def test_a_job_is_proved_and_one_rank_dry_run(job):
+def test_prove_and_dry_run_pass_for_a_correct_job(job):
     assert job.prove().equal
     assert job.dry_run(rank=1).ok
 
 
-def test_a_run_that_fails_is_an_error_with_its_folder(job, monkeypatch):
+def test_a_failed_run_raises_an_error_with_the_run_folder(job, monkeypatch):
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:exception_in_step_3")
     with pytest.raises(mw.RunFailedError) as caught:
         job.train()
@@ -63,7 +64,7 @@ def run(*command: object, cwd: Path, text: str | None = None) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_a_script_without_a_main_guard_and_standard_input_train(job_file, tmp_path):
+def test_a_script_without_main_guard_trains_from_a_file_and_from_standard_input(job_file, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (first,) = run(sys.executable, script, job_file, cwd=tmp_path)
@@ -73,7 +74,8 @@ def test_a_script_without_a_main_guard_and_standard_input_train(job_file, tmp_pa
     assert second["losses"] == first["losses"]
 
 
-def test_the_same_script_trains_under_torchrun(job_file, tmp_path):
+def test_the_script_trains_under_torchrun(job_file, tmp_path):
+    """Both ranks have the same losses and a clean audit."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -83,8 +85,8 @@ def test_the_same_script_trains_under_torchrun(job_file, tmp_path):
     assert all(one["ok"] for one in found)
 
 
-def test_the_snippets_of_the_page_run(tmp_path, monkeypatch):
-    """All of ``docs/api.md``, in its order, in one interpreter."""
+def test_the_examples_of_the_api_page_run(tmp_path, monkeypatch):
+    """All Python blocks of ``docs/api.md`` run in order in one interpreter."""
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
@@ -97,4 +99,4 @@ def test_the_snippets_of_the_page_run(tmp_path, monkeypatch):
         [sys.executable, "page.py"], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "step 4/4" in done.stdout, "the reporter logs steps"
+    assert "step 4/4" in done.stdout, "the reporter did not log steps"

@@ -1,4 +1,4 @@
-"""What was promised is what was measured; and when it is not, the audit says so by name."""
+"""The audit of real runs: measured state and collectives equal the plan; unplanned collectives fail it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright.plan.contract import read_plan
     ids=" ".join,
 )
 def test_state_and_collectives_equal_the_plan(train, overrides):
-    """Every byte of state and every collective, on every rank; the peak within 5%."""
+    """On every rank, calls and bytes of each collective and all state bytes; the peak is within 5%."""
     result = train(*overrides, "train.eval_every=2").result
     assert result["audit_ok"], result["differences"]
     assert result["state_bytes"] == result["predicted_state_bytes"]
@@ -39,23 +39,21 @@ def test_state_and_collectives_equal_the_plan(train, overrides):
         assert row["calls"] > 0, f"a planned collective without a call: {row}"
 
 
-def test_experts_that_are_not_equally_busy_keep_the_plan(train):
-    """Fresh routers favour some experts: far more activations than the even share, or fewer, as predicted."""
+def test_uneven_expert_load_is_predicted_from_the_routed_rows(train):
+    """Activation bytes differ by more than 5% from those of an even load, and the audit predicts them."""
     experts = ("model.num_experts=4", "model.experts_per_token=2", "layout.ep=2")
     trained = train(*experts, "layout.dp_shard=2", "layout.zero=1", "train.steps=2")
     result = trained.result
     assert result["audit_ok"], result["differences"]
     verdict = audit_run(read_plan(trained.run_dir / "plan.toml"), read_record(trained.run_dir))
     kept = [row for row in verdict.state if row.kind == "activations"]
-    assert any(abs(row.expert_load_bytes) > 0.05 * row.predicted for row in kept), (
-        "an even load would prove nothing"
-    )
+    assert any(abs(row.expert_load_bytes) > 0.05 * row.predicted for row in kept), "the load is even"
     assert all(0 <= row.measured - row.predicted <= 8 for row in kept)
     assert len(verdict.load) == 2
 
 
-def test_compression_halves_what_is_sent(train):
-    def sent(trained):
+def test_bf16_compression_halves_the_all_reduce_bytes(train):
+    def all_reduce_bytes(trained):
         return next(
             r["bytes"]
             for r in trained.result["collectives"]
@@ -64,41 +62,54 @@ def test_compression_halves_what_is_sent(train):
 
     full = train("layout.dp_replicate=2")
     half = train("layout.dp_replicate=2", "compression.kind=bf16")
-    assert 2 * sent(half) == sent(full)
+    assert 2 * all_reduce_bytes(half) == all_reduce_bytes(full)
 
 
-def test_an_extra_collective_fails_the_audit_naming_axis_and_op(train, monkeypatch, capfd):
+def differing_rows(trained):
+    """Rows of the audit whose calls or bytes differ from the plan; each has one line in `differences`."""
+    rows = trained.result["collectives"]
+    found = [
+        row
+        for row in rows
+        if (row["calls"], row["bytes"]) != (row["predicted_calls"], row["predicted_bytes"])
+    ]
+    assert len(trained.result["differences"]) == len(found)
+    assert not trained.result["audit_ok"]
+    return {row["op"]: row for row in found}
+
+
+def test_an_extra_all_reduce_fails_the_audit_with_its_axis_and_phase(train, monkeypatch, capfd):
+    """`meshwright audit` reports the same difference from the run folder."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:extra_all_reduce")
     trained = train("layout.dp_replicate=2", expect=3)
-    assert not trained.result["audit_ok"]
-    (difference,) = trained.result["differences"]
-    assert "axis dp_replicate, all_reduce in phase step" in difference
-    # the command says the same afterwards, from the files alone
+    (row,) = differing_rows(trained).values()
+    assert (row["axis"], row["op"], row["phase"]) == ("dp_replicate", "all_reduce", "step")
     assert audit_folder(Output(as_json=True), trained.run_dir) == 3
     again = json.loads(capfd.readouterr().out)
-    assert again["differences"] == [difference]
+    assert again["differences"] == trained.result["differences"]
 
 
-def test_a_single_stray_broadcast_is_found(train, monkeypatch):
-    """One call, in one step, on a group that belongs to no axis."""
+def test_one_extra_broadcast_fails_the_audit(train, monkeypatch):
+    """One call, in one step, on a process group of no axis."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:extra_broadcast_once")
     trained = train("layout.dp_replicate=2", expect=3)
-    (difference,) = trained.result["differences"]
-    assert "broadcast in phase step: 1 calls and 40 bytes" in difference
-    assert "the plan has no such call" in difference
+    (row,) = differing_rows(trained).values()
+    assert (row["op"], row["phase"]) == ("broadcast", "step")
+    assert (row["calls"], row["bytes"], row["predicted_calls"]) == (1, 40, 0)
 
 
-def test_collectives_that_leave_autograd_out_are_counted_too(train, monkeypatch):
-    """A functional collective, as DTensor makes them, and one in inference mode."""
+def test_collectives_outside_autograd_are_counted(train, monkeypatch):
+    """A functional collective, as DTensor uses, and one in inference mode."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:collectives_outside_autograd")
-    trained = train("layout.dp_replicate=2", expect=3)
-    reduced, broadcast = sorted(trained.result["differences"])
-    assert "all_reduce in phase step: 7 calls" in reduced
-    assert "broadcast in phase step: 1 calls and 8 bytes" in broadcast
+    rows = differing_rows(train("layout.dp_replicate=2", expect=3))
+    assert rows.keys() == {"all_reduce", "broadcast"}
+    assert {row["phase"] for row in rows.values()} == {"step"}
+    assert rows["all_reduce"]["calls"] == 7
+    assert (rows["broadcast"]["calls"], rows["broadcast"]["bytes"]) == (1, 8)
 
 
-def test_events_hold_every_rank_and_every_step(train):
-    """events.jsonl is the truth: a step line from each rank for each step, every line versioned."""
+def test_events_have_a_line_for_every_step_of_every_rank(train):
+    """Each line of events.jsonl has the format version."""
     trained = train("layout.dp_replicate=2", "train.steps=4")
     lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
     assert {line["v"] for line in lines} == {1}

@@ -1,4 +1,4 @@
-"""The counter does not block: many collectives with Python futures, on two groups at once."""
+"""The collective counter does not deadlock: many collectives with Python futures on two process groups."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshwright.spec.load import load_job
 ROUNDS = 2000
 
 
-def hammer(run_dir, listener):
-    """One rank: asynchronous all-reduces whose futures run Python, between synchronous ones."""
+def run_collectives(run_dir, listener):
+    """One rank: asynchronous all-reduces with Python futures, between synchronous ones."""
     counter = CollectiveCounter()
     counter.install()
     mesh = init_mesh(load_job(run_dir + "/job.toml", ["layout.dp_replicate=2"]), counter)
@@ -31,8 +31,8 @@ def hammer(run_dir, listener):
 
 
 def test_the_counter_does_not_deadlock_with_python_futures(job_file, tmp_path):
-    """A counter that kept the GIL during the redispatch hung here within seconds."""
-    heard = []
-    LocalLaunch(f"{__name__}:hammer", tmp_path, 2, 0, 10.0, heard.append).run()
-    (event,) = [e for e in heard if e["event"] == "counted"]
+    """A counter that holds the GIL during the redispatch deadlocks here within seconds."""
+    events = []
+    LocalLaunch(f"{__name__}:run_collectives", tmp_path, 2, 0, 10.0, events.append).run()
+    (event,) = [e for e in events if e["event"] == "counted"]
     assert {row["axis"]: row["calls"] for row in event["rows"]} == {"dp_replicate": ROUNDS, "control": ROUNDS}

@@ -32,7 +32,7 @@ RINGS = (2, 3, 4)
 RING = ("layout.cp=4",)
 
 
-def attend_plainly(q, k, v, segments, causal):
+def reference_attention(q, k, v, segments, causal):
     """Attention by its definition, with the full score matrix."""
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
@@ -51,7 +51,7 @@ def largest_differences(group, causal, documents, heads):
     length = 12 * size
     whole = [torch.randn(2, h, length, 8, requires_grad=True) for h in (heads[0], heads[1], heads[1])]
     segments = torch.randint(0, 2, (2, length)).cumsum(1) // 4 if documents else None
-    expected = attend_plainly(*whole, segments, causal)
+    expected = reference_attention(*whole, segments, causal)
     grad = torch.randn_like(expected)
     expected = [expected, *torch.autograd.grad(expected, whole, grad)]
     here = zigzag_positions(length, rank, size)
@@ -81,16 +81,16 @@ def attend(run_dir, listener):
 
 def test_ring_attention_equals_full_attention(job_file, tmp_path):
     """Output and gradients of queries, keys and values on every rank, for every mask."""
-    heard = []
-    build_launch(f"{__name__}:attend", load_job(str(job_file), RING), tmp_path, heard.append).run()
-    by_rank = {event["rank"]: event["differences"] for event in heard if event["event"] == "compared"}
+    events = []
+    build_launch(f"{__name__}:attend", load_job(str(job_file), RING), tmp_path, events.append).run()
+    by_rank = {event["rank"]: event["differences"] for event in events if event["event"] == "compared"}
     for size in RINGS:
         found = [differences[str(size)] for differences in by_rank.values() if str(size) in differences]
         assert len(found) == size
         for of_rank in found:
             for case, differences in zip(CASES, of_rank, strict=True):
-                said = f"{size} ranks; causal, documents, heads: {case}; output, q, k, v: {differences}"
-                assert max(differences) < 1e-5, said
+                message = f"{size} ranks; causal, documents, heads: {case}; output, q, k, v: {differences}"
+                assert max(differences) < 1e-5, message
 
 
 def test_head_chunks_have_every_key_head_once():
@@ -107,7 +107,7 @@ def activation_bytes(trained):
 
 
 @pytest.mark.parametrize("context", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
-def test_activations_fall_with_the_ranks_that_share_a_sequence(train, context):
+def test_activations_per_rank_are_inversely_proportional_to_cp(train, context):
     """1/2 on two ranks, 1/4 on four, without the head's gradient and the loss, which all ranks hold in full.
 
     Ulysses saves the attention output once more than one process does, so it compares four ranks with two.

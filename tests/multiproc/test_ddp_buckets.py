@@ -1,4 +1,4 @@
-"""DDP's buckets are the planned ones from the first step; those of stock DDP are not."""
+"""Our DDP uses the planned buckets from the first step; stock DDP rebuilds its buckets after it."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def inspect_buckets(run_dir, listener):
 
 def test_buckets_are_the_planned_ones_from_the_first_step(job_file, tmp_path):
     """Contents and number of the buckets equal the plan in every step; stock DDP changes after step 0."""
-    heard = []
-    launch = LocalLaunch(f"{__name__}:inspect_buckets", tmp_path, 2, 0, 10.0, heard.append)
+    events = []
+    launch = LocalLaunch(f"{__name__}:inspect_buckets", tmp_path, 2, 0, 10.0, events.append)
     launch.run()
-    event = next(e for e in heard if e["event"] == "buckets")
+    event = next(e for e in events if e["event"] == "buckets")
     job = load_job(str(job_file), OVERRIDES)
     planned = bucket_parameters(list_parameters(job.model), 0.05)
     assert len(planned) > 2, "the test needs several buckets"

@@ -1,4 +1,4 @@
-"""Dry runs against real ranks: the same bytes, the same state, the same peak, without any of them."""
+"""A dry run of one rank has the collectives, state and peak of the real rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.cli.output import Output
 
 @pytest.fixture
 def dry_run(job_file, capfd):
-    """Rehearse a rank of the tiny job from inside the test."""
+    """Dry-run one rank of the tiny job."""
 
     def run(*overrides, rank=0, expect=0):
         capfd.readouterr()
@@ -24,10 +24,10 @@ def dry_run(job_file, capfd):
     return run
 
 
-def moved(rows, place, phases=("setup", "step")):
-    """What a rank at a place of its pipeline moves; most is the same at every place."""
+def collectives_of(rows, pp_rank, phases=("setup", "step")):
+    """The collectives of a pp rank; rows without a pp rank hold for all."""
     keys = ("axis", "op", "phase", "ranks", "calls", "bytes")
-    own = [row for row in rows if row["phase"] in phases and row.get("pp_rank", place) == place]
+    own = [row for row in rows if row["phase"] in phases and row.get("pp_rank", pp_rank) == pp_rank]
     return sorted(tuple(row[key] for key in keys) for row in own)
 
 
@@ -43,22 +43,22 @@ def moved(rows, place, phases=("setup", "step")):
     ],
 )
 def test_a_dry_run_equals_a_real_rank(train, dry_run, layout, rank):
-    """The first step of real gloo ranks and of a fake one: equal collectives, state, activations and peak."""
+    """Collectives, state, activations and peak of the first step, against a real gloo rank."""
     overrides = [*(f"layout.{key}" for key in layout.split()), "train.steps=1", "train.eval_every=1"]
     real = train(*overrides)
-    rehearsed = dry_run(*overrides, rank=rank)
-    place = rank // (real.result["world_size"] // (2 if "pp=2" in layout else 1))
-    assert moved(rehearsed["collectives"], place) == moved(real.result["collectives"], place)
+    dry = dry_run(*overrides, rank=rank)
+    pp_rank = rank // (real.result["world_size"] // (2 if "pp=2" in layout else 1))
+    assert collectives_of(dry["collectives"], pp_rank) == collectives_of(real.result["collectives"], pp_rank)
     events = [json.loads(line) for line in (real.run_dir / "events.jsonl").read_text().splitlines()]
     [measured] = [e for e in events if e["event"] == "state" and e["rank"] == rank]
-    found = {row["kind"]: row["measured"] for row in rehearsed["state"]}
+    found = {row["kind"]: row["measured"] for row in dry["state"]}
     assert found.pop("activations") == measured["activation_bytes"]
     assert found.pop("peak") == measured["peak_bytes"]
     assert found == measured["state_bytes"]
 
 
 def test_a_dry_run_of_a_compiled_job_uses_eager_blocks(dry_run):
-    """With the stream that eager blocks have; the plan beside it is of those."""
+    """It measures and predicts eager blocks with a float32 residual stream, whatever the job's dtype."""
     wide = [
         "model.hidden_size=256",
         "model.num_heads=4",
@@ -68,6 +68,6 @@ def test_a_dry_run_of_a_compiled_job_uses_eager_blocks(dry_run):
     compiled = ["train.block_backend=compile", "train.precision=bf16", "train.residual_dtype=bf16"]
     kept = {}
     for name, keys in {"eager": ["train.precision=bf16"], "compiled": compiled}.items():
-        rehearsed = dry_run("layout.dp_replicate=1", *wide, *keys)
-        kept[name] = {row["kind"]: (row["predicted"], row["measured"]) for row in rehearsed["state"]}
+        dry = dry_run("layout.dp_replicate=1", *wide, *keys)
+        kept[name] = {row["kind"]: (row["predicted"], row["measured"]) for row in dry["state"]}
     assert kept["compiled"] == kept["eager"]

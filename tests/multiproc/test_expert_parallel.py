@@ -158,8 +158,8 @@ def test_a_checkpoint_of_sharded_experts_resumes_bit_identically(train, tmp_path
     ],
     ids=" ".join,
 )
-def test_dispatch_in_16_bits(train, settings):
-    """Half the bytes, as predicted; auxiliary losses are scaled like the loss; the curve follows float32."""
+def test_16_bit_dispatch_stays_near_float32_with_a_clean_audit(train, settings):
+    """Half the bytes, as predicted. Auxiliary losses are scaled like the loss. Losses within 1%."""
     training = [word for word in settings if word.startswith("train.") and "precision" not in word]
     exact = reference_losses(train, *as_overrides(MIXTURE, "model"), *training)
     assert (
@@ -167,8 +167,8 @@ def test_dispatch_in_16_bits(train, settings):
     )
 
 
-def test_sharded_experts_generate_and_export(train, tmp_path, capfd):
-    """Generated text and exported weights equal those of one process."""
+def test_sharded_experts_generate_and_export_like_one_process(train, tmp_path, capfd):
+    """Equal exported weights, and equal text with and without tensor parallel."""
     settings = [*as_overrides(MIXTURE, "model"), "train.steps=3", "model.tied_embeddings=false"]
     settings.append("data.seq_len=31")  # odd: two ranks cannot have equal halves
     exported = []
@@ -184,8 +184,8 @@ def test_sharded_experts_generate_and_export(train, tmp_path, capfd):
 
     def written(tp):
         capfd.readouterr()
-        asked = {"prompt": "the ", "tokens": 12, "template": None, "tp": tp}
-        assert write_text(Output(as_json=True), checkpoint, asked) == 0
+        settings = {"prompt": "the ", "tokens": 12, "template": None, "tp": tp}
+        assert write_text(Output(as_json=True), checkpoint, settings) == 0
         return json.loads(capfd.readouterr().out)["text"]
 
     assert written(1) == written(2) != ""

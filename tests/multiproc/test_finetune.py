@@ -1,4 +1,4 @@
-"""``examples/finetune-7b.toml`` in small: four real ranks, from a folder of transformers and back."""
+"""``examples/finetune-7b.toml`` with a small model: four ranks, Hugging Face weights in and out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the library is imported: no test asks the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests do not use the network
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
@@ -55,7 +55,7 @@ SMALL = (
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A random model of transformers in shards, with a tokenizer of bytes."""
+    """A random transformers model in several weight files, with a byte tokenizer."""
     torch.manual_seed(1)
     made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
     made.to(torch.bfloat16).save_pretrained(tmp_path / "base", max_shard_size="100KB")
@@ -65,7 +65,7 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def finetune(train, job_file, folder):
-    """Train as the example says, in small."""
+    """Train the job of the example with the small model."""
     shutil.copytree(EXAMPLES, "examples")
     job_file.write_text(Path("examples/finetune-7b.toml").read_text())
     return lambda *more: train(f"model.hf={folder}", *SMALL, *more)
@@ -76,8 +76,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_from_a_folder_to_a_folder_on_four_ranks(finetune, folder, job_file, tmp_path):
-    """It starts from the folder's weights, learns, and what it exports gives transformers the same logits."""
+def test_finetuning_starts_from_the_folder_and_exports_equal_logits(finetune, folder, job_file, tmp_path):
+    """Training and held-out loss fall. The exported model has the same logits in transformers."""
     trained = finetune()
     result = trained.result
     assert (result["world_size"], result["layout"]["zero"]) == (4, 3)
@@ -88,13 +88,13 @@ def test_from_a_folder_to_a_folder_on_four_ranks(finetune, folder, job_file, tmp
     held_out = [e["loss"] for e in events if e["event"] == "eval" and e["rank"] == 0]
     assert len(held_out) == 2
     assert held_out[-1] < held_out[0]
-    # AdamW moves an element by the rate at most in its first step: every tensor began where the folder is.
+    # The first AdamW step changes an element by at most the learning rate: each tensor began at the folder's.
     checkpoints = trained.run_dir / "checkpoints"
     before, first = tensors_of(folder), load_file(checkpoints / "step-00000001" / "model.safetensors")
-    places = list_hf_locations(load_job(str(job_file), [f"model.hf={folder}", *SMALL]).model)
-    assert first.keys() == places.keys()
+    locations = list_hf_locations(load_job(str(job_file), [f"model.hf={folder}", *SMALL]).model)
+    assert first.keys() == locations.keys()
     for name, tensor in first.items():
-        moved = (tensor - before[places[name].name].float()).abs().max()
+        moved = (tensor - before[locations[name].name].float()).abs().max()
         assert 0 < moved <= 1.01 * LR / WARMUP, name
     export_checkpoint(Path(result["checkpoint"]), tmp_path / "out", "float32", 100_000)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
@@ -104,8 +104,8 @@ def test_from_a_folder_to_a_folder_on_four_ranks(finetune, folder, job_file, tmp
         torch.testing.assert_close(ours, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_folder_that_does_not_hold_the_model_is_refused_before_a_rank_starts(finetune, folder):
-    """A tensor of another shape, and one that is not there: both are named, and no run is left behind."""
+def test_missing_and_misshapen_tensors_are_refused_before_a_rank_starts(finetune, folder):
+    """The errors name both tensors, and there is no run folder."""
     for path in folder.glob("*.safetensors"):
         held = load_file(path)
         held.pop("model.norm.weight", None)

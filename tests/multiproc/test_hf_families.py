@@ -53,7 +53,7 @@ CELLS = [
 
 
 def write_family(family: str, folder: Path) -> DecoderModel:
-    """A random model of a family in the Hugging Face format, with a tokenizer of bytes."""
+    """A random model of a family in the Hugging Face format, with a byte tokenizer."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
     model = DecoderModel(**read_config(folder).fields)

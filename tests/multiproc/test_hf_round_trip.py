@@ -1,4 +1,4 @@
-"""A Hugging Face folder that is imported and exported comes back as the same folder, judged by transformers.
+"""A Hugging Face folder is unchanged after import and export, as transformers reads it.
 
 The runs train one step with a learning rate that changes no float32 weight. The source folder is removed
 before the export.
@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the library is imported: no test asks the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests do not use the network
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
@@ -71,7 +71,7 @@ def write_source(family: str, folder: Path, corpus: Path, dtype: torch.dtype = t
     of_class = getattr(transformers, name)
     model = of_class(of_class.config_class(vocab_size=384, eos_token_id=ends, **ids, **settings))
     model.generation_config.update(max_new_tokens=12, repetition_penalty=1.3, eos_token_id=ends, **ids)
-    with torch.no_grad():  # no zeros: the smallest step would change them
+    with torch.no_grad():  # no zeros: even the smallest update would change them
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape))
     model.to(dtype).save_pretrained(folder)
@@ -117,10 +117,8 @@ def answers(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "family", ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mixtral", "gpt2"))]
 )
-def test_transformers_cannot_tell_the_exported_folder_from_the_source(
-    train, job_file, corpus, tmp_path, family
-):
-    """Class, configs, chat, padding, generated text and logits are equal; small files bit for bit."""
+def test_the_exported_folder_equals_the_source_in_transformers(train, job_file, corpus, tmp_path, family):
+    """Equal class, configs, chat template, padding, generated text, logits, and bytes of small files."""
     write_source(family, tmp_path / "base", corpus)
     before = answers(tmp_path / "base")
     out = import_and_export(train, job_file, corpus, tmp_path / "base")
@@ -139,9 +137,9 @@ def test_transformers_cannot_tell_the_exported_folder_from_the_source(
 
 
 def test_dtypes_and_names_of_the_source_are_kept(train, job_file, corpus, tmp_path):
-    """bf16 with float32 norms, names without prefix, a tied head stored twice: as they were.
+    """The source has bf16 weights with float32 norms, names without prefix, and a tied head stored twice.
 
-    Another dtype changes one key of the config and nothing else.
+    An export in another dtype changes one key of the config.
     """
     folder = tmp_path / "base"
     write_source("gpt2", folder, corpus, torch.bfloat16)
@@ -161,8 +159,8 @@ def test_dtypes_and_names_of_the_source_are_kept(train, job_file, corpus, tmp_pa
     assert wide == {**config, "dtype": "float32"}
 
 
-def test_another_tokenizer_replaces_the_files_of_the_source(train, job_file, corpus, tmp_path):
-    """A run on bytes: the exported folder has the byte tokenizer, and token ids that belong to it."""
+def test_a_run_with_another_tokenizer_exports_that_tokenizer(train, job_file, corpus, tmp_path):
+    """The exported folder has the byte tokenizer and its special token ids."""
     write_source("mistral", tmp_path / "base", corpus)
     out = import_and_export(train, job_file, corpus, tmp_path / "base", "data.tokenizer=byte")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -174,8 +172,8 @@ def test_another_tokenizer_replaces_the_files_of_the_source(train, job_file, cor
     assert (out / "LICENSE").is_file()
 
 
-def test_resumed_run_keeps_the_files_of_the_source(train, job_file, corpus, tmp_path):
-    """The folder is gone when the run is resumed; the checkpoint passes its files on."""
+def test_a_resumed_run_exports_the_files_of_the_source(train, job_file, corpus, tmp_path):
+    """The source folder is deleted before the resume; the checkpoint holds its small files."""
     write_source("mistral", tmp_path / "base", corpus)
     text = job_file.read_text().replace('preset = "tiny"', f'hf = "{tmp_path / "base"}"')
     job_file.write_text(text)

@@ -1,4 +1,4 @@
-"""Real runs that start from a Hugging Face folder: one rank, two ranks, resumed, refused."""
+"""Runs that start from the weights of a Hugging Face folder: on one and two ranks, resumed, refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.spec.load import load_job
 
 @pytest.fixture
 def folder(train, tmp_path) -> Path:
-    """A model that was trained here and exported, in shards."""
+    """A trained model, exported in the Hugging Face format in several files."""
     trained = train("train.steps=2", "layout.dp_replicate=1")
     out = tmp_path / "folder"
     export_checkpoint(Path(trained.result["checkpoint"]), out, "float32", 100_000)
@@ -29,13 +29,16 @@ def folder(train, tmp_path) -> Path:
 
 @pytest.fixture
 def from_folder(train, folder, job_file):
-    """Train from that folder."""
+    """`train`, starting from that folder."""
     job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
     return train
 
 
-def test_two_ranks_start_from_the_same_weights_as_one(from_folder, folder):
-    """Equal losses, and not those of a fresh model: every rank has read the files. Then it is resumed."""
+def test_one_and_two_ranks_start_from_the_weights_of_the_folder(from_folder, folder):
+    """Equal losses, and after one step the weights are close to the folder's.
+
+    A resume reads the checkpoint: the weights of the folder are deleted before it.
+    """
     common = ("train.steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
     one = from_folder("name=one", "layout.dp_replicate=1", *common)
     two = from_folder("name=two", "layout.dp_replicate=2", *common)
@@ -46,9 +49,8 @@ def test_two_ranks_start_from_the_same_weights_as_one(from_folder, folder):
     }
     first = load_file(one.run_dir / "checkpoints" / "step-00000001" / "model.safetensors")
     moved = (first["norm.weight"] - weights["model.norm.weight"]).abs().max()
-    assert 0 < moved < 0.01, "one step away from the folder's weights"
+    assert 0 < moved < 0.01, "the run did not start from the folder's weights"
     assert torch.allclose(first["embed.weight"], weights["model.embed_tokens.weight"], atol=0.01)
-    # A checkpoint wins over the folder, whose weights may be gone by then.
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     shutil.rmtree(one.run_dir / "checkpoints" / "step-00000003")
@@ -59,46 +61,49 @@ def test_two_ranks_start_from_the_same_weights_as_one(from_folder, folder):
 DEEP = "model.num_layers=8"
 
 
-def test_a_rank_never_holds_the_whole_model(train, job_file, tmp_path, monkeypatch):
-    """Drawn, from a folder and resumed: a rank holds its shards and one whole group, and starts the same.
+def test_a_rank_never_holds_the_full_model_during_startup(train, job_file, tmp_path, monkeypatch):
+    """The peak is the rank's shards, its optimizer state and one full FSDP group.
 
-    The model has eight blocks: whole, its weights alone are more than what a rank may hold.
+    It holds for random weights, weights of a folder, and a resume. The model has eight blocks, so its full
+    weights exceed that bound.
     """
     common = ("train.steps=2", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
-    cut = (*common, "layout.dp_shard=2")
+    sharded = (*common, "layout.dp_shard=2")
     trained = train("train.steps=1", "layout.dp_replicate=1", DEEP)
     folder = tmp_path / "folder"
     export_checkpoint(Path(trained.result["checkpoint"]), folder, "float32", 100_000)
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:record_startup_memory")
-    drawn = train("name=drawn", *cut, "layout.zero=2", DEEP)
+    random = train("name=random", *sharded, "layout.zero=2", DEEP)
     job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
     one = train("name=one", *common, "layout.dp_replicate=1")
-    read = train("name=read", *cut)
+    read = train("name=read", *sharded)
     assert read.losses == pytest.approx(one.losses, rel=1e-5)
-    assert read.losses[0] < drawn.losses[0], "the folder's weights have learnt something"
+    assert read.losses[0] < random.losses[0], "the folder's weights are trained"
     shutil.rmtree(read.run_dir / "checkpoints" / "step-00000002")
-    notes = {run.run_dir: held_at_start(run) for run in (drawn, read)}
-    resumed = train("name=read", *cut, resume=True)
+    startup_peaks = [read_startup_peaks(run) for run in (random, read)]
+    resumed = train("name=read", *sharded, resume=True)
     assert resumed.losses == read.losses[1:]
-    notes["resumed"] = held_at_start(resumed)
+    startup_peaks.append(read_startup_peaks(resumed))
     weights = sum(t.nbytes for path in folder.glob("*.safetensors") for t in load_file(path).values())
     groups = list_groups(list_stages(load_job(str(job_file), []))[0])
     largest = 4 * max(parameter.count for group in groups for parameter in group.parameters)
-    whole_group = max(group.gathered_bytes(2, "fp32") for group in groups)
-    for peaks in notes.values():
+    full_group = max(group.gathered_bytes(2, "fp32") for group in groups)
+    for peaks in startup_peaks:
         for rank, peak in enumerate(peaks):
             shards, state = (read.result["state_bytes"][part][rank] for part in ("parameters", "optimizer"))
-            assert shards + state < peak <= shards + state + whole_group + 2 * largest
-            assert peak < weights + state, "what a whole model would take"
+            assert shards + state < peak <= shards + state + full_group + 2 * largest
+            assert peak < weights + state, "the rank held the full model"
 
 
-def held_at_start(run):
-    """Most bytes of each rank while it built its session."""
+def read_startup_peaks(run):
+    """Peak bytes of each rank while it built its trainer."""
     return [json.loads((run.run_dir / f"start-{rank}.json").read_text())["peak"] for rank in range(2)]
 
 
-def test_a_folder_without_weights_starts_from_scratch_and_a_broken_one_is_refused(from_folder, folder):
-    """The same losses as a fresh model of that shape; before that, a cut shard leaves no run behind."""
+def test_a_truncated_weight_file_is_refused_and_a_folder_without_weights_trains_from_scratch(
+    from_folder, folder
+):
+    """The refused run leaves no folder. Training from scratch has the losses of random initial weights."""
     shard = min(folder.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError) as caught:

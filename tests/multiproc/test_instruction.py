@@ -1,4 +1,4 @@
-"""Masked prompts and document masks on real ranks: the same loss for every layout."""
+"""Prompt masking and document masks on real ranks: equal losses on one and three ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETTINGS = ("data.path=qa.jsonl", "data.template=plain", "data.mask=document", "
 
 @pytest.fixture
 def pairs(tmp_path):
-    """Prompts of very different lengths, some many rows long, with short answers."""
+    """Prompts of different lengths, some many rows long, with short answers."""
     lines = [
         json.dumps({"prompt": f"question {n}? " * (30 if n % 4 == 0 else 1), "answer": f"answer {n}"})
         for n in range(40)
@@ -26,18 +26,18 @@ def steps_of(trained):
     return [e for e in events if e["event"] == "step" and e["rank"] == 0]
 
 
-def test_one_and_three_ranks_agree_with_masked_prompts_and_whole_documents(train, pairs):
-    """Two samples over three ranks: one rank has zero-weight rows, and some steps have no target at all."""
-    asked = (*SETTINGS, "data.eval_fraction=0.2", "train.global_batch=2", "train.steps=12")
-    one, three = (train(*asked, f"layout.dp_replicate={ranks}") for ranks in (1, 3))
+def test_one_and_three_ranks_have_equal_losses_with_prompt_masking_and_document_masks(train, pairs):
+    """Two samples on three ranks: one rank has zero-weight samples only. Some steps have no target."""
+    settings = (*SETTINGS, "data.eval_fraction=0.2", "train.global_batch=2", "train.steps=12")
+    one, three = (train(*settings, f"layout.dp_replicate={ranks}") for ranks in (1, 3))
     counts = [step["tokens"] for step in steps_of(one)]
-    assert 0 in counts, "a batch of prompts alone"
+    assert 0 in counts, "no batch without targets"
     assert max(counts) > 0
     assert counts == [step["tokens"] for step in steps_of(three)]
     assert [loss is None for loss in one.losses] == [count == 0 for count in counts]
-    assert [loss is None for loss in three.losses] == [count == 0 for count in counts], "the ranks agree"
-    told = [[loss for loss in run.losses if loss is not None] for run in (one, three)]
-    assert told[1] == pytest.approx(told[0], rel=1e-5)
+    assert [loss is None for loss in three.losses] == [count == 0 for count in counts]
+    losses = [[loss for loss in run.losses if loss is not None] for run in (one, three)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert f"{counts.count(0)} of 12 steps had no target tokens" in three.messages
     assert one.result["tokens_per_s"] > 0
     assert "not finite" not in (three.run_dir / "report.html").read_text()

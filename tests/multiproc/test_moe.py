@@ -25,7 +25,7 @@ BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.bal
 @pytest.mark.parametrize(
     "overrides",
     [
-        # Seven samples: the last micro-batch of a replica is padded with samples of zero weight.
+        # Seven samples: the last micro-batch of a replica is padded with zero-weight samples.
         (
             "layout.dp_replicate=2",
             "train.global_batch=7",
@@ -35,24 +35,27 @@ BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.bal
         ("layout.dp_shard=2", "layout.recompute=selective", "model.router=sigmoid", "model.shared_experts=1"),
         ("layout.pp=2", "layout.recompute=full", "layout.micro_batch=3", "train.global_batch=7"),
     ],
-    ids=["replicas", "shards", "stages"],
+    ids=["ddp", "fsdp", "pipeline"],
 )
-def test_layouts_are_equal_to_one_process(job_file, prepared, tmp_path, overrides):
-    """Losses, gradients, the load of every expert, and the selection biases."""
+def test_ddp_fsdp_and_pipeline_equal_one_process(job_file, prepared, tmp_path, overrides):
+    """Losses, gradients, the load of every expert, and dropped tokens."""
     job = load_job(str(job_file), [*BALANCED, *overrides])
     proof = Prover(tmp_path, prepared).prove(job)
     assert proof.verdict.equal, proof.verdict.first_divergence
     assert proof.loads == proof.reference_loads
     layers, steps = job.model.num_layers, 2
-    assert [len(step) for step in proof.loads] == [layers] * steps, "the first and the last step, every layer"
+    assert [len(step) for step in proof.loads] == [layers] * steps, "first and last step, every layer"
     choices = job.train.global_batch * job.data.seq_len * 2
     assert all(sum(layer["load"]) == choices for step in proof.loads for layer in step)
     dropped = sum(layer["dropped"] for step in proof.loads for layer in step)
     assert (dropped > 0) == (job.model.capacity_factor is not None)
 
 
-def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
-    """Selection biases are part of the checkpoint: without them the curve would change."""
+def test_selection_biases_are_saved_resumed_and_reported(train, tmp_path):
+    """A resumed run is bit-identical. Without ``balance_rate`` the biases stay and still select experts.
+
+    `generate` uses the biases, the export refuses them, and the report shows the load of every expert.
+    """
     common = [
         *BALANCED,
         "layout.dp_replicate=1",
@@ -67,19 +70,19 @@ def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
     assert resumed.losses == straight.losses[4:]
     first, last = (load_file(rescued / f"step-{n:08d}" / "model.safetensors") for n in (4, 8))
     assert (first[SELECTION_BIAS].abs() > 0).any()
-    assert (first[SELECTION_BIAS].abs() <= 4 * 0.01 + 1e-6).all(), "at most the rate per step"
+    assert (first[SELECTION_BIAS].abs() <= 4 * 0.01 + 1e-6).all(), "more than balance_rate per step"
     assert not torch.equal(first[SELECTION_BIAS], last[SELECTION_BIAS])
     frozen = [word for word in common if "balance_rate" not in word]
     again = tmp_path / "again"
     shutil.copytree(rescued / "step-00000004", again / "step-00000004")
     train(*frozen, "train.steps=5", f"checkpoint.dir={again}", resume=True)
     kept = load_file(again / "step-00000005" / "model.safetensors")[SELECTION_BIAS]
-    assert torch.equal(kept, first[SELECTION_BIAS]), "without a rate the biases stay and still select"
+    assert torch.equal(kept, first[SELECTION_BIAS]), "the biases changed without balance_rate"
     checkpoint = Path(straight.result["checkpoint"])
     model = load_model(GenerateTask(str(checkpoint)))
     for row, block in enumerate(model.list_blocks()):
         assert torch.equal(block.ffn.router.selection_bias, last[SELECTION_BIAS][row]), (
-            "generation selects by it"
+            "generate has other biases"
         )
     with pytest.raises(UserError) as caught:
         export_checkpoint(checkpoint, tmp_path / "out", "float32", 10**9)
@@ -91,8 +94,8 @@ def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
     assert "Tokens routed to each expert in step 8" in draw_page(report)
 
 
-def test_an_exported_moe_model_equals_transformers(train, tmp_path):
-    """Without selection biases; logits equal those of transformers."""
+def test_an_exported_moe_model_has_the_logits_of_transformers(train, tmp_path):
+    """The model has no selection biases, which Mixtral cannot hold."""
     transformers = pytest.importorskip("transformers")
     trained = train(*EXPERTS, "layout.dp_replicate=1", "train.steps=2", "model.tied_embeddings=false")
     checkpoint, out = Path(trained.result["checkpoint"]), tmp_path / "out"

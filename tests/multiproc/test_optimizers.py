@@ -1,4 +1,4 @@
-"""Optimizers and gradient noise on real ranks: the loss of one process, the predicted state, the audit."""
+"""Optimizers and gradient noise on real ranks: losses of one process, predicted state, a clean audit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def step_events(trained):
     return [e for e in map(json.loads, lines) if e["event"] == "step" and e["rank"] == 0]
 
 
-def halves_of_the_first_batch(job_file, prepared):
-    """Noise scale of step 1 from the gradients of its first and last six samples, without our loop."""
+def expected_noise_scale(job_file, prepared):
+    """Noise scale of step 1, from the gradients of the first and the last six samples without the trainer."""
     job = load_job(str(job_file))
     data = TokenDataset.open(prepared, "train", job.data.seq_len)
     samples = SampleOrder(data.shard_sample_counts, job.train.seed).samples_at(np.arange(12))
@@ -38,8 +38,8 @@ def halves_of_the_first_batch(job_file, prepared):
 
 
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
-def test_two_ranks_give_the_loss_of_one(train, job_file, prepared, optimizer):
-    """Ten steps within 1e-5, with noise added; state equal to the byte; the noise scale of two halves."""
+def test_two_ranks_have_the_losses_of_one_and_the_expected_noise_scale(train, job_file, prepared, optimizer):
+    """Ten losses within 1e-5, with gradient noise; state bytes equal the prediction."""
     common = [f"train.optimizer={optimizer}", "train.steps=10", "train.schedule=wsd", "train.grad_noise=1e-6"]
     alone = train(*common, "layout.dp_replicate=1")
     together = train(*common, "layout.dp_replicate=2", "train.noise_scale_every=1")
@@ -50,11 +50,11 @@ def test_two_ranks_give_the_loss_of_one(train, job_file, prepared, optimizer):
         assert trained.result["state_bytes"] == trained.result["predicted_state_bytes"]
     assert [e["noise_scale"] for e in step_events(alone)] == [None] * 10
     measured = step_events(together)[0]["noise_scale"]
-    assert measured == pytest.approx(halves_of_the_first_batch(job_file, prepared), rel=1e-3)
+    assert measured == pytest.approx(expected_noise_scale(job_file, prepared), rel=1e-3)
 
 
-def test_sgd_without_momentum_keeps_nothing_and_resumes(train):
-    """No state to predict, save or load; another optimizer's checkpoint is refused by name."""
+def test_sgd_without_momentum_has_no_state_and_resumes(train):
+    """The noise scale is measured every second step."""
     sgd = ["train.optimizer=sgd", "train.lr=0.1", "train.momentum=0.0", "train.noise_scale_every=2"]
     first = train(*sgd, "train.steps=4", "train.schedule=constant")
     assert first.result["state_bytes"]["optimizer"] == [0] * first.result["world_size"]

@@ -1,4 +1,4 @@
-"""A rank that really runs out of memory ends the run with the ledger, and what it advises really runs."""
+"""A rank runs out of memory: the run ends with the ledger and with changes that fit; the first one runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
 
 
 def test_out_of_memory_reports_the_ledger_and_a_change_that_fits(train, monkeypatch):
-    """Rank 1 gets less than what is predicted. Its error is the run's; the other rank is a victim."""
+    """Rank 1 has less memory than predicted. Only its error is reported, not the lost peer of rank 0."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:limited_memory")
     failed = train(*LARGE, *LAYOUT, expect=4)
     (error,) = failed.result["errors"]
@@ -30,10 +30,10 @@ def test_out_of_memory_reports_the_ledger_and_a_change_that_fits(train, monkeypa
     times = [change["step_s"] for change in memory["changes"]]
     assert times == sorted(times)
     events = [json.loads(line) for line in (failed.run_dir / "events.jsonl").read_text().splitlines()]
-    (told,) = [event for event in events if event["event"] == "error" and event["rank"] == 1]
-    assert {**told["memory"], "changes": memory["changes"]} == memory
-    assert told["peer_lost"] is False
+    (report,) = [event for event in events if event["event"] == "error" and event["rank"] == 1]
+    assert {**report["memory"], "changes": memory["changes"]} == memory
+    assert report["peer_lost"] is False
     assert "activations at peak" in failed.messages
-    mended = train(*LARGE, *LAYOUT, *memory["changes"][0]["overrides"].split())
-    assert mended.result["status"] == "complete"
-    assert mended.result["audit_ok"]
+    changed = train(*LARGE, *LAYOUT, *memory["changes"][0]["overrides"].split())
+    assert changed.result["status"] == "complete"
+    assert changed.result["audit_ok"]

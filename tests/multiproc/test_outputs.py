@@ -1,4 +1,4 @@
-"""What real runs leave behind: the page at every kind of end, the list, and a scaling table."""
+"""Output of real runs: the report page of complete and failed runs, the run list, and a scaling table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.report.run_list import summarise_run
 
 
-def test_a_run_and_its_resume_leave_one_page_with_both_attempts(train, monkeypatch):
-    """Also: what is listed afterwards is what the run itself reported."""
+def test_a_resumed_run_has_one_report_page_with_both_attempts(train, monkeypatch):
+    """The run list has the values that the run reported."""
     monkeypatch.setattr("meshwright.report.html.can_draw", lambda: True)
     first = train("layout.dp_replicate=2", "run_dir=run", "train.steps=4")
     page = Path(first.result["report"])
     assert page == first.run_dir / "report.html"
     assert "restart" not in page.read_text()
-    assert "report: run/report.html" in first.messages
+    assert f"report: {page}" in first.messages
     second = train("layout.dp_replicate=2", "run_dir=run", "train.steps=6", resume=True)
     assert "restart 1 at step 4" in page.read_text()
     listed = summarise_run(second.run_dir)
@@ -35,20 +35,20 @@ def test_a_run_and_its_resume_leave_one_page_with_both_attempts(train, monkeypat
     assert f"{format_rate(second.result['flops_per_s'], 'FLOP')}, MFU" in second.messages
 
 
-def test_a_failed_run_leaves_a_page_that_says_so(train, tmp_path):
-    """The learning rate makes the loss infinite: exit status 4, a page all the same."""
+def test_a_failed_run_has_a_report_page_with_the_error(train, tmp_path):
+    """The learning rate makes the loss infinite: exit status 4."""
     failed = train("layout.dp_replicate=1", "run_dir=run", "train.lr=1e30", "train.clip=0.0", expect=4)
     assert failed.result["status"] == "error"
-    assert failed.result["run_dir"] == "run"
+    assert [error["code"] for error in failed.result["errors"]] == ["train-not-finite"]
+    assert failed.result["run_dir"] == str(tmp_path / "run")
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'class="badge bad">failed' in page
-    assert "loss not finite at step" in page
     assert "train-not-finite" in page
     assert summarise_run(tmp_path / "run").status == "failed"
 
 
-def test_a_page_that_cannot_be_written_is_a_warning(train, tmp_path):
-    """Its place is taken by a folder: the run is complete and its status is 0."""
+def test_a_report_page_that_cannot_be_written_gives_a_warning(train, tmp_path):
+    """A folder has the name of the page: the run still completes with exit status 0."""
     train("layout.dp_replicate=1", "run_dir=fresh", "train.steps=2", "checkpoint.every_steps=1")
     (tmp_path / "fresh" / "report.html").unlink()
     (tmp_path / "fresh" / "report.html").mkdir()
@@ -58,8 +58,10 @@ def test_a_page_that_cannot_be_written_is_a_warning(train, tmp_path):
     assert "the report was not written" in ran.messages
 
 
-def test_scaling_is_measured_and_audited_and_leaves_only_its_picture(job_file, tmp_path, monkeypatch, capfd):
-    """Two numbers of ranks on real processes; the plan holds for each; reductions are seen."""
+def test_bench_scaling_measures_and_audits_each_size_and_writes_only_the_plot(
+    job_file, tmp_path, monkeypatch, capfd
+):
+    """Weak scaling on one and two ranks: a clean audit for each, and measured communication on two."""
     monkeypatch.chdir(tmp_path)
     temporary = tmp_path / "temporary"
     temporary.mkdir()

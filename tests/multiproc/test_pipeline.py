@@ -34,7 +34,7 @@ COMMON = (
 )
 THREE_STAGES = """
 0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3
-1F0,2F0,2B0,1F1,1B0,2F1,2B1,1F2,1B1,2F2,2B2,1F3,1B2,2F3,2B3,1B3   # the second rank has two
+1F0,2F0,2B0,1F1,1B0,2F1,2B1,1F2,1B1,2F2,2B2,1F3,1B2,2F3,2B3,1B3   # the second rank has two stages
 """
 DEADLOCK = """
 0F0,0B0,0F1,0B1
@@ -44,13 +44,13 @@ DEADLOCK = """
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the command, and its events."""
+    """A finished run with its events."""
 
     run_dir: Path
     result: dict[str, Any]
 
     def of(self, event: str, rank: int) -> list[dict[str, Any]]:
-        """A rank's events of one kind."""
+        """Events of one kind of one rank."""
         return [e for e in read_events(self.run_dir / EVENTS_FILE).of(event) if e["rank"] == rank]
 
 
@@ -71,7 +71,7 @@ def straight(job_text, tmp_path_factory):
     return Run(one, json.loads(out.getvalue())), Run(two, json.loads(done.stdout))
 
 
-def test_a_pipeline_trains_and_evaluates_as_one_process(straight):
+def test_a_pipeline_has_the_training_and_eval_losses_of_one_process(straight):
     """Equal losses, reported by every rank; the audit passes."""
     one, two = straight
     assert max_relative_diff(two.result["losses"], one.result["losses"]) < 1e-5
@@ -147,8 +147,8 @@ def test_a_pipeline_checkpoint_generates_and_exports(straight, train, job_file, 
     assert started.result["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=1e-5)
 
 
-def test_fewer_micro_batches_than_stages(straight, train):
-    """Four stages, two micro-batches: mostly bubble, and the losses are right."""
+def test_fewer_micro_batches_than_stages_have_the_losses_of_one_process(straight, train):
+    """Four stages, two micro-batches."""
     trained = train(*COMMON, "layout.pp=4", "layout.micro_batch=2", "train.steps=2")
     assert max_relative_diff(trained.losses, straight[0].result["losses"][:2]) < 1e-5
 
@@ -179,7 +179,7 @@ def test_too_few_micro_batches_are_refused_with_the_number_to_use(
 
 
 def test_a_custom_schedule_runs_in_its_order(straight, train, tmp_path):
-    """Three stages on two ranks, the middle one the largest: equal losses, and that order in the events."""
+    """Three uneven stages on two ranks: equal losses; the timeline events have the order of the file."""
     file = tmp_path / "three.csv"
     file.write_text(THREE_STAGES)
     own = ("layout.pp=2", f"layout.schedule_file={file}")
@@ -197,4 +197,4 @@ def test_a_schedule_with_a_deadlock_is_refused(job_file, tmp_path, monkeypatch):
     two = ("train.global_batch=2", "layout.pp=2", "layout.schedule_file=deadlock.csv")
     refused = refuse(job_file, *two)
     assert {problem.code for problem in refused.problems} == {"schedule-not-proved"}
-    assert "deadlock.csv:2" in str(refused)
+    assert "deadlock.csv:2" in str(refused), "the error names file and line"

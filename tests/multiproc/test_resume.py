@@ -1,4 +1,4 @@
-"""A resumed run goes on as if it had never stopped: to the last bit, with four ranks too."""
+"""Resumed runs: bit-identical in the same layout, equal losses on other ranks, refused where they cannot."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_resumed_run_is_bit_identical(train, tmp_path, ranks):
-    """Ten steps at once, and ten with a stop after the fourth: equal losses, equal bytes of weights."""
+def test_a_resumed_run_is_bit_identical(train, tmp_path, ranks):
+    """Ten steps, against ten steps resumed after the fourth: equal losses, weights and optimizer state."""
     common = [f"layout.dp_replicate={ranks}", "train.steps=10", "layout.bucket_mb=0.05", "train.eval_every=5"]
     common += ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
     straight = train(*common)
@@ -30,8 +30,8 @@ def test_resumed_run_is_bit_identical(train, tmp_path, ranks):
         assert ours == (_checkpoint(straight.run_dir, 10) / name).read_bytes(), name
 
 
-def test_resume_on_another_number_of_ranks_keeps_curve_and_order(train, tmp_path):
-    """Three ranks go on where two stopped, with the same samples: equal up to rounding."""
+def test_a_resume_on_another_number_of_ranks_keeps_losses_and_sample_order(train, tmp_path):
+    """Three ranks resume a run of two. The losses are equal up to rounding."""
     common = ["train.steps=8", "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
     straight = train(*common, "layout.dp_replicate=2")
     rescued = tmp_path / "rescued"
@@ -40,8 +40,8 @@ def test_resume_on_another_number_of_ranks_keeps_curve_and_order(train, tmp_path
     assert resumed.losses == pytest.approx(straight.losses[4:], rel=1e-5)
 
 
-def test_resume_in_place_adds_a_generation(train):
-    """--resume without a folder goes on with the newest run; its audit counts the new attempt alone."""
+def test_resume_continues_the_newest_run_as_a_new_generation(train):
+    """`--resume` without a folder. The audit covers the new attempt only."""
     first = train("train.steps=4")
     second = train("train.steps=6", resume=True)
     assert second.run_dir == first.run_dir
@@ -52,7 +52,7 @@ def test_resume_in_place_adds_a_generation(train):
 
 
 def test_a_damaged_checkpoint_is_skipped(train):
-    """One flipped byte in the newest: it is named, and the one before is used."""
+    """One byte of the newest checkpoint is flipped: a warning names it, and the previous one is used."""
     first = train("train.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
     newest = _checkpoint(first.run_dir, 6) / "model.safetensors"
     damaged = bytearray(newest.read_bytes())
@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_is_skipped(train):
     assert "step-00000006 is damaged" in resumed.messages
 
 
-def test_rotation_keeps_the_last_and_the_best(train):
+def test_checkpoint_rotation_keeps_the_last_two_and_the_best(train):
     trained = train(
         "train.steps=6",
         "checkpoint.every_steps=1",
@@ -86,7 +86,8 @@ def test_rotation_keeps_the_last_and_the_best(train):
         (["train.steps=6", "checkpoint.dir=elsewhere"], "resume-nothing"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused(train, job_file, overrides, code):
+def test_an_impossible_resume_is_refused_with_its_code(train, job_file, overrides, code):
+    """The run is complete, the model differs, or there is no checkpoint."""
     from meshwright.cli.output import Output
     from meshwright.cli.train import run_training
 
@@ -96,7 +97,7 @@ def test_what_cannot_be_resumed_is_refused(train, job_file, overrides, code):
     assert caught.value.problems[0].code == code
 
 
-def test_a_checkpoint_folder_of_another_run_is_not_mixed_up(train, job_file, tmp_path):
+def test_a_checkpoint_folder_of_another_run_is_refused(train, job_file, tmp_path):
     from meshwright.cli.output import Output
     from meshwright.cli.train import run_training
 
@@ -105,4 +106,4 @@ def test_a_checkpoint_folder_of_another_run_is_not_mixed_up(train, job_file, tmp
     with pytest.raises(UserError) as caught:
         run_training(Output(as_json=True), str(job_file), [f"checkpoint.dir={tmp_path / 'shared'}"], False)
     assert caught.value.problems[0].code == "checkpoint-dir-used"
-    assert sorted(tmp_path.glob("runs/*")) == before, "a refused run leaves no folder"
+    assert sorted(tmp_path.glob("runs/*")) == before, "the refused run left a folder"

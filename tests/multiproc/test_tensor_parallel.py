@@ -64,13 +64,14 @@ def test_a_block_has_four_all_reduces(train):
     assert row["calls"] == len(result["losses"]) * (4 * 3 + 2 + of_the_loss)
 
 
-def test_an_input_that_is_not_prepared_is_a_collective_too_many(train, monkeypatch):
-    """Every column-parallel linear then reduces its own gradient: right, but more calls than planned."""
+def test_a_separate_reduction_per_linear_fails_the_audit(train, monkeypatch):
+    """Each column-parallel linear reduces its own input gradient: equal losses, but unplanned all-reduces."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:unprepared_inputs")
     trained = train("layout.tp=2", *TEN_STEPS, expect=3)
     assert max_relative_diff(trained.losses, reference_losses(train)) < 1e-5
-    [said] = [line for line in trained.result["differences"] if "tp" in line]
-    assert "all_reduce" in said
+    [row] = [row for row in trained.result["collectives"] if row["calls"] != row["predicted_calls"]]
+    assert (row["axis"], row["op"]) == ("tp", "all_reduce")
+    assert row["calls"] > row["predicted_calls"]
 
 
 @pytest.mark.slow
@@ -94,8 +95,8 @@ def test_checkpoints_resume_in_other_layouts(train, tmp_path):
     runs.require_equal_losses(whole, (*split, "layout.zero=1"))
 
 
-def test_generation_with_tensor_parallelism(train, capfd):
-    """The text of one process, also with a padded vocabulary; errors reach the caller."""
+def test_generate_with_tensor_parallel_writes_the_text_of_one_process(train, capfd):
+    """The vocabulary is padded. Errors of the ranks reach the caller."""
     checkpoint = Path(train("layout.tp=2", "model.vocab_size=321").result["checkpoint"])
 
     def written(tp):
@@ -105,8 +106,9 @@ def test_generation_with_tensor_parallelism(train, capfd):
         return json.loads(capfd.readouterr().out)["text"]
 
     assert written(1) == written(2) != ""
-    with pytest.raises(UserError, match="layout-tp-heads"):
+    with pytest.raises(UserError) as caught:
         written(3)
+    assert [problem.code for problem in caught.value.problems] == ["layout-tp-heads"]
     (checkpoint / "tokenizer.json").write_text("{")
     for tp in (1, 2):
         with pytest.raises(UserError):

@@ -1,8 +1,8 @@
-"""Why we have an interpreter of our own: what torch's pipelines do to gradients over ranks of data.
+"""Torch's pipeline schedules give wrong gradients with DDP and FSDP2; our interpreter gives correct ones.
 
-The first tests hold torch to its defects. One that fails says that torch is mended: our reason has become
-weaker, and what the docs say of it wrong. The others hold our pipelines to the gradients of one process in
-the same layouts. Two ranks of a pipeline, two ranks of data.
+The first tests reproduce torch's defects. If one fails, torch has fixed the defect: update the docs, which
+give it as a reason for our interpreter. The last test compares our gradients with one process in the same
+layouts: two pipeline ranks, two data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from meshwright.train.loop import report_end
 from meshwright.train.worker import run_with_trainer
 
 WIDTH, MICRO_BATCHES, SAMPLES = 8, 4, 2
-"""Of torch's pipeline: hidden size, micro-batches of a step, samples of each."""
-RIGHT = 1e-5
-"""Relative difference of gradients that is rounding."""
+"""Torch's pipeline: hidden size, micro-batches per step, samples per micro-batch."""
+TOLERANCE = 1e-5
+"""Largest relative difference of gradients due to rounding."""
 
 
 class Half(nn.Module):
-    """A residual block without norms: half of a stage."""
+    """A residual block without norms. A stage has two."""
 
     def __init__(self):
         super().__init__()
@@ -55,40 +55,39 @@ class Half(nn.Module):
 
 
 def build_torch_stages():
-    """Four stages, the same everywhere."""
+    """Four stages with the same weights on every rank."""
     torch.manual_seed(0)
     return [nn.Sequential(Half(), Half()) for _ in range(4)]
 
 
 class TorchPipeline:
-    """Two stages of a rank on one of torch's schedules, beside the whole model in one process."""
+    """Two stages of a rank under one of torch's schedules, and the full model in one process as reference."""
 
-    def __init__(self, mesh, kind, homes, wrap):
-        self._mine = [stage for stage, pp_rank in enumerate(homes) if pp_rank == mesh.pp_rank]
+    def __init__(self, mesh, schedule, pp_ranks, wrap):
+        self._mine = [stage for stage, pp_rank in enumerate(pp_ranks) if pp_rank == mesh.pp_rank]
         stages = build_torch_stages()
         self._modules = [wrap(stages[stage]) for stage in self._mine]
         pipeline = [
             PipelineStage(module, stage, 4, mesh.device, group=mesh.group("pp"))
             for module, stage in zip(self._modules, self._mine, strict=True)
         ]
-        self._schedule = kind(pipeline, MICRO_BATCHES, loss_fn=_square, scale_grads=False)
+        self._schedule = schedule(pipeline, MICRO_BATCHES, loss_fn=_square, scale_grads=False)
         torch.manual_seed(1)
         x, y = torch.randn(2, 2, MICRO_BATCHES * SAMPLES, WIDTH)
         self._x, self._y = x[mesh.dp_rank], y[mesh.dp_rank]
-        self._whole = build_torch_stages()
+        self._reference = build_torch_stages()
+        full = nn.Sequential(*self._reference)
         for samples, targets in zip(x, y, strict=True):
-            (
-                _square(nn.Sequential(*self._whole)(samples), targets) / 2
-            ).backward()  # the mean over data ranks
+            (_square(full(samples), targets) / 2).backward()  # the mean over data-parallel ranks
 
     def step(self):
-        """One step; of each parameter how far its gradient is from the right one, None without any."""
+        """One step. Returns the relative error of each parameter's gradient, None if it has no gradient."""
         given = (self._x,) if 0 in self._mine else ()
         self._schedule.step(*given, **({"target": self._y} if 3 in self._mine else {}))
         errors = []
         for module, stage in zip(self._modules, self._mine, strict=True):
-            pairs = zip(module.parameters(), self._whole[stage].parameters(), strict=True)
-            errors += [_relative(_full(ours.grad), right.grad) for ours, right in pairs]
+            pairs = zip(module.parameters(), self._reference[stage].parameters(), strict=True)
+            errors += [_relative_error(_full(ours.grad), reference.grad) for ours, reference in pairs]
             module.zero_grad()
         return errors
 
@@ -101,14 +100,14 @@ def _full(gradient):
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def _relative(gradient, right):
-    return None if gradient is None else float((gradient - right).norm() / right.norm())
+def _relative_error(gradient, reference):
+    return None if gradient is None else float((gradient - reference).norm() / reference.norm())
 
 
 def run_torch(run_dir, listener):
-    """In a rank: all cases, the one that crashes last."""
+    """One rank: all cases; the one that crashes is the last."""
     mesh = init_mesh(read_plan(Path(run_dir) / PLAN_FILE).job, CollectiveCounter())
-    loop, vee = (0, 1, 0, 1), (0, 1, 1, 0)
+    interleaved, v_shape = (0, 1, 0, 1), (0, 1, 1, 0)
 
     dp_mesh = DeviceMesh.from_group(mesh.group("dp_replicate"), "cpu")
 
@@ -123,31 +122,31 @@ def run_torch(run_dir, listener):
     def replicate(stage):
         return DistributedDataParallel(stage, process_group=mesh.group("dp_replicate"))
 
-    def tell(case, **found):
+    def report(case, **found):
         listener({"event": "case", "rank": mesh.rank, "case": case, **found})
 
-    for case, kind, homes, wrap in (
-        ("sharded, let go", ScheduleZBVZeroBubble, vee, shard(reshard=True)),
-        ("sharded, let go, interleaved", ScheduleInterleavedZeroBubble, loop, shard(reshard=True)),
-        ("sharded, kept", ScheduleZBVZeroBubble, vee, shard(reshard=False)),
-        ("replicated", ScheduleZBVZeroBubble, vee, replicate),
+    for case, schedule, pp_ranks, wrap in (
+        ("fsdp resharded, zbv", ScheduleZBVZeroBubble, v_shape, shard(reshard=True)),
+        ("fsdp resharded, interleaved", ScheduleInterleavedZeroBubble, interleaved, shard(reshard=True)),
+        ("fsdp not resharded, zbv", ScheduleZBVZeroBubble, v_shape, shard(reshard=False)),
+        ("ddp, zbv", ScheduleZBVZeroBubble, v_shape, replicate),
     ):
-        tell(case, errors=TorchPipeline(mesh, kind, homes, wrap).step())
-    pipeline, done = TorchPipeline(mesh, ScheduleInterleaved1F1B, loop, replicate), 0
+        report(case, errors=TorchPipeline(mesh, schedule, pp_ranks, wrap).step())
+    pipeline, done = TorchPipeline(mesh, ScheduleInterleaved1F1B, interleaved, replicate), 0
     try:
         for _ in range(2):
             errors = pipeline.step()
             done += 1
     except RuntimeError as error:
-        tell("crashed", said=str(error.__cause__ or error))
-    tell("replicated, interleaved", errors=errors, steps=done)
+        report("crash", message=str(error.__cause__ or error))
+    report("ddp, interleaved", errors=errors, steps=done)
     destroy_mesh(mesh)
     return 0
 
 
 @pytest.fixture(scope="module")
 def torch_cases(tmp_path_factory):
-    """What each rank saw of each case, by torch's own pipelines."""
+    """The results of each case with torch's schedules, by rank."""
     tree = {
         "model": {"preset": "tiny", "num_layers": 2},
         "data": {"path": "none", "seq_len": 32},
@@ -155,11 +154,11 @@ def torch_cases(tmp_path_factory):
         "layout": {"pp": 2, "dp_replicate": 2, "micro_batch": 1},
         "cluster": {"device": "cpu", "devices_per_node": 4, "matmul_flops_per_s": 1e11},
     }
-    plan, folder, heard = build_plan(build_job(tree))[0], tmp_path_factory.mktemp("torch-pipelines"), []
+    plan, folder, events = build_plan(build_job(tree))[0], tmp_path_factory.mktemp("torch-pipelines"), []
     write_plan(plan, folder / PLAN_FILE)
-    build_launch(f"{__name__}:run_torch", plan.job, folder, heard.append).run()
+    build_launch(f"{__name__}:run_torch", plan.job, folder, events.append).run()
     cases = {}
-    for event in heard:
+    for event in events:
         if event["event"] == "case":
             cases.setdefault(event["case"], {})[event["rank"]] = event
     return cases
@@ -169,37 +168,37 @@ def _errors(case):
     return [error for event in case.values() for error in event["errors"]]
 
 
-@pytest.mark.parametrize("case", ["sharded, let go", "sharded, let go, interleaved"])
-def test_torchs_zero_bubble_loses_gradients_of_what_fsdp2_lets_go(torch_cases, case):
-    """Torch 2.13 is wrong and says nothing: parameters without gradient, and gradients that are far off.
+@pytest.mark.parametrize("case", ["fsdp resharded, zbv", "fsdp resharded, interleaved"])
+def test_torchs_zero_bubble_loses_gradients_of_resharded_fsdp2_parameters(torch_cases, case):
+    """Torch 2.13, without an error: some parameters have no gradient, others a wrong one.
 
-    With ``reshard_after_forward=False`` the same model is right: the defect is not in the test.
+    With ``reshard_after_forward=False`` the gradients of the same model are correct.
     """
     errors = _errors(torch_cases[case])
-    assert any(error is None for error in errors), "torch is mended: every parameter has a gradient"
-    assert max(error for error in errors if error is not None) > 0.1, "torch is mended: gradients are right"
-    assert max(_errors(torch_cases["sharded, kept"])) < RIGHT
+    assert any(error is None for error in errors), "fixed in torch: every parameter has a gradient"
+    assert max(error for error in errors if error is not None) > 0.1, "fixed in torch: correct gradients"
+    assert max(_errors(torch_cases["fsdp not resharded, zbv"])) < TOLERANCE
 
 
-def test_torchs_zero_bubble_does_not_sum_the_gradients_of_ddp(torch_cases):
-    """Torch 2.13 is wrong and says nothing: each replica keeps its own gradients."""
-    assert max(_errors(torch_cases["replicated"])) > 0.1, "torch is mended: DDP is told of its gradients"
+def test_torchs_zero_bubble_does_not_all_reduce_ddp_gradients(torch_cases):
+    """Torch 2.13, without an error: each replica keeps its local gradients."""
+    assert max(_errors(torch_cases["ddp, zbv"])) > 0.1, "fixed in torch: DDP reduces the gradients"
 
 
 def test_ddp_under_torchs_interleaved_schedule_crashes_in_the_second_step(torch_cases):
-    """Torch 2.13 finds out shapes by a backward pass that DDP counts; with few micro-batches that ends it.
+    """Torch 2.13 infers shapes with a backward pass that DDP counts. With few micro-batches, DDP then fails.
 
-    The first step is right. (Where ``PipelineStage`` is given the shapes, the second is, too.)
+    The first step is correct. If ``PipelineStage`` gets the shapes, all steps are.
     """
-    case = torch_cases["replicated, interleaved"]
-    assert max(_errors(case)) < RIGHT
-    assert {event["steps"] for event in case.values()} == {1}, "torch is mended: there was a second step"
-    said = [event["said"] for event in torch_cases["crashed"].values()]
-    assert any("rebuilt parameter indices size" in words for words in said), said
+    case = torch_cases["ddp, interleaved"]
+    assert max(_errors(case)) < TOLERANCE
+    assert {event["steps"] for event in case.values()} == {1}, "fixed in torch: the second step completed"
+    messages = [event["message"] for event in torch_cases["crash"].values()]
+    assert any("rebuilt parameter indices size" in message for message in messages), messages
 
 
 def compare_with_one_process(trainer):
-    """In a rank: the gradients of two steps, those of the second beside the whole model's."""
+    """One rank: two steps; the gradients of the second are compared with those of the full model."""
     job, batches = trainer.job, trainer.data.train
     first, second = trainer.data.order.samples_at(range(2 * job.train.global_batch)).reshape(2, -1)
     trainer.forward_backward(batches.micro_batches(first), batches.count_targets(first))
@@ -207,19 +206,20 @@ def compare_with_one_process(trainer):
     divisor = batches.count_targets(second)
     trainer.forward_backward(batches.micro_batches(second), divisor)
     trainer.sharded_state.assign_shard_grads()
-    whole = build_model(with_layout(job, Layout(mode="given", micro_batch=1)), trainer.mesh.device)
+    full = build_model(with_layout(job, Layout(mode="given", micro_batch=1)), trainer.mesh.device)
     for batch in Batcher(batches.dataset, 0, 1, 1).micro_batches(second):
-        (whole(*batch) / divisor).backward()
+        (full(*batch) / divisor).backward()
+    state = trainer.sharded_state
     errors = {
-        name: _relative(trainer.sharded_state.full_tensor(name, own.grad), whole.get_parameter(name).grad)
-        for name, own in trainer.sharded_state.named_parameters()
+        name: _relative_error(state.full_tensor(name, own.grad), full.get_parameter(name).grad)
+        for name, own in state.named_parameters()
     }
     trainer.events.write("compared", errors=errors)
     report_end(trainer, evaluations=0, stopping=False)
 
 
 def run_ours(run_dir, listener):
-    """In a rank: a session as training builds it."""
+    """One rank, with the trainer that `train` builds."""
     return run_with_trainer(compare_with_one_process, run_dir, listener)
 
 
@@ -231,17 +231,17 @@ def run_ours(run_dir, listener):
     ],
 )
 def test_our_pipeline_has_the_gradients_of_one_process(job_file, prepared, tmp_path, layout):
-    """Where torch is wrong or crashes: every gradient of a second step is right."""
-    given = ("pp=2", "micro_batch=1", *layout.split())
-    asked = ["model.num_layers=4", "model.tied_embeddings=false", "train.global_batch=8"]
-    plan, _ = build_plan(load_job(str(job_file), [*asked, *(f"layout.{key}" for key in given)]))
+    """In layouts where torch is wrong or crashes, every gradient of the second step is correct."""
+    keys = ("pp=2", "micro_batch=1", *layout.split())
+    settings = ["model.num_layers=4", "model.tied_embeddings=false", "train.global_batch=8"]
+    plan, _ = build_plan(load_job(str(job_file), [*settings, *(f"layout.{key}" for key in keys)]))
     assert plan.micro_batches == MICRO_BATCHES
     write_plan(plan, tmp_path / PLAN_FILE)
     Assignment(str(tmp_path), str(prepared), str(tmp_path / "checkpoints")).write()
-    heard = []
-    build_launch(f"{__name__}:run_ours", plan.job, tmp_path, heard.append).run()
-    errors = [event["errors"] for event in heard if event["event"] == "compared"]
+    events = []
+    build_launch(f"{__name__}:run_ours", plan.job, tmp_path, events.append).run()
+    errors = [event["errors"] for event in events if event["event"] == "compared"]
     assert len(errors) == 4
     names = {name for row in errors for name in row}
     assert names == {parameter.name for parameter in list_parameters(plan.job.model)}
-    assert max(error for row in errors for error in row.values()) < RIGHT
+    assert max(error for row in errors for error in row.values()) < TOLERANCE

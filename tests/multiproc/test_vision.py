@@ -1,4 +1,4 @@
-"""A ResNet on real ranks: equal losses with GroupNorm, an audited batch norm, and bit-identical resumes."""
+"""A ResNet on real ranks: equal losses with GroupNorm, audited BatchNorm, bit-identical resumes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_one_to_three_ranks_give_the_same_losses_and_hold_the_plan(train):
-    """Batch 10 on three ranks is padded with zero-weight images; evaluation too; one rank recomputes."""
+def test_one_to_three_ranks_have_equal_losses_and_a_clean_audit(train):
+    """Three ranks pad the batch of 10 and the evaluation with zero-weight images.
+
+    Three ranks also use full activation checkpointing.
+    """
     alone = train("layout.dp_replicate=1", "layout.micro_batch=10")
     assert alone.losses[-1] != alone.losses[0]
     for layout in (
@@ -57,7 +60,7 @@ def test_one_to_three_ranks_give_the_same_losses_and_hold_the_plan(train):
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_a_resumed_run_is_bit_identical(train, tmp_path, norm):
-    """Running statistics are a part of the checkpoint, the same on both ranks; batch norm says what it is."""
+    """The checkpoint holds BatchNorm's running statistics. A job with BatchNorm gets a note."""
     common = ["layout.dp_replicate=2", f"model.norm={norm}", "checkpoint.every_steps=3", "train.eval_every=3"]
     straight = train(*common)
     assert straight.result["audit_ok"]
@@ -75,11 +78,11 @@ def test_a_resumed_run_is_bit_identical(train, tmp_path, norm):
     statistics = [name for name in saved if name.endswith("running_var")]
     assert bool(statistics) == (norm == "batch")
     for name in statistics:
-        assert not bool((saved[name] == 1).all()), f"{name} never moved"
+        assert not bool((saved[name] == 1).all()), f"{name} has its initial value"
 
 
-def test_bf16_and_a_folder_of_images_train_and_text_is_refused_from_them(train, tmp_path):
-    """uint8 images with the channels last, one process in bf16; ``generate`` says that there is no text."""
+def test_a_folder_of_images_trains_in_bf16_and_generate_refuses_the_model(train, tmp_path):
+    """The images are uint8 in channels-last order."""
     from meshwright.cli.generate import write_text
     from meshwright.cli.output import Output
 

@@ -15,7 +15,7 @@ from meshwright.models.init import RandomWeights, fill
 from meshwright.models.linear import Linear, MergedLinear, low_precision_linear
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
-from triton_decoders import note_saved
+from triton_decoders import record_saved_bytes
 
 LLAMA = DecoderModel(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=50)
 GPT = dataclasses.replace(LLAMA, num_kv_heads=4, max_positions=16, tied_embeddings=True, **GPT_PARTS)
@@ -108,7 +108,7 @@ def test_selective_checkpointing_of_a_compiled_block_saves_its_gemm_outputs():
     rope = net.rope_cos, net.rope_sin
     with torch.autocast("cpu", torch.bfloat16):
         block(x, rope, None)  # compiles
-        with note_saved(net) as kept:
+        with record_saved_bytes(net) as kept:
             out = block(x, rope, None)
     heads = LLAMA.query_size + 2 * LLAMA.kv_size
     expected = 2 * (width + heads + LLAMA.query_size + width + 2 * LLAMA.ffn_size) + 4 * LLAMA.num_heads

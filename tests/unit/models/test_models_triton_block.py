@@ -24,7 +24,18 @@ from meshwright.models.kernels import fp8
 from meshwright.models.kernels import fused as kernels
 from meshwright.models.kernels.gemm import TORCH_GEMMS
 from meshwright.models.rope import apply_rope
-from triton_decoders import EXACT, LENGTH, LOW, SAMPLES, SHAPE, StepResult, batch, build, note_saved, step
+from triton_decoders import (
+    EXACT,
+    LENGTH,
+    LOW,
+    SAMPLES,
+    SHAPE,
+    StepResult,
+    batch,
+    build,
+    record_saved_bytes,
+    step,
+)
 
 UNGROUPED = dataclasses.replace(SHAPE, num_kv_heads=4)
 TIED = dataclasses.replace(SHAPE, tied_embeddings=True)
@@ -152,7 +163,7 @@ def test_saved_bytes_of_a_block_are_exact(recompute, residual_dtype):
     tokens, width, inner = SAMPLES * LENGTH, SHAPE.hidden_size, SHAPE.ffn_size
     x = torch.randn(SAMPLES, LENGTH, width).to(residual_dtype).requires_grad_()
     delta = torch.randn(SAMPLES, LENGTH, width).to(LOW).requires_grad_()
-    with note_saved(net) as kept, torch.autocast("cpu", LOW):
+    with record_saved_bytes(net) as kept, torch.autocast("cpu", LOW):
         parts = net.blocks["0"]((x, delta), (net.rope_cos, net.rope_sin), None)
     streams, attention = 2 * (width * residual_dtype.itemsize + 4), 2 * SHAPE.query_size + 4 * SHAPE.num_heads
     expected = streams + 2 * (SHAPE.query_size + 2 * SHAPE.kv_size) + attention + 2 * 2 * inner

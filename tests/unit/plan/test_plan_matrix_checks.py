@@ -83,13 +83,13 @@ CHANGES = {
     "lines of stage 0": lambda p: p.ranks["lines"][0].update(bytes=1),
     "classes of ranks": lambda p: p.first["memory_bytes"].popitem(),
     "peak of the first step": lambda p: p.ranks.update(first_step=1),
-    "collectives (1 against 1": lambda p: p.first["collectives"][0].update(bytes=1),
-    "collectives (0 against 1": lambda p: p.first["collectives"].pop(),
+    "collectives (1 and 1": lambda p: p.first["collectives"][0].update(bytes=1),
+    "collectives (0 and 1": lambda p: p.first["collectives"].pop(),
     "step_s": lambda p: p.first.update(step_s=1.0000001 * p.first["step_s"]),
     "breakdown_s": lambda p: p.first["breakdown_s"].update(compute=0.0),
     "breakdown_s sums to": lambda p: p.written["layouts"][1]["breakdown_s"].update(compute=0.0),
     "is not within": lambda p: p.written["layouts"][1].update(step_s_low=1e9),
-    "the layout shown first takes": lambda p: p.written["layouts"].reverse(),
+    "the first layout takes": lambda p: p.written["layouts"].reverse(),
     "layout 2 is shown with fits=False": lambda p: p.written["layouts"][1].update(fits=False),
     "no usable_bytes": lambda p: p.written.pop("usable_bytes"),
     "is not usable_share": lambda p: p.written.update(usable_share=0.5),
@@ -100,7 +100,7 @@ CHANGES = {
     "collectives when given": lambda p: p.given["layouts"][0]["collectives"].pop(),
     "step_s when given": lambda p: p.given["layouts"][0].update(step_s=1.0),
     "refused when given": lambda p: p.refusals.update(given=refusal()),
-    "and -o refuses it": lambda p: p.refusals.update({"-o": refusal()}),
+    "but -o refuses it": lambda p: p.refusals.update({"-o": refusal()}),
 }
 
 
@@ -123,12 +123,12 @@ def test_a_plan_that_does_not_run_is_a_contradiction(planner, tmp_path, monkeypa
     ("answers", "words"),
     [
         ({"-o": refusal(), "shown": refusal()}, None),
-        ({"-o": refusal(), "shown": refusal(fix="")}, "without a fix"),
+        ({"-o": refusal(), "shown": refusal(fix="")}, "has no fix"),
         (
             {"-o": refusal(code="layout-tp-heads"), "shown": refusal()},
-            f"neither plans nor says {NOTHING_FITS}",
+            f"failed without {NOTHING_FITS}",
         ),
-        ({"-o": refusal(), "shown": refusal(status=1)}, f"neither plans nor says {NOTHING_FITS}"),
+        ({"-o": refusal(), "shown": refusal(status=1)}, f"failed without {NOTHING_FITS}"),
     ],
     ids=["consistent", "no-fix", "other-code", "other-status"],
 )
