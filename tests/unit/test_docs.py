@@ -69,6 +69,10 @@ def job_tables() -> str:
             which = f": {kind.removesuffix('Model').lower()}" if len(kinds) > 1 else ""
             parts += ["", f"## `[{section}]`{which}", "", str(definition["description"]), ""]
             parts += key_table(f"{section}.", definition["properties"], required)
+        if section == "data":
+            rows = schema["$defs"]["Source"]
+            parts += ["", "## `[[data.sources]]`", "", str(rows["description"]), ""]
+            parts += key_table("", rows["properties"], set(rows["required"]))
     return "\n".join(parts)
 
 
@@ -90,7 +94,11 @@ def key_table(prefix: str, properties: dict[str, Any], required: set[str]) -> li
 
 def type_of(facts: dict[str, Any]) -> str:
     if "$ref" in facts:
-        return "table, see [its page](probe.md#the-file)"
+        return (
+            "table, see below"
+            if facts["$ref"].endswith("/Source")
+            else "table, see [its page](probe.md#the-file)"
+        )
     if "anyOf" in facts:
         return type_of(next(option for option in facts["anyOf"] if option.get("type") != "null"))
     if "enum" in facts:
@@ -109,7 +117,8 @@ def default_of(key: str, facts: dict[str, Any], required: set[str]) -> str:
     if key in required:
         return "required"
     if "default" not in facts:
-        return "required, except for images" if key == "seq_len" else "from the preset"
+        exceptions = {"seq_len": "required, except for images", "path": "required, unless there are sources"}
+        return exceptions.get(key, "from the preset")
     value = facts["default"]
     if value is None:
         return "see meaning"

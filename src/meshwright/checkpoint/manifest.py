@@ -67,6 +67,10 @@ class Manifest:
     torch: str = ""
     mask: str = "causal"
     prompt_masking: bool = False
+    sources: dict[str, float] = field(default_factory=dict)
+    """Weights of the sources of a mixture, by name."""
+    source_positions: dict[str, int] = field(default_factory=dict)
+    """Samples consumed from each source."""
     loss_scale: dict[str, float] | None = None
     """State of the fp16 loss scaler."""
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -190,6 +194,12 @@ def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: Pat
             rule = f"does not match the job: data.{key} is {there} in the checkpoint and {here} in the job"
             fix = "Use the same value: the position in the data counts such samples"
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
+    weights = {source.name: source.weight for source in data.sources}
+    if list(manifest.sources.items()) != list(weights.items()):
+        rule = "does not match the job: the names, weights or order of data.sources differ "
+        rule += f"({manifest.sources or 'none'} in the checkpoint, {weights or 'none'} in the job)"
+        fix = "Use the same sources: the position of each is a function of all weights"
+        raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
     defaults = {known.name: known.default for known in fields(model)} | {"norm_groups": DEFAULT_NORM_GROUPS}
     for key, value in json.loads(json.dumps(asdict(model))).items():  # tuples become lists
         there = manifest.model.get(key)

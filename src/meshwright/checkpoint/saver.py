@@ -34,6 +34,7 @@ from meshwright.checkpoint.state import CheckpointedState
 from meshwright.core.events import EventWriter
 from meshwright.core.files import folder_bytes, sync_path
 from meshwright.core.tensor_header import TensorInfo, build_tensor_header
+from meshwright.data.mixture import MixturePattern
 from meshwright.spec.train_defaults import fill_defaults
 
 
@@ -113,6 +114,8 @@ class CheckpointSaver:
 def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifest:
     """The manifest of a checkpoint of the current step, before its files are written."""
     plan, job, counters = state.plan, state.plan.job, state.counters
+    weights = {source.name: source.weight for source in job.data.sources}
+    counts = MixturePattern(list(weights.values())).count(counters.position) if weights else []
     return Manifest(
         step=counters.step,
         position=counters.position,
@@ -123,6 +126,8 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
         mask=job.data.mask,
         prompt_masking=job.data.prompt_masking,
         data_sha256=state.data_sha256,
+        sources=weights,
+        source_positions=dict(zip(weights, counts, strict=True)),
         buckets=[list(names) for names in plan.buckets],
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,

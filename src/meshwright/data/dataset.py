@@ -7,6 +7,7 @@ and positions restart in each document. A target without loss (padding, a masked
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.data.mixture import MixedSource, MixtureOrder, MixturePattern, read_mixture
+from meshwright.data.order import SampleOrder
 from meshwright.data.packing import ContiguousPacking, DocumentPacking, Packing, RowPieces
 from meshwright.data.shards import SPLITS, ShardEntry, ShardFolder, broken_shards
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -26,7 +29,7 @@ Int64s = npt.NDArray[np.int64]
 Mask = Literal["causal", "document"]
 
 _CACHED_PACKINGS = 4
-"""Shards whose packing is cached; samples are read shard by shard, so few are needed."""
+"""Shards of a source whose packing is cached; samples are read shard by shard, so few are needed."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,16 @@ def list_shards(folder: ShardFolder, split: str) -> tuple[ShardEntry, ...]:
 class TokenDataset:
     """The samples of one split, numbered over all shards.
 
-    A shard stays mapped until another one is read: samples come from one shard after the other, and mapping a
-    file takes as long as reading a few samples. A pickled copy maps again in its process.
+    A few shards stay mapped: the samples of a source come from one shard after the other, and mapping a file
+    takes as long as reading a few samples. A pickled copy maps again in its process.
     """
+
+    mixture: tuple[MixedSource, ...] = ()
+    """The sources, if there are several."""
 
     def __init__(
         self,
-        shards: ShardFolder,
+        folders: ShardFolder | Sequence[ShardFolder],
         split: str,
         seq_len: int,
         mask: Mask = "causal",
@@ -68,14 +74,24 @@ class TokenDataset:
         self.seq_len = seq_len
         self.mask = mask
         self.prompt_masking = prompt_masking
-        self._folder = shards
-        self._shards: tuple[ShardEntry, ...] = list_shards(shards, split)
+        folders = [folders] if isinstance(folders, ShardFolder) else folders
+        self._folder = folders[0]
+        located = [(folder, entry) for folder in folders for entry in list_shards(folder, split)]
+        self._shards: tuple[ShardEntry, ...] = tuple(entry for _, entry in located)
+        self._folders: tuple[ShardFolder, ...] = tuple(folder for folder, _ in located)
+        """The folder of each shard."""
+        self._cached = _CACHED_PACKINGS * len(folders)
         self._packings: dict[int, Packing] = {}
         self._targets: dict[int, Int64s] = {}
-        self._tokens: tuple[int, npt.NDArray[Any]] | None = None
+        self._tokens: dict[int, npt.NDArray[Any]] = {}
         self.shard_sample_counts: tuple[int, ...] = tuple(
             self._pack(s).rows for s in range(len(self._shards))
         )
+        ends = np.cumsum([len(list_shards(folder, split)) for folder in folders]).tolist()
+        self.source_counts: tuple[tuple[int, ...], ...] = tuple(
+            self.shard_sample_counts[begin:end] for begin, end in zip([0, *ends], ends, strict=False)
+        )
+        """``shard_sample_counts`` of each source."""
         self._starts: Int64s = np.concatenate(([0], np.cumsum(self.shard_sample_counts))).astype(np.int64)
 
     @classmethod
@@ -87,10 +103,10 @@ class TokenDataset:
         mask: Mask = "causal",
         prompt_masking: bool = False,
     ) -> TokenDataset:
-        """Open a split of a prepared folder.
+        """Open a split of a prepared folder, or of a mixture of prepared folders.
 
         Args:
-            folder: A prepared folder.
+            folder: A prepared folder, or one with a ``mixture.json``.
             split: ``train``, ``eval``, or ``all`` for both.
             seq_len: Positions of a sample.
             mask: ``causal`` for samples that cross documents, ``document`` for packed whole documents.
@@ -100,12 +116,19 @@ class TokenDataset:
             UserError: The folder is broken, has no loss mask for prompt masking, or ``train`` has no samples
                 or no targets. Other splits may be empty.
         """
-        opened = ShardFolder.open(folder)
-        if prompt_masking and any(s.loss_mask_file is None for s in list_shards(opened, split)):
-            raise UserError(no_prompts(f"{folder} was prepared without a template"))
+        sources = read_mixture(folder)
+        opened = [ShardFolder.open(Path(source.folder)) for source in sources]
+        for shards in opened:
+            if prompt_masking and any(s.loss_mask_file is None for s in list_shards(shards, split)):
+                raise UserError(no_prompts(f"{shards.folder} was prepared without a template"))
         dataset = cls(opened, split, seq_len, mask, prompt_masking)
+        if len(sources) > 1:
+            dataset.mixture = sources
         if split != "train":
             return dataset
+        for source, shards, counts in zip(sources, opened, dataset.source_counts, strict=True):
+            if source.weight and not sum(counts):
+                raise UserError(cls(shards, split, seq_len, mask, prompt_masking)._too_short())
         if dataset.is_empty:
             raise UserError(dataset._too_short())
         if not any(dataset._count(s).any() for s in range(len(dataset._shards))):
@@ -116,7 +139,7 @@ class TokenDataset:
         return int(self._starts[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packings": {}, "_targets": {}, "_tokens": None}
+        return {**self.__dict__, "_packings": {}, "_targets": {}, "_tokens": {}}
 
     def read(self, indices: npt.ArrayLike) -> SampleBatch:
         """Read samples.
@@ -136,7 +159,9 @@ class TokenDataset:
             data = self._map(shard)
             following: Int64s = data[source + 1].astype(np.int64)
             if self.prompt_masking:
-                following[self._folder.map_loss_mask(self._shards[shard])[source + 1] == 0] = IGNORE_INDEX
+                following[self._folders[shard].map_loss_mask(self._shards[shard])[source + 1] == 0] = (
+                    IGNORE_INDEX
+                )
             tokens.reshape(-1)[position] = data[source]
             targets.reshape(-1)[position] = following
             if segments is not None:
@@ -154,6 +179,22 @@ class TokenDataset:
             for shard in sorted(set(shards.tolist()))
         )
 
+    def order(self, seed: int) -> SampleOrder | MixtureOrder:
+        """The order of the samples."""
+        if not self.mixture:
+            return SampleOrder(self.shard_sample_counts, seed)
+        return MixtureOrder(self.source_counts, [source.weight for source in self.mixture], seed)
+
+    def first_samples(self, count: int) -> Int64s:
+        """The first samples, at most ``count``; of a mixture each source's share."""
+        if not self.mixture:
+            return np.arange(min(len(self), count))
+        sizes = [sum(counts) for counts in self.source_counts]
+        shares = MixturePattern([source.weight for source in self.mixture]).count(count)
+        starts = np.cumsum([0, *sizes])
+        parts = [start + np.arange(min(n, s)) for start, n, s in zip(starts, sizes, shares, strict=False)]
+        return np.concatenate(parts)
+
     @property
     def is_empty(self) -> bool:
         """Whether there are no samples, as ``eval`` may have."""
@@ -164,7 +205,7 @@ class TokenDataset:
         """The largest ``seq_len`` that a shard fills, or with ``mask="document"`` a document; 0 if none."""
         if self.mask == "causal":
             return max((shard.tokens - 1 for shard in self._shards), default=0)
-        return max((int(self._document_sizes(shard).max()) - 1 for shard in self._shards), default=0)
+        return max((int(self._document_sizes(s).max()) - 1 for s in range(len(self._shards))), default=0)
 
     @property
     def tokens(self) -> int:
@@ -175,7 +216,7 @@ class TokenDataset:
     def dropped_tokens(self) -> int:
         """Tokens in no sample: at the ends of shards, or with ``mask="document"`` documents of one token."""
         if self.mask == "document":
-            return sum(int((self._document_sizes(shard) == 1).sum()) for shard in self._shards)
+            return sum(int((self._document_sizes(s) == 1).sum()) for s in range(len(self._shards)))
         counted = zip(self._shards, self.shard_sample_counts, strict=True)
         return sum(s.tokens - (count * self.seq_len + 1 if count else 0) for s, count in counted)
 
@@ -221,9 +262,11 @@ class TokenDataset:
 
     def _map(self, shard: int) -> npt.NDArray[Any]:
         """The tokens of a shard."""
-        if self._tokens is None or self._tokens[0] != shard:
-            self._tokens = shard, self._folder.map_tokens(self._shards[shard])
-        return self._tokens[1]
+        if shard not in self._tokens:
+            if len(self._tokens) == self._cached:
+                del self._tokens[next(iter(self._tokens))]
+            self._tokens[shard] = self._folders[shard].map_tokens(self._shards[shard])
+        return self._tokens[shard]
 
     def _pack(self, shard: int) -> Packing:
         if shard not in self._packings:
@@ -231,8 +274,10 @@ class TokenDataset:
             if self.mask == "causal":
                 packing: Packing = ContiguousPacking(entry.tokens, self.seq_len)
             else:
-                packing = DocumentPacking(self._folder.map_documents(entry), entry.tokens, self.seq_len)
-            if len(self._packings) == _CACHED_PACKINGS:
+                packing = DocumentPacking(
+                    self._folders[shard].map_documents(entry), entry.tokens, self.seq_len
+                )
+            if len(self._packings) == self._cached:
                 del self._packings[next(iter(self._packings))]
             self._packings[shard] = packing
         return self._packings[shard]
@@ -242,14 +287,15 @@ class TokenDataset:
         if shard not in self._targets:
             packing, entry = self._pack(shard), self._shards[shard]
             if self.prompt_masking:
-                self._targets[shard] = packing.count_loss_targets(self._folder.map_loss_mask(entry))
+                self._targets[shard] = packing.count_loss_targets(self._folders[shard].map_loss_mask(entry))
             else:
                 self._targets[shard] = packing.count_positions()
         return self._targets[shard]
 
-    def _document_sizes(self, shard: ShardEntry) -> Int64s:
-        starts = self._folder.map_documents(shard).astype(np.int64)
-        return np.append(starts[1:], shard.tokens) - starts
+    def _document_sizes(self, shard: int) -> Int64s:
+        entry = self._shards[shard]
+        starts = self._folders[shard].map_documents(entry).astype(np.int64)
+        return np.append(starts[1:], entry.tokens) - starts
 
     def _too_short(self) -> Problem:
         folder, longest = self._folder.folder, self.longest_sequence

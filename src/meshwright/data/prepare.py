@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -160,17 +160,16 @@ def read_options(spec: CorpusSpec, template: Template | None) -> ReadOptions:
 
 
 def train_tokenizer(
-    documents: Iterable[Document], vocab_size: int, template: Template | None, report: Callable[[], None]
+    documents: Iterable[Document], vocab_size: int, markers: Sequence[str], report: Callable[[], None]
 ) -> BpeTokenizer:
-    """Train BPE on documents; the markers of a template become special tokens.
+    """Train BPE on documents.
 
     Args:
         documents: To train on; an even sample if they are long.
         vocab_size: Of the tokenizer.
-        template: Of the documents.
+        markers: Of the templates of the documents; they become special tokens.
         report: Called after each document, and within long ones.
     """
-    markers = template.markers if template else ()
 
     def texts() -> Iterator[str]:
         for document in documents:
@@ -193,7 +192,10 @@ def _build_tokenizer(
     tally = CorpusStats()
     documents = iter_corpus(spec.sources, base, options=options, exclude=(out,), tally=tally)
     return train_tokenizer(
-        documents, choice.vocab_size, options.template, lambda: progress("training the tokenizer", tally)
+        documents,
+        choice.vocab_size,
+        options.template.markers if options.template else (),
+        lambda: progress("training the tokenizer", tally),
     )
 
 

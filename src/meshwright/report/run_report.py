@@ -94,7 +94,8 @@ class RunReport:
 
     def _data(self) -> str:
         data = self.plan.job.data
-        return data.path if self.unit == "images" else f"{data.path}, {data.seq_len} {self.unit} per sample"
+        path = data.path or ", ".join(f"{source.name} {source.weight:g}" for source in data.sources)
+        return path if self.unit == "images" else f"{path}, {data.seq_len} {self.unit} per sample"
 
     def _batch(self) -> str:
         job = self.plan.job

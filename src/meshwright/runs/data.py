@@ -1,4 +1,4 @@
-"""Finds or prepares the data of a job."""
+"""Finds or prepares the data of a job: one source, or each source of a mixture."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes, format_count, format_rate
 from meshwright.data.chat_templates import load_template
-from meshwright.data.corpus import CorpusStats
+from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
 from meshwright.data.dataset import TokenDataset, no_prompts
 from meshwright.data.images import ImageShape, check_images, looks_like_images, open_images
-from meshwright.data.prepare import PrepareReport, Progress, prepare_corpus
-from meshwright.data.shards import SPLITS, looks_prepared
+from meshwright.data.mixture import MixedSource, write_mixture
+from meshwright.data.prepare import PrepareReport, Progress, prepare_corpus, train_tokenizer
+from meshwright.data.shards import SPLITS, ShardFolder, looks_prepared
 from meshwright.data.sources import STDLIB, iter_files, locate, source_problem
 from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.hf_config import find_weights_file
-from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
-from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job, Source
+from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 PREPARATION_KEYS = (
     "eval_fraction",
@@ -50,17 +52,8 @@ def prepare_data(job: Job, reporter: Reporter) -> Path:
     """
     if isinstance(job.model, ResNetModel):
         return _check_image_data(job, job.model, reporter)
-    folder = Path(job.data.path)
-    if looks_like_images(folder):
-        rule, fix = "contains images; this model reads text", "Use a text corpus, or a ResNet model"
-        raise UserError(Problem("data-not-for-text", rule, path="data.path", value=job.data.path, fix=fix))
-    if looks_prepared(folder):
-        _refuse_preparing(job.data)
-    else:
-        name = _tokenizer_name(job)
-        if name is not None and parse_tokenizer_name(name).kind == "file":  # before hours of preparation
-            _require_vocabulary(job.model, load_tokenizer(locate(name, Path.cwd())).vocab_size)
-        folder = _prepare_cached(dataclasses.replace(job.data, tokenizer=name), reporter)
+    prepare = prepare_mixture if job.data.sources else prepare_source
+    folder = prepare(job, job.data, reporter)
     dataset, _ = (
         TokenDataset.open(folder, split, job.data.seq_len, job.data.mask, job.data.prompt_masking)
         for split in SPLITS
@@ -80,6 +73,109 @@ def prepare_data(job: Job, reporter: Reporter) -> Path:
         )
     _report_epochs(reporter, job, len(dataset))
     return folder
+
+
+def prepare_source(job: Job, data: Data, reporter: Reporter) -> Path:
+    """The folder of prepared data of one path; prepares it if it is text.
+
+    Args:
+        job: The job, for its model.
+        data: Its data, with the path.
+        reporter: Receives messages.
+    """
+    folder = Path(data.path)
+    if looks_like_images(folder):
+        rule, fix = "contains images; this model reads text", "Use a text corpus, or a ResNet model"
+        raise UserError(Problem("data-not-for-text", rule, path="data.path", value=data.path, fix=fix))
+    if looks_prepared(folder):
+        _refuse_preparing(data)
+        return folder
+    name = data.tokenizer or tokenizer_name(job)
+    if name is not None and parse_tokenizer_name(name).kind == "file":  # before hours of preparation
+        _require_vocabulary(job.model, load_tokenizer(locate(name, Path.cwd())).vocab_size)
+    return _prepare_cached(dataclasses.replace(data, tokenizer=name), reporter)
+
+
+def prepare_mixture(job: Job, data: Data, reporter: Reporter) -> Path:
+    """The folder of the mixture of a job; each source is prepared in its own folder, with one tokenizer."""
+    sources = [_data_of(data, source) for source in data.sources]
+    prepared = [d for d in sources if looks_prepared(Path(d.path))]
+    name = data.tokenizer or (None if prepared else tokenizer_name(job)) or "byte"
+    if prepared:  # its tokenizer is that of the others
+        name = str(Path(prepared[0].path) / TOKENIZER_FILE)
+    elif parse_tokenizer_name(name).kind == "bpe":
+        name = str(_train_shared_tokenizer(sources, name, data, reporter))
+    folders = [
+        prepare_source(job, d if d in prepared else dataclasses.replace(d, tokenizer=name), reporter)
+        for d in sources
+    ]
+    tokenizers = {ShardFolder.open(folder).index.tokenizer.sha256 for folder in folders}
+    if len(tokenizers) > 1:
+        rule, fix = "were prepared with different tokenizers", "Prepare all with the same tokenizer"
+        raise UserError(Problem("data-sources-tokenizer", rule, path="data.sources", fix=fix))
+    mixed = [
+        MixedSource(source.name, str(folder.resolve()), source.weight)
+        for source, folder in zip(data.sources, folders, strict=True)
+    ]
+    digest = hashlib.sha256(repr(mixed).encode()).hexdigest()[:16]
+    folder = Path(data.cache or DEFAULT_CACHE) / f"mixture-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_mixture(folder, mixed)
+    return folder
+
+
+def _data_of(data: Data, source: Source) -> Data:
+    """The data of one source: its own keys, and those of ``[data]`` for the others."""
+    keys = ("text_field", "template", "prompt_field", "answer_field")
+    own = {key: value for key in keys if (value := getattr(source, key)) is not None}
+    if "template" in own:
+        own.setdefault("text_field", None)
+    elif "text_field" in own:
+        own.update(template=None, prompt_field=None, answer_field=None)
+    return dataclasses.replace(data, path=source.path, sources=(), **own)
+
+
+def _train_shared_tokenizer(sources: list[Data], name: str, data: Data, reporter: Reporter) -> Path:
+    """Train one BPE tokenizer on all sources; cached like prepared data."""
+    base = Path.cwd()
+    if problems := [problem for d in sources if (problem := source_problem(d.path, base))]:
+        raise UserError(*problems)
+    templates = [load_template(d.template, base, name) if d.template else None for d in sources]
+    facts = [
+        (list_files(d.path, base), d.text_field, t and t.identity)
+        for d, t in zip(sources, templates, strict=True)
+    ]
+    digest = hashlib.sha256(repr((name, facts, sys.version)).encode()).hexdigest()[:16]
+    folder = Path(data.cache or DEFAULT_CACHE) / f"tokenizer-{name.replace(':', '')}-{digest}"
+    if (folder / TOKENIZER_FILE).is_file():
+        return (folder / TOKENIZER_FILE).resolve()
+    tally = CorpusStats()
+    documents = (
+        document
+        for d, template in zip(sources, templates, strict=True)
+        for document in iter_corpus(
+            [d.path],
+            base,
+            options=ReadOptions(
+                d.text_field or "text",
+                template,
+                d.prompt_field,
+                d.answer_field,
+                skip_bad=d.on_bad_records == "skip",
+            ),
+            tally=tally,
+        )
+    )
+    markers = tuple(dict.fromkeys(m for template in templates if template for m in template.markers))
+    with reporter.bar(100) as show:
+        progress = show_percentages(f"{len(sources)} sources", show)
+        vocab_size = parse_tokenizer_name(name).vocab_size
+        trained = train_tokenizer(
+            documents, vocab_size, markers, lambda: progress("training the tokenizer", tally)
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / TOKENIZER_FILE, trained.serialized)
+    return (folder / TOKENIZER_FILE).resolve()
 
 
 def _check_image_data(job: Job, model: ResNetModel, reporter: Reporter) -> Path:
@@ -105,8 +201,9 @@ def _report_epochs(reporter: Reporter, job: Job, available: int) -> None:
         )
 
 
-def _require_vocabulary(model: DecoderModel, tokens: int) -> None:
+def _require_vocabulary(model: Model, tokens: int) -> None:
     """Check that every token has a row in the embedding."""
+    assert isinstance(model, DecoderModel), "images have no tokens"
     if tokens <= model.vocab_size:
         return
     fix = f"Use {-(-tokens // 64) * 64} (a multiple of 64) or more, or fewer tokens"
@@ -117,7 +214,7 @@ def _require_vocabulary(model: DecoderModel, tokens: int) -> None:
     raise UserError(Problem("model-vocab-small", rule, path="model.vocab_size", value=value, fix=fix))
 
 
-def _tokenizer_name(job: Job) -> str | None:
+def tokenizer_name(job: Job) -> str | None:
     """The job's tokenizer; else that of the model's Hugging Face folder, required if it has weights."""
     hf = job.model.hf if isinstance(job.model, DecoderModel) else None
     if job.data.tokenizer is not None or hf is None:
@@ -187,8 +284,7 @@ def _fingerprint(settings: dict[str, Any], base: Path, template: str) -> str:
     if source == STDLIB:
         facts.append(sys.version)
     else:
-        files = iter_files(source, base, frozenset(), lambda *_: None)
-        facts.append([(name, *_size_and_time(path)) for name, path in files])
+        facts.append(list_files(source, base))
     if choice.kind == "file":
         facts.append(load_tokenizer(locate(choice.path, base)).fingerprint())
     if template:
@@ -196,6 +292,15 @@ def _fingerprint(settings: dict[str, Any], base: Path, template: str) -> str:
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     stem = "".join(c if c.isalnum() else "-" for c in Path(source.removeprefix("builtin:")).stem) or "corpus"
     return f"{stem}-{choice.kind}{choice.vocab_size or ''}-{digest}"
+
+
+def list_files(source: str, base: Path) -> list[tuple[str, int, int]]:
+    """Name, size and modification time of each file of a source."""
+    return [(name, *_size_and_time(path)) for name, path in iter_files(source, base, frozenset(), _ignore)]
+
+
+def _ignore(name: str, reason: str) -> None:
+    """What cannot be listed is reported by the preparation."""
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
@@ -211,10 +316,10 @@ def prepare_with_progress(spec: CorpusSpec, base: Path, reporter: Reporter) -> P
     """Prepare a corpus and report how far it is."""
     names = ", ".join(Path(source).name or source for source in spec.sources)
     with reporter.bar(100) as show:
-        return prepare_corpus(spec, base, _percentages(names, show))
+        return prepare_corpus(spec, base, show_percentages(names, show))
 
 
-def _percentages(names: str, show: Callable[[str, int], None]) -> Progress:
+def show_percentages(names: str, show: Callable[[str, int], None]) -> Progress:
     """Shows the progress of a preparation, in steps of one percent."""
     shown: tuple[str, int] | None = None
 

@@ -43,17 +43,41 @@ SYNTHETIC_IMAGES = "builtin:synthetic-images"
 
 
 @dataclass(frozen=True)
+class Source:
+    """A source of a mixture. The keys of fields and template are those of `[data]` if left out."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    name: Name
+    """Name of the source, in reports and checkpoints."""
+    path: Location
+    """As `data.path`: a prepared folder, a file, a folder or a glob of text."""
+    weight: NonNegative = 1.0
+    """Share of the samples, relative to the weights of the other sources."""
+    text_field: Location | None = None
+    """As `data.text_field`."""
+    template: Location | None = None
+    """As `data.template`."""
+    prompt_field: Location | None = None
+    """As `data.prompt_field`."""
+    answer_field: Location | None = None
+    """As `data.answer_field`."""
+
+
+@dataclass(frozen=True)
 class Data:
     """Training data."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
-    path: Location
+    path: str
     """Text: a prepared folder; a .jsonl, .json, .csv, .tsv, .parquet or text file, also as .gz or .zst; a
     folder or glob of files; or `builtin:python-stdlib`. Images: a folder of arrays, or
     `builtin:synthetic-images`."""
     seq_len: Count
     """Tokens per sample; left out for images."""
+    sources: tuple[Source, ...] = ()
+    """Sources of a mixture, in place of `path`; tables `[[data.sources]]`."""
     tokenizer: str | None = None
     """`byte`, `bpe:SIZE` (trained on the data), a tokenizer.json or its folder; that of model.hf or `byte` if
     left out."""

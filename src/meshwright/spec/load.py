@@ -294,6 +294,8 @@ def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
             fields = DECODER_PLACEHOLDERS
         tree["model"] = model = _merge_preset(fields, model)
     data = tree.get("data")
+    if isinstance(data, dict) and data.get("sources"):
+        data.setdefault("path", "")
     if isinstance(model, dict) and model.get("architecture") == "resnet" and isinstance(data, dict):
         data.setdefault("seq_len", 1)  # a sample is one image with one target
     cluster = tree.setdefault("cluster", {})
@@ -409,4 +411,10 @@ def job_tree(job: Job) -> Tree:
 
 
 def _drop_none(tree: Tree) -> Tree:
-    return {k: _drop_none(v) if isinstance(v, dict) else v for k, v in tree.items() if v is not None}
+    return {k: _plain(v) for k, v in tree.items() if v is not None}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _drop_none(value)
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

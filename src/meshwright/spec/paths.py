@@ -21,6 +21,8 @@ PATH_KEYS = (
     "data.cache",
     "data.tokenizer",
     "data.template",
+    "data.sources.path",
+    "data.sources.template",
     "layout.schedule_file",
     "checkpoint.dir",
 )

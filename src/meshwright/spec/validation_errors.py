@@ -135,7 +135,7 @@ def job_schema() -> dict[str, Any]:
     schema["required"] = ["model", "data", "train"]
     for section in ("DecoderModel", "ResNetModel", "Cluster"):
         schema["$defs"][section].pop("required", None)
-    schema["$defs"]["Data"]["required"].remove("seq_len")
+    schema["$defs"]["Data"].pop("required")  # a mixture has no path
     model = schema["properties"]["model"]
     model["anyOf"] = model.pop("oneOf")  # a bare preset may be of either kind
     return schema

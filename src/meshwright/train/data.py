@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from meshwright.data.dataset import TokenDataset
+from meshwright.data.mixture import MixtureOrder, read_mixture
 from meshwright.data.order import SampleOrder
 from meshwright.data.shards import ShardFolder
 from meshwright.data.tokenizer import TOKENIZER_FILE
@@ -28,12 +32,18 @@ class TrainData:
 
     train: Batcher | ImageBatcher
     eval: Batcher | ImageBatcher
-    order: SampleOrder
+    order: SampleOrder | MixtureOrder
     prefetcher: BatchPrefetcher
     sha256: str
     """Of the index, which holds the checksums of the shards; of images, see ``data.images``."""
     tokenizer: Path | None
     """The tokenizer file; None for images and for data that come from elsewhere."""
+
+    def eval_samples(self, count: int) -> npt.NDArray[np.int64]:
+        """The held-out samples of an evaluation, at most ``count``, always the same."""
+        if isinstance(self.eval, Batcher):
+            return self.eval.dataset.first_samples(count)
+        return np.arange(min(len(self.eval.dataset), count))
 
 
 def open_data(
@@ -49,10 +59,14 @@ def open_data(
         open_split: Replaces the data in the folder.
     """
     train, held_out, sha256 = _open_batchers(job, folder, mesh, context, open_split)
-    order = SampleOrder(train.dataset.shard_sample_counts, job.train.seed)
+    order: SampleOrder | MixtureOrder
+    if isinstance(train, Batcher):
+        order = train.dataset.order(job.train.seed)
+    else:
+        order = SampleOrder(train.dataset.shard_sample_counts, job.train.seed)
     prefetcher = BatchPrefetcher(order, train, job.train.global_batch, mesh.device)
     is_text = isinstance(train, Batcher) and open_split is None
-    tokenizer = folder / TOKENIZER_FILE if is_text else None
+    tokenizer = Path(read_mixture(folder)[0].folder) / TOKENIZER_FILE if is_text else None
     return TrainData(train, held_out, order, prefetcher, sha256, tokenizer)
 
 
@@ -70,5 +84,15 @@ def _open_batchers(
         degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
         return Batcher(dataset, mesh.dp_rank, degree, micro_batch, context, sample_weight)
 
-    sha256 = "" if open_split else hashlib.sha256(ShardFolder.open(folder).index.to_bytes()).hexdigest()
+    sha256 = "" if open_split else _data_sha256(folder)
     return batcher("train"), batcher("eval"), sha256
+
+
+def _data_sha256(folder: Path) -> str:
+    """Identity of prepared data; of a mixture, of its sources with their names and weights."""
+    digest = hashlib.sha256()
+    for source in read_mixture(folder):
+        if source.name:
+            digest.update(f"{source.name}={source.weight}\n".encode())
+        digest.update(ShardFolder.open(Path(source.folder)).index.to_bytes())
+    return digest.hexdigest()

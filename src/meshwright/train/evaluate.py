@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ def evaluate(trainer: Trainer) -> float | None:
     """Loss on the first held-out samples, the same ones every time; None if there are none."""
     trainer.counter.phase = "eval"
     held_out, eval_samples = trainer.data.eval, trainer.job.train.eval_samples
-    samples = np.arange(min(len(held_out.dataset), eval_samples))
+    samples = trainer.data.eval_samples(eval_samples)
     if not len(samples):
         trainer.events.write("no_evaluation", reason="the held-out split has less than one sample")
         return None

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.core.errors import UserError
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import read_plan, write_plan
 from meshwright.spec.job import Job
-from meshwright.spec.load import load_job
+from meshwright.spec.load import build_job, load_job, read_tree
 from meshwright.spec.paths import PATH_KEYS, resolve_paths
 
 JOB = """
@@ -97,6 +98,42 @@ def test_plan_omits_paths_that_the_job_omits(job_file, tmp_path):
     write_plan(plan, tmp_path / "plan.toml")
     again = read_plan(tmp_path / "plan.toml").job
     assert (again.data.cache, again.run_dir) == (None, None)
+
+
+def test_paths_of_sources_start_from_the_job_file(job_file):
+    text = JOB.replace('path = "text/*.txt"', "").replace('template = "chat.jinja"', "")
+    job_file.write_text(text + '[[data.sources]]\nname = "a"\npath = "a.txt"\ntemplate = "t.jinja"\n')
+    (source,) = load_job(str(job_file)).data.sources
+    assert (source.path, source.template) == (
+        str(job_file.parent / "a.txt"),
+        str(job_file.parent / "t.jinja"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sources", "code"),
+    [
+        ([{"name": "a", "path": "x", "weight": -1.0}], "job-out-of-range"),
+        ([{"name": "a", "path": "x", "weight": 0.0}], "data-weights-zero"),
+        ([{"name": "a", "path": "x"}, {"name": "a", "path": "y"}], "data-source-names"),
+        ([{"name": "a", "path": "x", "part": 1}], "job-unknown-key"),
+        ([{"path": "x"}], "job-missing-key"),
+        ([], "job-missing-key"),
+    ],
+)
+def test_bad_sources_are_refused(sources, code):
+    tree = read_tree("tiny") | {"data": {"seq_len": 64, "sources": sources}}
+    with pytest.raises(UserError) as error:
+        build_job(tree)
+    assert [problem.code for problem in error.value.problems] == [code]
+
+
+def test_a_path_and_sources_exclude_each_other():
+    tree = read_tree("tiny")
+    tree["data"]["sources"] = [{"name": "a", "path": "x"}]
+    with pytest.raises(UserError) as error:
+        build_job(tree)
+    assert [problem.code for problem in error.value.problems] == ["data-path-or-sources"]
 
 
 def test_non_string_paths_are_left_to_validation(tmp_path):

@@ -20,6 +20,7 @@ from meshwright.spec.job import (
     Elastic,
     Job,
     Layout,
+    Source,
     Train,
 )
 from meshwright.spec.job_keys import section_type
@@ -34,6 +35,7 @@ SECTIONS = (
     ResNetModel,
     Cluster,
     Data,
+    Source,
     Train,
     Layout,
     Checkpoint,

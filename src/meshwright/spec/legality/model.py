@@ -116,6 +116,33 @@ def check_template_fields(job: Job) -> Problem | None:
     return None
 
 
+def check_data_path(job: Job) -> Problem | None:
+    """The data come from one path or from sources."""
+    if bool(job.data.path) != bool(job.data.sources):
+        return None
+    rule = "and data.sources are both given" if job.data.path else "is empty, and there are no data.sources"
+    fix = "Set data.path, or tables [[data.sources]] with name, path and weight"
+    return Problem("data-path-or-sources", rule, path="data.path", fix=fix)
+
+
+def check_source_names(job: Job) -> Problem | None:
+    """The names of sources differ."""
+    names = [source.name for source in job.data.sources]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is None:
+        return None
+    rule, fix = f"has two sources with the name {twice}", "Give each source its own name"
+    return Problem("data-source-names", rule, path="data.sources", fix=fix)
+
+
+def check_weights(job: Job) -> Problem | None:
+    """One of the weights is above 0."""
+    if not job.data.sources or any(source.weight for source in job.data.sources):
+        return None
+    rule, fix = "has only weights of 0: there is nothing to train on", "Set a weight above 0"
+    return Problem("data-weights-zero", rule, path="data.sources", fix=fix)
+
+
 def _needs(key: str, other: str, needed: object, why: str) -> Rule:
     return needs_setting(DecoderModel, f"model.{key}", other, needed, why)
 
@@ -161,6 +188,9 @@ RULES: tuple[Rule, ...] = (
         "`data.prompt_field` and `answer_field` need `data.template`; `text_field` excludes it.",
         check_template_fields,
     ),
+    Rule("data-path-or-sources", "`data.path` or `data.sources`, not both.", check_data_path),
+    Rule("data-source-names", "The names of `data.sources` differ.", check_source_names),
+    Rule("data-weights-zero", "One of the weights of `data.sources` is above 0.", check_weights),
     not_built("model.attention", ("heads",), "latent attention"),
     not_built("model.window", (None,), "sliding-window attention"),
 )

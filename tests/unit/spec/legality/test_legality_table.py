@@ -133,6 +133,9 @@ CASES = {
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
     "data-template-needed": {"data": {"answer_field": "output"}},
+    "data-path-or-sources": {"data": {"sources": [{"name": "a", "path": "a"}]}},
+    "data-source-names": {"data": {"path": "", "sources": [{"name": "a", "path": p} for p in "ab"]}},
+    "data-weights-zero": {"data": {"path": "", "sources": [{"name": "a", "path": "a", "weight": 0.0}]}},
     "consistency-mode-not-built": {"consistency": {"mode": "gossip"}},
     "compression-kind-not-built": {"compression": {"kind": "topk"}},
 }
