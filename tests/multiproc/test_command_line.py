@@ -32,10 +32,12 @@ def run(*arguments: object, cwd: Path, code: str | None = None) -> subprocess.Co
 
 def test_train_generate_and_audit_work_end_to_end(job_file, tmp_path):
     """`train`, `generate` twice with one seed, then `audit`. Without a terminal, progress is plain lines."""
-    done = run("train", job_file, "layout.dp_replicate=2", "train.steps=3", cwd=tmp_path)
+    ten_steps = ("layout.dp_replicate=2", "train.steps=10", "train.eval_every=5")
+    done = run("train", job_file, *ten_steps, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Audit: ok." in done.stdout
-    assert "step 3/3" in done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) <= 25, "ten steps fit on a screen"
+    assert "step 10/10" in done.stderr
     assert "\x1b" not in done.stderr
     written = [
         run("generate", "runs/tiny-1", "--prompt", "the ", "--tokens", 20, "--json", cwd=tmp_path)
@@ -46,6 +48,25 @@ def test_train_generate_and_audit_work_end_to_end(job_file, tmp_path):
     audit = run("audit", "runs/tiny-1", cwd=tmp_path)
     assert audit.returncode == 0
     assert "Audit: ok." in audit.stdout
+
+
+def test_a_resumed_run_prints_as_much_as_it_is_asked_to(job_file, tmp_path):
+    """``--quiet``: the result only. ``-v``: the tables, which count collectives since the resume."""
+    job = ("train", job_file, "layout.dp_replicate=2", "run_dir=r")
+    quiet = run(*job, "train.steps=2", "--quiet", cwd=tmp_path)
+    assert quiet.returncode == 0, quiet.stderr
+    assert quiet.stderr == ""
+    assert len(quiet.stdout.splitlines()) <= 4
+    verbose = run(*job, "train.steps=4", "--resume", "-v", cwd=tmp_path)
+    assert verbose.returncode == 0, verbose.stderr
+    for table in ("Memory of every rank", "Memory in bytes", "since the resume at step 2"):
+        assert table in verbose.stdout
+
+
+def test_a_job_file_of_init_trains_as_it_is(tmp_path):
+    assert run("init", "--model", "tiny", cwd=tmp_path).returncode == 0
+    done = run("train", "job.toml", "train.steps=2", "--quiet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_torch_planning_works_and_training_names_the_extra(job_file, tmp_path):

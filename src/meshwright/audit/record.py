@@ -123,6 +123,8 @@ class RunRecord:
     skipped_steps: int = 0
     """Steps skipped because fp16 gradients overflowed."""
     peak_basis: str = ""
+    first_step: int = 0
+    """Steps done before this attempt."""
     state: dict[int, MeasuredMemory] = field(default_factory=dict)
     """Measured memory by rank."""
     collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
@@ -180,7 +182,7 @@ class RunRecord:
 
     def _on_ready(self, event: Event) -> None:
         if event["rank"] == 0:
-            self.peak_basis = event["peak_basis"]
+            self.peak_basis, self.first_step = event["peak_basis"], event["step"]
 
     def _on_step(self, event: Event) -> None:
         if event["rank"] == 0:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.output import Output
+from meshwright.cli.completion import complete_cluster, complete_key, complete_model
+from meshwright.cli.output import Output, Verbosity
 from meshwright.core.errors import MeshwrightError, Problem, UserError
 from meshwright.core.version import __version__
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="meshwright",
     help="Plan, run and audit distributed training.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -40,16 +40,25 @@ Json = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Override keys of the job file, such as train.lr=3e-4.", metavar="KEY=VALUE"),
+    typer.Argument(
+        help="Override keys of the job file, such as train.lr=3e-4.",
+        metavar="KEY=VALUE",
+        autocompletion=complete_key,
+    ),
 ]
-PlanSource = Annotated[str, typer.Argument(help="Job file, plan file, or model preset.", metavar="JOB")]
+PlanSource = Annotated[
+    str,
+    typer.Argument(
+        help="Job file, plan file, or model preset.", metavar="JOB", autocompletion=complete_model
+    ),
+]
 JobSource = Annotated[str, typer.Argument(help="Job file or plan file.", metavar="JOB")]
 
 
 def main() -> None:
     """Run a command and exit with its status."""
     try:
-        status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        status = app(sys.argv[1:] or ["--help"], prog_name="meshwright", standalone_mode=False)
     except typer.Abort:
         status = 130
     except BrokenPipeError:  # the reader closed the pipe
@@ -121,11 +130,40 @@ class RankBy(StrEnum):
 
 
 @app.command()
+def init(
+    model: Annotated[
+        str | None, typer.Option(help="Model preset, or Hugging Face folder.", autocompletion=complete_model)
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="File, folder or glob of text. Default: built-in data.")
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of devices, or a cluster such as 8x8xh100-sxm. Default: this machine.",
+            autocompletion=complete_cluster,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Job file to write.")] = Path("job.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a commented job file. Asks on a terminal for what is not given."""
+    from meshwright.cli.init import InitRequest, init_job  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: init_job(output, InitRequest(model, data, gpus, out, force)))
+
+
+@app.command()
 def plan(  # noqa: PLR0913, PLR0917  (options of a command)
     job: PlanSource,
     overrides: Overrides = None,
     on: Annotated[
-        str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")
+        str | None,
+        typer.Option(
+            help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.", autocompletion=complete_cluster
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 50,
     by: Annotated[
@@ -190,17 +228,30 @@ def validate(
     guarded(output, lambda: show_validation(output, runs or [], picture))
 
 
+def _choose_verbosity(verbose: bool, quiet: bool) -> Verbosity:
+    """How much to print; ``--quiet`` wins over ``-v``."""
+    if quiet:
+        return Verbosity.quiet
+    return Verbosity.verbose if verbose else Verbosity.normal
+
+
 @app.command()
 def train(
     job: JobSource,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print all tables of the plan and the audit.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print warnings, errors and the result only.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a job: plan if needed, run, and audit the run against the plan."""
     from meshwright.cli.train import run_training  # noqa: PLC0415
 
-    output = Output(as_json)
+    output = Output(as_json, _choose_verbosity(verbose, quiet))
     guarded(output, lambda: run_training(output, job, overrides or [], resume))
 
 
@@ -237,7 +288,10 @@ def dry_run(
     overrides: Overrides = None,
     rank: Annotated[int, typer.Option(help="Rank to build.")] = 0,
     on: Annotated[
-        str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")
+        str | None,
+        typer.Option(
+            help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.", autocompletion=complete_cluster
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

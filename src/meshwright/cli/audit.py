@@ -43,6 +43,11 @@ def _draw_pipeline(output: Output, run: Run, picture: Path) -> None:
     output.print(f"picture: {picture}")
 
 
+def _attempt(run: Run) -> str:
+    """What the collectives were counted over: the ranks of the newest attempt count their own."""
+    return "whole run" if run.record.first_step == 0 else f"since the resume at step {run.record.first_step}"
+
+
 def _word(row: StateRow) -> str:
     if row.compiled:
         return "compiled, not audited"
@@ -85,19 +90,25 @@ def show_collectives(output: Output, verdict: Audit, title: str) -> None:
 
 def describe_audit(output: Output, run: Run) -> None:
     """Predicted and measured side by side, then the verdict."""
-    plan, record, verdict = run.contract, run.record, run.audit()
+    plan, verdict = run.contract, run.audit()
     if verdict.measured:
         show_state(output, verdict)
     else:
         output.print("Memory: not measured; the run ended before the audited step")
     output.print()
     if verdict.collectives:
-        show_collectives(output, verdict, "Collectives per rank, whole run")
+        show_collectives(output, verdict, f"Collectives per rank, {_attempt(run)}")
     elif plan.collectives:
         output.print("Collectives: not reported; the run did not finish")
     else:
         output.print("Collectives: none predicted, none measured")
     output.print()
+    describe_verdict(output, run)
+
+
+def describe_verdict(output: Output, run: Run) -> None:
+    """Print times, notes and whether the run matches its plan."""
+    plan, record, verdict = run.contract, run.record, run.audit()
     _describe_times(output, run)
     if plan.job.mixes_samples:
         output.print(f"Note: {BATCH_NORM_NOTE}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,21 @@ COLUMN_GAP = 2
 """Spaces between columns."""
 
 
+class Verbosity(IntEnum):
+    """How much a command prints."""
+
+    quiet = 0
+    """Warnings, errors and the result."""
+    normal = 1
+    verbose = 2
+    """All tables."""
+
+
 class Output:
     """Prints text for people, or one JSON object for programs."""
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
+    def __init__(self, as_json: bool, verbosity: Verbosity = Verbosity.normal) -> None:
+        self.as_json, self.verbosity = as_json, verbosity
         self.errors = _console(stderr=True)
         self._people = self.errors if as_json else _console(stderr=False)
 

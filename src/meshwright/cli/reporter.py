@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from meshwright.api import Reporter
-from meshwright.cli.output import Output
+from meshwright.cli.output import Output, Verbosity
 from meshwright.core.events import Event
 
 if TYPE_CHECKING:
@@ -27,29 +27,44 @@ class ConsoleReporter(Reporter):
         self._output = output
         self._view: ProgressView | None = None
 
+    @property
+    def _quiet(self) -> bool:
+        return self._output.verbosity == Verbosity.quiet
+
     def message(self, text: str) -> None:
         """A line of the result."""
-        self._output.print(text)
+        if not self._quiet:
+            self._output.print(text)
 
     def progress(self, text: str) -> None:
         """A line about what is being done, on standard error."""
-        self._output.errors.print(text)
+        if not self._quiet:
+            self._output.errors.print(text)
 
     def warning(self, text: str) -> None:
         """A warning, on standard error."""
         self._output.warn(text)
 
     def planned(self, plan: PlanContract) -> None:
-        """Print the plan of the run."""
-        from meshwright.cli.plan_text import describe_plan  # noqa: PLC0415
+        """Print the plan of the run: two lines, or all of it with ``-v``."""
+        if self._output.verbosity == Verbosity.verbose:
+            from meshwright.cli.plan_text import describe_plan  # noqa: PLC0415
 
-        describe_plan(self._output, plan, verbose=False)
+            describe_plan(self._output, plan, verbose=True)
+        elif not self._quiet:
+            from meshwright.cli.train_text import summarize_plan  # noqa: PLC0415
+
+            for line in summarize_plan(plan):
+                self._output.print(line)
 
     @contextmanager
     def training(self, job: Job) -> Iterator[None]:
         """Show the progress of the run."""
         from meshwright.cli.progress import ProgressView  # noqa: PLC0415
 
+        if self._quiet:
+            yield
+            return
         self._view = ProgressView(self._output.errors, job)
         with self._view.shown():
             yield

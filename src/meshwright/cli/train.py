@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.api import Run, load_job
-from meshwright.cli.output import Output
+from meshwright.cli.output import Output, Verbosity
 from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import CheckFailedError, InterruptedRunError, MeshwrightError, RunFailedError
 
@@ -44,13 +44,16 @@ def _report_failure(output: Output, error: MeshwrightError) -> int:
 
 def _report_run(output: Output, run: Run) -> None:
     """Print the audit, the losses and the files of a run."""
-    from meshwright.cli.audit import describe_audit  # noqa: PLC0415
+    from meshwright.cli.audit import describe_audit, describe_verdict  # noqa: PLC0415
     from meshwright.report.event_text import format_loss  # noqa: PLC0415
 
     record = run.record
-    output.print()
-    describe_audit(output, run)
-    output.print()
+    if output.verbosity == Verbosity.verbose:
+        output.print()
+        describe_audit(output, run)
+        output.print()
+    elif output.verbosity == Verbosity.normal or not run.audit().ok:
+        describe_verdict(output, run)
     if losses := record.target_losses:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
         output.print(f"{record.status}: loss {format_loss(losses[0])} to {format_loss(losses[-1])}{held_out}")

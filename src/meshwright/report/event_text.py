@@ -29,6 +29,7 @@ class EventText:
     def __init__(self, job: Job) -> None:
         self._unit = job.unit
         self.steps = job.train.steps
+        self._memory_bytes: int | None = None
         self._compiler = job.train.compile_backend if uses_torch_compile(job) else None
         self._first = 0
         self._started = time.monotonic()
@@ -52,6 +53,10 @@ class EventText:
         if self._compiler is None:
             return None
         return f"compiling with {self._compiler}: the first step takes longer"
+
+    def _describe_state(self, event: Event) -> None:
+        """The audited step: its peak is the memory of step lines on CPUs."""
+        self._memory_bytes = event["peak_bytes"]
 
     def _describe_gemm_autotune_started(self, event: Event) -> str:
         shapes = format_plural(event["shapes"], "GEMM shape")
@@ -95,6 +100,8 @@ class EventText:
         if event.get("grad_norm") is not None:
             parts.append(f"grad norm {_format_norm(event['grad_norm'])}")
         parts += [format_throughput(event["tokens_per_s"], self._unit), f"MFU {event['mfu']:.1%}"]
+        if memory := event.get("memory_bytes") or self._memory_bytes:
+            parts.append(f"memory {format_bytes(memory)}")
         eta = f"{seconds}s" if seconds < 120 else format_seconds(seconds)
         return "  ".join([*parts, f"ETA {eta}"])
 

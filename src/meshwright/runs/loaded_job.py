@@ -52,7 +52,7 @@ class LoadedJob:
         """
         if not Path(self.source).exists() and self.source in preset_names("models"):
             rule = "is a model preset: it does not say what data to train on, nor how long"
-            fix = f"Write a job file with model.preset = {self.source!r}; start from examples/quickstart.toml"
+            fix = f"Write a job file: meshwright init --model {self.source}"
             raise UserError(Problem("train-needs-job", rule, path=self.source, fix=fix))
 
     def require_runnable(self) -> None:

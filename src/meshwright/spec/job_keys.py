@@ -52,3 +52,15 @@ def _names_in(table: str) -> list[str]:
     hint = typing.get_type_hints(Job)[table]
     kinds = typing.get_args(hint) or (hint,)
     return list(dict.fromkeys(field.name for kind in kinds for field in dataclasses.fields(kind)))
+
+
+def list_choices(key: str) -> list[str]:
+    """The values that a key may have, if they are few; else none."""
+    *parents, leaf = key.split(".")
+    owner = section_type(parents)
+    hint = typing.get_type_hints(owner).get(leaf) if owner else None
+    if hint is bool:
+        return ["true", "false"]
+    return (
+        [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
+    )

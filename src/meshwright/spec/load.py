@@ -106,7 +106,7 @@ def load_job(
     tree = read_tree(source)
     settled = is_settled(tree.get("model")) and not any(t.startswith(HF_CHECKED) for t in overrides)
     problems: list[Problem] = []
-    if on is not None and (problem := _apply_on(tree, on)):
+    if on is not None and (problem := apply_on(tree, on)):
         problems.append(problem)
     problems += [p for text in overrides if (p := apply_override(tree, text))]
     return build_job(tree, problems, settled, to_run=to_run)
@@ -255,7 +255,8 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _apply_on(tree: Tree, on: str) -> Problem | None:
+def apply_on(tree: Tree, on: str) -> Problem | None:
+    """Set the cluster from a text such as ``8x8xh100-sxm``; returns the problem, if any."""
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w.-]*)", on.lower())
     if match is None or "0" in (match[1], match[2]):
         fix = "Write nodes x devices x preset, such as 8x8xh100-sxm, or a preset alone"

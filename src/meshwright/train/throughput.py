@@ -42,7 +42,7 @@ def find_peak_flops(job: Job, device: torch.device) -> tuple[float, str]:
         dtype, seconds = AUTOCAST_DTYPES.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
         rate = measure_matmul(device, dtype, seconds)
         precision = "bf16" if job.train.precision == "fp8" else job.train.precision
-        return rate, f"a {seconds:g}-second {precision} matmul on this device"
+        return rate, f"the {precision} matmul rate of this device, measured for {seconds:g} s"
     return peak_rate(cluster, job.train.precision)
 
 
@@ -59,13 +59,15 @@ class ThroughputMeter:
         self.peak_flops_per_s, self.peak_basis = find_peak_flops(plan.job, device)
         self._mfu_of_rate = plan.flops_per_token / plan.world_size / self.peak_flops_per_s
         self._utilisation = Utilisation(device)
+        self._device, self._on_gpu = device, device.type == "cuda"
 
-    def read(self, tokens_per_s: float) -> dict[str, float | None]:
+    def read(self, tokens_per_s: float) -> dict[str, float | int | None]:
         """The fields of a step that has just ended."""
         return {
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * self._mfu_of_rate,
             "utilisation": self._utilisation.read(),
+            "memory_bytes": torch.cuda.max_memory_allocated(self._device) if self._on_gpu else None,
         }
 
 

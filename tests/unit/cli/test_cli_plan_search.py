@@ -485,4 +485,4 @@ def test_a_model_that_is_not_built_is_planned_on_this_machine(cli, good):
     ran = cli("plan", good, *local, *experts, "--json")
     assert ran.status == 0
     assert ran.json["fit"] > 0
-    assert ran.json["layouts"][0]["interval_basis"].startswith("a guess")
+    assert ran.json["layouts"][0]["interval_basis"].startswith("a factor of 2")

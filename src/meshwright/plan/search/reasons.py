@@ -45,7 +45,8 @@ def explain_choice(requested: Job, found: SearchResult, neighbours: bool = False
     """
     best = found.best[0]
     if requested.layout.mode == "given":
-        reasons = [f"{describe_layout(best.layout)}: given in the job"]
+        given = dataclasses.replace(best.layout, micro_batch=requested.layout.micro_batch)
+        reasons = [f"{describe_layout(given)}: given in the job"]
     else:
         alone = _explain_one_device(requested, best) if neighbours and found.objective != "memory" else []
         reasons = [_explain_best(requested, found), *alone, *_explain_others(found, neighbours)]

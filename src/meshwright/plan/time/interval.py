@@ -37,12 +37,14 @@ class Interval(NamedTuple):
     basis: str
 
 
-UNCERTAINTY = Interval(0.5, 2.0, "a guess: no published run on CPUs or of ResNets was compared")
+UNCERTAINTY = Interval(
+    0.5, 2.0, "a factor of 2 either way; there are no published runs on CPUs or of ResNets to compare with"
+)
 PROBED = {
     "cpu": Interval(0.7, 1.4, "what meshwright probe measured; cores that others use are slower"),
     "cuda": Interval(0.93, 1.07, "what meshwright probe measured on the device"),
 }
-"""For steps predicted from probed operations; a guess."""
+"""For steps predicted from probed operations; not fitted to measurements."""
 Key = tuple[str, str, str]
 """Kind of model, profile, device or generation; empty for any."""
 

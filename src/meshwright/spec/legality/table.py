@@ -58,9 +58,11 @@ def find_problems(job: Job, to_run: bool = True) -> list[Problem]:
     Args:
         job: The job.
         to_run: False for a job that is only planned. Combinations that are not implemented yet are then
-            allowed, and so are settings whose degree the planner has still to choose.
+            allowed.
+
+    Settings whose degree the planner has still to choose are allowed.
     """
-    searched = not to_run and job.layout.mode == "auto"
+    searched = job.layout.mode == "auto"
     found: dict[str, Problem] = {}
     for rule in RULES:
         problem = rule.check(job) if rule.applies(to_run) else None

@@ -153,6 +153,6 @@ def test_ring_attention_saves_no_document_mask(make_job, context, masks):
 
 def test_a_plan_names_the_cp_axis(make_job):
     plan, _ = build_plan(make_job(model=MODEL, layout={"dp_shard": 2, "cp": 2, "zero": 3}))
-    assert plan.reasons[0].startswith("dp_shard=2 cp=2 zero=3 ring micro_batch=2: given in the job")
+    assert plan.reasons[0].startswith("dp_shard=2 cp=2 zero=3 ring: given in the job")
     assert plan.world_size == 4
     assert {rank.state_bytes["parameters"] for rank in plan.ranks} == {PARAMETERS}

@@ -185,6 +185,6 @@ def test_a_plan_has_expert_axes_and_the_state_of_every_rank(make_job):
     """All ranks together hold the model once; names say over how many ranks experts are dealt."""
     job = make_job(model=MODEL, layout={"dp_shard": 4, "ep": 2, "zero": 3})
     plan, _ = build_plan(job)
-    assert plan.reasons[0].startswith("dp_shard=4 ep=2 zero=3 micro_batch=1: given in the job")
+    assert plan.reasons[0].startswith("dp_shard=4 ep=2 zero=3: given in the job")
     held = sum(rank.state_bytes["parameters"] for rank in plan.ranks)
     assert held == (DENSE + 2 * EXPERTS) * 4, "4 ranks are 2 of ep x 2 of ep_shard: every row once"

@@ -1,0 +1,74 @@
+"""``meshwright init``: writes a commented job file, by flags or by a few questions."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from meshwright.api import load_job
+from meshwright.cli.output import Output
+from meshwright.core.errors import Problem, UserError
+from meshwright.spec.job_template import BUILTIN, write_job_text
+
+MODEL, DEVICES = "demo-2m", "local"
+
+
+@dataclass(frozen=True)
+class InitRequest:
+    """The arguments of the command; None for those that were left out."""
+
+    model: str | None
+    data: str | None
+    gpus: str | None
+    out: Path
+    force: bool
+
+
+def init_job(output: Output, request: InitRequest) -> int:
+    """Write the file and check that it loads."""
+    out = request.out
+    if out.exists() and not request.force:
+        fix = "Choose another file with -o, or overwrite it with --force"
+        raise UserError(Problem("init-exists", "already exists", path=str(out), fix=fix))
+    asks = sys.stdin.isatty() and sys.stderr.isatty() and not output.as_json
+    model = request.model or _ask(asks, "Model (a preset, or a Hugging Face folder)", MODEL)
+    data = request.data or _ask(asks, "Data (a file, folder or glob; empty for built-in data)", "")
+    devices = request.gpus or _ask(asks, "Devices (local, a number, or such as 8x8xh100-sxm)", DEVICES)
+    _require_data(data)
+    text = write_job_text(model, data or None, devices, out)
+    draft = out.with_name(f".{out.stem}.{os.getpid()}.toml")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        job = load_job(draft)
+        draft.replace(out)
+    except OSError as error:
+        rule, fix = f"cannot be written: {error.strerror or error}", "Choose another file"
+        raise UserError(Problem("init-not-writable", rule, path=str(out), fix=fix)) from None
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+    cluster = job.spec.cluster
+    output.print(f"wrote {out}: {model} on {cluster.world_size} x {cluster.device_name}")
+    output.print(f"  meshwright plan {out}")
+    output.print(f"  meshwright train {out}")
+    output.result({"path": str(out), "model": model, "data": job.spec.data.path, "devices": devices})
+    return 0
+
+
+def _ask(asks: bool, question: str, default: str) -> str:
+    """The answer on a terminal, else the default."""
+    if not asks:
+        return default
+    return str(typer.prompt(question, default=default, show_default=bool(default), err=True)).strip()
+
+
+def _require_data(data: str) -> None:
+    if not data or data.startswith(BUILTIN) or Path(data).exists() or "*" in data:
+        return
+    fix = "Check the path, or leave it out for built-in data"
+    raise UserError(Problem("init-data", "is not there", path="data", value=data, fix=fix, is_argument=True))

@@ -1,0 +1,91 @@
+"""``meshwright init``: the file loads and plans as it is; bad arguments are refused and leave no file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.spec.load import load_job
+from meshwright.spec.presets import preset_names
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def test_init_without_arguments_writes_a_job_that_plans(cli):
+    assert cli("init", "--json").json["path"] == "job.toml"
+    assert cli("plan", "job.toml", "--json").json["layouts"]
+
+
+@pytest.mark.parametrize("model", preset_names("models"))
+def test_init_writes_a_job_that_loads_for_every_preset(cli, model):
+    assert cli("init", "--model", model, "--gpus", "2x8xH100-SXM").status == 0
+    cluster = load_job("job.toml", to_run=False).cluster
+    assert (cluster.nodes, cluster.devices_per_node, cluster.preset) == (2, 8, "h100-sxm")
+
+
+def test_init_with_a_hugging_face_folder_writes_paths_relative_to_the_file(cli, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "jobs").mkdir()
+    assert cli("init", "--model", "hf", "--data", "text.txt", "--gpus", 3, "-o", "jobs/a.toml").status == 0
+    text = (tmp_path / "jobs" / "a.toml").read_text()
+    assert '"../hf"' in text
+    assert '"../text.txt"' in text
+    job = load_job("jobs/a.toml", to_run=False)
+    assert (job.cluster.devices_per_node, job.data.seq_len) == (3, 512)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--model", "llama3-8"], "init-model"),
+        (["--gpus", "0"], "cluster-bad-on"),
+        (["--gpus", "many"], "cluster-unknown-preset"),
+        (["--data", "nowhere"], "init-data"),
+        (["-o", "nowhere/job.toml"], "init-not-writable"),
+    ],
+)
+def test_init_refuses_bad_arguments_and_leaves_no_file(cli, tmp_path, arguments, code):
+    ran = cli("init", *arguments)
+    assert (ran.status, ran.codes) == (2, [code])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_init_overwrites_a_file_with_force_only(cli, tmp_path):
+    (tmp_path / "job.toml").write_text("mine")
+    assert cli("init").codes == ["init-exists"]
+    assert (tmp_path / "job.toml").read_text() == "mine"
+    assert cli("init", "--force").status == 0
+    assert "demo-2m" in (tmp_path / "job.toml").read_text()
+
+
+def test_init_asks_on_a_terminal_for_what_is_not_given(tmp_path):
+    ours, theirs = pty.openpty()
+    os.write(ours, b"tiny\n\nlocal\n")
+    command = [sys.executable, "-m", "meshwright", "init"]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, check=False, timeout=120
+    )
+    os.close(theirs)
+    os.close(ours)
+    assert done.returncode == 0
+    assert 'preset = "tiny"' in (tmp_path / "job.toml").read_text()
