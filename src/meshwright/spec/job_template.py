@@ -84,13 +84,13 @@ def write_job_text(model: str, data: str | None, devices: str, out: Path) -> str
 
 def _train_values(kind: str) -> dict[str, Any]:
     """Values of [train] that suit a kind of job."""
-    values = {
+    values: dict[str, Any] = {
         "small": {"steps": 100, "batch": 32, "lr": "1e-3", "warmup": 10, "precision": "fp32"},
         "images": {"steps": 100, "batch": 32, "lr": "3e-4", "warmup": 10, "precision": "fp32"},
         "large": {"steps": 1000, "batch": 512, "lr": "3e-4", "warmup": 100, "precision": "bf16"},
         "fine-tune": {"steps": 100, "batch": 32, "lr": "2e-5", "warmup": 10, "precision": "bf16"},
     }[kind]
-    return {**values, "precision": _quote(str(values["precision"])), "eval_every": int(values["steps"]) // 4}
+    return {**values, "precision": _quote(values["precision"]), "eval_every": values["steps"] // 4}
 
 
 def _data_lines(kind: str, data: str | None, length: int) -> str:
