@@ -13,7 +13,7 @@ import typer
 
 from meshwright.cli.completion import complete_cluster, complete_key, complete_model
 from meshwright.cli.output import Output, Verbosity
-from meshwright.core.errors import MeshwrightError, Problem, UserError
+from meshwright.core.errors import MeshwrightError, UserError
 from meshwright.core.version import __version__
 
 if TYPE_CHECKING:
@@ -71,10 +71,9 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         if context is not None:
             sys.stderr.write(f"{context.get_usage()}\n")
-        message = error.format_message().rstrip(".")
-        if context is not None and message.startswith("Missing command"):
-            message = f"missing command; one of: {', '.join(context.command.list_commands(context))}"
-        wrong = UserError(Problem("cli-usage", message))
+        from meshwright.cli.usage import describe_usage  # noqa: PLC0415  (only when something is wrong)
+
+        wrong = UserError(describe_usage(error))
         Output(as_json="--json" in sys.argv).failure(wrong)
         status = wrong.exit_status
     sys.exit(status if isinstance(status, int) else 0)
