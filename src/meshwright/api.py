@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from meshwright.core.errors import Problem, UserError
+from meshwright.core.errors import require_argument
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.reporter import SILENT, Reporter
 from meshwright.spec.job import Job as JobSpec
@@ -81,7 +81,9 @@ def load_job(source: str | Path, *overrides: str, on: str | None = None, to_run:
         UserError: The job has mistakes; the error lists all of them.
     """
     for override in overrides:
-        _require(isinstance(override, str), "override", override, "must be a text such as 'train.steps=20'")
+        require_argument(
+            isinstance(override, str), "override", override, "must be a text such as 'train.steps=20'"
+        )
     return Job(LoadedJob.load(str(source), overrides, on, to_run=to_run))
 
 
@@ -119,8 +121,8 @@ class Job:
         from meshwright.runs.planning import plan_job  # noqa: PLC0415
 
         objectives = get_args(Objective)
-        _require(by in objectives, "by", by, f"must be one of {', '.join(objectives)}")
-        _require(top >= 1, "top", top, "must be at least 1")
+        require_argument(by in objectives, "by", by, f"must be one of {', '.join(objectives)}")
+        require_argument(top >= 1, "top", top, "must be at least 1")
         return Plan(*plan_job(self.loaded, by, top, explain, reporter))
 
     def explain(self, *layout: str, reporter: Reporter = SILENT) -> LayoutExplanation:
@@ -160,7 +162,7 @@ class Job:
         from meshwright.runs.size import size_job  # noqa: PLC0415
 
         limits = deadline_s is not None or max_cost is not None
-        _require(limits, "deadline_s", None, "or max_cost must be given")
+        require_argument(limits, "deadline_s", None, "or max_cost must be given")
         return size_job(self.loaded, Goal(tokens, deadline_s, max_cost), reporter)
 
     def train(self, *, resume: bool = False, reporter: Reporter = SILENT) -> Run:
@@ -452,9 +454,9 @@ def generate(
     """
     from meshwright.runs.generate import generate_from  # noqa: PLC0415
 
-    _require(tokens >= 1, "tokens", tokens, "must be at least 1")
-    _require(temperature >= 0, "temperature", temperature, "must not be negative")
-    _require(top_k >= 0, "top_k", top_k, "must not be negative")
+    require_argument(tokens >= 1, "tokens", tokens, "must be at least 1")
+    require_argument(temperature >= 0, "temperature", temperature, "must not be negative")
+    require_argument(top_k >= 0, "top_k", top_k, "must not be negative")
     settings = {
         "prompt": prompt,
         "tokens": tokens,
@@ -489,7 +491,7 @@ def evaluate(
     """
     from meshwright.runs.evaluate import evaluate_saved, name_sets  # noqa: PLC0415
 
-    _require(samples is None or samples >= 1, "samples", samples, "must be at least 1")
+    require_argument(samples is None or samples >= 1, "samples", samples, "must be at least 1")
     if isinstance(data, Mapping):
         sets = {name: str(path) for name, path in data.items()}
     else:
@@ -593,13 +595,3 @@ def validate(tables: Sequence[str | Path] = ()) -> list[Outcome]:
     from meshwright.validation.evaluate import bundled_table, evaluate_tables  # noqa: PLC0415
 
     return evaluate_tables([Path(table) for table in tables] or [bundled_table()])
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    """Refuse a bad argument.
-
-    Raises:
-        UserError: The rule does not hold.
-    """
-    if not holds:
-        raise UserError(Problem("api-argument", rule, path=name, value=value, is_argument=True))

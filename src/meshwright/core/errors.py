@@ -121,3 +121,13 @@ def missing_package(package: str, extra: str, needed_for: str) -> UserError:
             fix=f"Install the extra: pip install 'meshwright[{extra}]'",
         )
     )
+
+
+def require_argument(holds: bool, name: str, value: object, rule: str) -> None:
+    """Refuse a bad argument of a call.
+
+    Raises:
+        UserError: The rule does not hold.
+    """
+    if not holds:
+        raise UserError(Problem("api-argument", rule, path=name, value=value, is_argument=True))

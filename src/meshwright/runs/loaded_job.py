@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
@@ -20,7 +20,7 @@ class LoadedJob:
     overrides: tuple[str, ...]
     on: str | None
     """Cluster given in place of the job's."""
-    spec: Job
+    spec: Job = field(repr=False)
 
     @classmethod
     def load(
