@@ -27,6 +27,7 @@ COMMANDS = {
     "audit",
     "eval",
     "generate",
+    "init",
     "prepare",
     "schema",
     "runs",
