@@ -28,13 +28,13 @@ demo: setup
 	$(BIN)/meshwright generate $$(ls -td runs/demo-* | head -n 1) --prompt 'def ' --tokens 160 --temperature 0.7
 	$(BIN)/meshwright audit $$(ls -td runs/demo-* | head -n 1)
 
-# Two files at once, the longest first: tests that start ranks wait most of the time. Fault tests have deadlines and
-# run alone.
+# Two files at once, the longest first: tests that start ranks wait most of the time. Fault tests have deadlines:
+# they run after the others, at most two at once.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest
 test: setup
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/multiproc tests/unit
-	$(PYTEST) tests/faults
+	$(PYTEST) -n 2 tests/faults
 
 # Everything but the GPU tests, in parts if you like: make test-all SHARD=3/8 JOBS=16. A run that was interrupted
 # goes on where it was, as long as no source has changed.

@@ -47,6 +47,7 @@ def test_sigkill_of_a_rank_ends_the_run_and_names_the_rank(command, job_file, tm
     assert not _is_running(other)
 
 
+@pytest.mark.slow
 def test_sigkill_of_a_pipeline_stage_ends_the_run_and_it_resumes_from_the_checkpoint(
     command, train, job_file, tmp_path
 ):
@@ -122,7 +123,7 @@ def test_a_nan_loss_stops_the_run(train, monkeypatch):
     assert "resume" not in failed.result["errors"][0]["fix"], "there is nothing to resume from"
 
 
-@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_non_finite_gradient_stops_the_run_before_the_checkpoint(train, monkeypatch, clip):
     """The loss is finite and a gradient is not. The run stops and keeps the previous checkpoint."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:infinite_gradient")
@@ -163,15 +164,26 @@ def test_ctrl_c_during_startup_prints_no_traceback(command, job_file, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_ctrl_c_stops_after_the_step_and_saves_a_checkpoint(command, job_file, tmp_path, number):
-    """Exit status 130, a checkpoint of the last step, and a passing audit. The run can be resumed."""
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [
+        (os.killpg, signal.SIGINT),
+        pytest.param(os.kill, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(os.kill, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_stops_after_the_step_and_saves_a_checkpoint(command, job_file, tmp_path, send, number):
+    """Exit status 130, a checkpoint of the last step, and a passing audit. The run can be resumed.
+
+    A terminal sends SIGINT to the process group: supervisor and ranks.
+    """
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}", "--json")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 5)
-    running.process.send_signal(number)
+    send(running.process.pid, number)
     status, out, err = running.finish()
     assert status == 130, err
+    assert "Traceback" not in err
     result = json.loads(out)
     assert result["status"] == "interrupted"
     assert result["audit_ok"], result["differences"]
@@ -183,18 +195,6 @@ def test_ctrl_c_stops_after_the_step_and_saves_a_checkpoint(command, job_file, t
     status, out, err = again.finish()
     assert status == 0, err
     assert len(json.loads(out)["losses"]) == 2
-
-
-def test_ctrl_c_to_the_process_group_saves_a_checkpoint(command, job_file, tmp_path):
-    """A terminal sends SIGINT to supervisor and ranks. The run still saves and prints no traceback."""
-    run_dir = tmp_path / "run"
-    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "--json")
-    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 5)
-    os.killpg(running.process.pid, signal.SIGINT)
-    status, out, err = running.finish()
-    assert status == 130, err
-    assert json.loads(out)["checkpoint"]
-    assert "Traceback" not in err
 
 
 def test_ranks_exit_when_the_supervisor_is_killed(command, job_file, tmp_path):
@@ -309,6 +309,7 @@ def test_a_restart_by_torchrun_resumes_from_the_checkpoint(job_file, tmp_path):
     assert lines[-1]["event"] == "finished"
 
 
+@pytest.mark.slow
 def test_torchrun_with_a_wrong_world_size_is_refused(job_file, tmp_path):
     done = _torchrun(tmp_path, str(job_file), "layout.dp_replicate=3")
     assert done.returncode != 0

@@ -64,6 +64,7 @@ def run(*command: object, cwd: Path, text: str | None = None) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_a_script_without_main_guard_trains_from_a_file_and_from_standard_input(job_file, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -74,6 +75,7 @@ def test_a_script_without_main_guard_trains_from_a_file_and_from_standard_input(
     assert second["losses"] == first["losses"]
 
 
+@pytest.mark.slow
 def test_the_script_trains_under_torchrun(job_file, tmp_path):
     """Both ranks have the same losses and a clean audit."""
     script = tmp_path / "script.py"

@@ -20,10 +20,12 @@ from meshwright.plan.contract import read_plan
         ["layout.dp_replicate=2", "layout.bucket_mb=0.05"],
         ["layout.dp_replicate=4", "layout.micro_batch=1", "model.tied_embeddings=false"],
         ["layout.dp_replicate=2", "compression.kind=bf16", "layout.bucket_mb=0.1"],
-        ["layout.dp_replicate=2", "compression.kind=fp16"],
+        pytest.param(["layout.dp_replicate=2", "compression.kind=fp16"], marks=pytest.mark.slow),
         ["layout.dp_replicate=2", "train.precision=bf16", "model.vocab_size=1024"],
-        ["layout.dp_replicate=2", "train.steps=1"],
-        ["layout.dp_replicate=1", "train.steps=1", "layout.micro_batch=12"],
+        pytest.param(["layout.dp_replicate=2", "train.steps=1"], marks=pytest.mark.slow),
+        pytest.param(
+            ["layout.dp_replicate=1", "train.steps=1", "layout.micro_batch=12"], marks=pytest.mark.slow
+        ),
     ],
     ids=" ".join,
 )

@@ -135,7 +135,7 @@ BAD = [
 ]
 
 
-QUICK = {"job-unknown-key", "data-path-missing", "run-not-writable", "run-exists", "layout-tp-heads"}
+QUICK = {"job-unknown-key", "data-path-missing", "run-exists"}
 """Codes in ``make test``; the unit tests of ``spec`` and ``data`` have all codes."""
 
 

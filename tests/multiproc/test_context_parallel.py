@@ -131,8 +131,10 @@ slow = pytest.mark.slow
     [
         ("cp=2", "data.mask=document", 1e-5),
         ("cp=2 context=ulysses zero=3 recompute=full", "", 1e-5),
-        ("cp=2 tp=2 sequence_parallel=true recompute=selective", "", 1e-5),
-        ("cp=2", "train.precision=bf16", 1e-2),
+        pytest.param(
+            "cp=2 tp=2 sequence_parallel=true recompute=selective", "", 1e-5, marks=pytest.mark.slow
+        ),
+        pytest.param("cp=2", "train.precision=bf16", 1e-2, marks=pytest.mark.slow),
         pytest.param("cp=2 zero=1", GPT, 1e-5, marks=slow),
         pytest.param("cp=2 zero=2 recompute=full micro_batch=2", "", 1e-5, marks=slow),
         pytest.param("cp=2 zero=3 recompute=selective", "data.mask=document", 1e-5, marks=slow),

@@ -34,11 +34,11 @@ def collectives_of(rows, pp_rank, phases=("setup", "step")):
 @pytest.mark.parametrize(
     ("layout", "rank"),
     [
-        ("dp_shard=4 zero=3 micro_batch=1", 3),
-        ("dp_replicate=2 dp_shard=2 zero=3", 1),
+        pytest.param("dp_shard=4 zero=3 micro_batch=1", 3, marks=pytest.mark.slow),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=3", 1, marks=pytest.mark.slow),
         ("dp_shard=3 zero=1 micro_batch=2", 2),
         ("dp_replicate=2 micro_batch=3", 1),
-        ("pp=2 micro_batch=3", 1),
+        pytest.param("pp=2 micro_batch=3", 1, marks=pytest.mark.slow),
         ("pp=2 dp_shard=2 zero=3 schedule=zb-h1 micro_batch=3", 2),
     ],
 )

@@ -53,7 +53,7 @@ def plain_torch_loop(
     return losses, model
 
 
-@pytest.mark.parametrize("batch", [12, 7])
+@pytest.mark.parametrize("batch", [pytest.param(12, marks=pytest.mark.slow), 7])
 def test_losses_and_weights_of_1_to_4_ranks_equal_a_plain_torch_loop(train, job_file, prepared, batch):
     """Ten losses within 1e-5, and the final weights. With a batch of 7, ranks have zero-weight samples."""
     common = [f"train.global_batch={batch}", "train.steps=10"]

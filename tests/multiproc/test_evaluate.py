@@ -61,7 +61,7 @@ def test_packed_documents_and_masked_prompts_count_like_in_training(train, tmp_p
     assert 0 < found.targets < 0.8 * found.samples * 32
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("norm", [pytest.param("group", marks=pytest.mark.slow), "batch"])
 def test_images_have_top_1_accuracy(train, job_file, norm):
     """The loss of the run's own evaluation, with the running statistics of batch norm."""
     text = job_file.read_text().replace('preset = "tiny"', 'preset = "resnet-tiny"\nimage_size = 16')

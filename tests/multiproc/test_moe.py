@@ -33,7 +33,10 @@ BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.bal
             "model.capacity_factor=1.0",
         ),
         ("layout.dp_shard=2", "layout.recompute=selective", "model.router=sigmoid", "model.shared_experts=1"),
-        ("layout.pp=2", "layout.recompute=full", "layout.micro_batch=3", "train.global_batch=7"),
+        pytest.param(
+            ("layout.pp=2", "layout.recompute=full", "layout.micro_batch=3", "train.global_batch=7"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ddp", "fsdp", "pipeline"],
 )

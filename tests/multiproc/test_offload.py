@@ -15,9 +15,9 @@ OFFLOADED_OPTIMIZER = ("layout.offload=optimizer", SMALL_BUCKETS)
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
     [
-        ("layout.dp_replicate=1", "adamw"),
+        pytest.param("layout.dp_replicate=1", "adamw", marks=pytest.mark.slow),
         ("layout.dp_replicate=1", "muon"),
-        ("layout.dp_replicate=1", "sgd"),
+        pytest.param("layout.dp_replicate=1", "sgd", marks=pytest.mark.slow),
         ("layout.dp_replicate=2", "adamw"),
         ("layout.dp_shard=2 layout.zero=1", "lion"),
     ],
@@ -38,7 +38,7 @@ def test_offloaded_optimizer_state_is_bit_identical(train, layout, optimizer):
         assert offloaded.result["peak_memory_bytes"][0] < on_device.result["peak_memory_bytes"][0]
 
 
-@pytest.mark.parametrize("kind", ["optimizer", "all"])
+@pytest.mark.parametrize("kind", [pytest.param("optimizer", marks=pytest.mark.slow), "all"])
 def test_offload_moves_all_bytes_of_its_kinds_of_fsdp_state(train, kind):
     """Other kinds of state stay on the device."""
     result = train("layout.dp_shard=2", f"layout.offload={kind}", SMALL_BUCKETS).result

@@ -37,7 +37,7 @@ def expected_noise_scale(job_file, prepared):
     return float(12 * (part - whole) / (2 * whole - part))
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("lion", marks=pytest.mark.slow), "muon"])
 def test_two_ranks_have_the_losses_of_one_and_the_expected_noise_scale(train, job_file, prepared, optimizer):
     """Ten losses within 1e-5, with gradient noise; state bytes equal the prediction."""
     common = [f"train.optimizer={optimizer}", "train.steps=10", "train.schedule=wsd", "train.grad_noise=1e-6"]

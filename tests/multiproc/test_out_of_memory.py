@@ -7,7 +7,7 @@ import re
 
 from injected_faults import MEMORY_LIMIT_BYTES
 
-LARGE = ("model.num_layers=6", "data.seq_len=128", "train.global_batch=256", "train.steps=2")
+LARGE = ("model.num_layers=6", "data.seq_len=128", "train.global_batch=256", "train.steps=1")
 LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
 
 

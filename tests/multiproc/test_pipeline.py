@@ -118,7 +118,9 @@ BY_HAND = ("layout.pp=2", "layout.schedule=gpipe", "layout.stage_layers=[3, 1]")
 SHARDED = ("layout.pp=2", "layout.schedule=zb-h1", "layout.dp_shard=2", "layout.zero=3")
 
 
-@pytest.mark.parametrize(("source", "layout"), [(0, BY_HAND), (1, ONE), (1, SHARDED)])
+@pytest.mark.parametrize(
+    ("source", "layout"), [(0, BY_HAND), pytest.param(1, ONE, marks=pytest.mark.slow), (1, SHARDED)]
+)
 def test_a_checkpoint_resumes_with_and_without_a_pipeline(straight, resume, source, layout):
     """From one process and back, with other stages, another schedule and FSDP: the same curve."""
     resumed = resume(straight[source], *layout)

@@ -38,7 +38,10 @@ def prove(job_file, tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["layout.dp_replicate=3", "train.global_batch=7", "layout.recompute=full"],
+        pytest.param(
+            ["layout.dp_replicate=3", "train.global_batch=7", "layout.recompute=full"],
+            marks=pytest.mark.slow,
+        ),
         ["layout.dp_replicate=2", "layout.micro_batch=2", "train.precision=bf16", "compression.kind=bf16"],
         # The gradient of attention's key bias is zero up to rounding; that must not fail the proof.
         [
@@ -202,9 +205,9 @@ def prove_bug(prepared, tmp_path_factory):
     ("bug", "kind", "module", "rank", "note"),
     [
         ("loss_divided_twice", "gradient", "norm", 0, "all gradients are 0.5 times"),
-        ("unreduced_norm", "gradient", "blocks.1.ffn_norm", 0, ""),
+        slow("unreduced_norm", "gradient", "blocks.1.ffn_norm", 0, ""),
         ("frozen_weight", "gradient", "blocks.0.attention.wk", 0, "missing"),
-        ("loss_scaled_on_one_rank", "gradient", "norm", 0, ""),
+        slow("loss_scaled_on_one_rank", "gradient", "norm", 0, ""),
         ("rope_positions_restart", "activation", "blocks.0.attention", 1, ""),
         ("unreduced_tied_embedding", "gradient", "embed", 0, "it is also head.weight"),
         ("unequal_linear_weight", "activation", "blocks.1.ffn.down", 1, ""),
@@ -254,7 +257,7 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             "",
             marks=pytest.mark.slow,
         ),
-        ("tp_bias_before_reduce", SEQUENCE_PARALLEL, GPT, "gradient", "blocks.1.ffn.down", ""),
+        slow("tp_bias_before_reduce", SEQUENCE_PARALLEL, GPT, "gradient", "blocks.1.ffn.down", ""),
         ("tp_wrong_vocab_shard", SEQUENCE_PARALLEL, {}, "activation", "embed", ""),
         pytest.param(
             "sp_positions_of_rank_0",
@@ -265,7 +268,7 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             "",
             marks=pytest.mark.slow,
         ),
-        ("sp_gathered_tokens_shifted", SEQUENCE_PARALLEL, {}, "activation", "blocks.0.attention", ""),
+        slow("sp_gathered_tokens_shifted", SEQUENCE_PARALLEL, {}, "activation", "blocks.0.attention", ""),
         pytest.param(
             "tp_counted_as_data",
             SEQUENCE_PARALLEL,
@@ -302,7 +305,7 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             "",
             marks=pytest.mark.slow,
         ),
-        ("frozen_weight", SEQUENCE_PARALLEL, {}, "gradient", "blocks.0.attention.wk", "missing"),
+        slow("frozen_weight", SEQUENCE_PARALLEL, {}, "gradient", "blocks.0.attention.wk", "missing"),
         pytest.param(
             "unreduced_tied_embedding",
             {**SEQUENCE_PARALLEL, "dp_replicate": 2},
@@ -328,7 +331,7 @@ HALF = "all gradients are 0.5 times"
     [
         ("ring_contiguous_positions", CP, "activation", "blocks.0.attention", ""),
         ("ring_kv_grads_lost", CP, "gradient", "blocks.1.attention.wv", ""),
-        ("cp_counted_as_data", {"cp": 2, "tp": 2}, "gradient", "norm", HALF),
+        slow("cp_counted_as_data", {"cp": 2, "tp": 2}, "gradient", "norm", HALF),
         ("ulysses_heads_swapped", {"cp": 2, "context": "ulysses"}, "activation", "blocks.0.attention", ""),
         slow("ring_steps_averaged", CP, "activation", "blocks.0.attention", ""),
         slow("ring_steps_not_merged", CP, "activation", "blocks.0.attention", ""),
@@ -349,9 +352,9 @@ ROUTER, GATE, DOWN = "blocks.1.ffn.router", "blocks.1.ffn.experts.gate", "blocks
 @pytest.mark.parametrize(
     ("bug", "layout", "model", "kind", "module"),
     [
-        ("router_grad_unreduced", {"tp": 2}, MOE, "gradient", ROUTER),
+        slow("router_grad_unreduced", {"tp": 2}, MOE, "gradient", ROUTER),
         ("expert_grads_reduced_over_cp", {"cp": 2, "ep": 2}, MOE, "gradient", DOWN),
-        ("expert_outputs_reversed", {"cp": 2, "ep": 2}, MOE, "activation", "blocks.0.ffn"),
+        slow("expert_outputs_reversed", {"cp": 2, "ep": 2}, MOE, "activation", "blocks.0.ffn"),
         ("capacity_per_rank", {"cp": 2}, MOE, "activation", "blocks.0.ffn"),
         ("balance_counts_per_rank", {"cp": 2}, {**MOE, "capacity_factor": None}, "gradient", ROUTER),
         slow("router_grad_unreduced", {**SEQUENCE_PARALLEL, "ep": 2}, MOE, "gradient", "norm"),

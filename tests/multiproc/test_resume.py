@@ -14,7 +14,7 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_resumed_run_is_bit_identical(train, tmp_path, ranks):
     """Ten steps, against ten steps resumed after the fourth: equal losses, weights and optimizer state."""
     common = [f"layout.dp_replicate={ranks}", "train.steps=10", "layout.bucket_mb=0.05", "train.eval_every=5"]
@@ -78,23 +78,20 @@ def test_checkpoint_rotation_keeps_the_last_two_and_the_best(train):
     assert best in kept
 
 
-@pytest.mark.parametrize(
-    ("overrides", "code"),
-    [
-        (["train.steps=4"], "resume-complete"),
-        (["train.steps=6", "model.ffn_size=192"], "resume-mismatch"),
-        (["train.steps=6", "checkpoint.dir=elsewhere"], "resume-nothing"),
-    ],
-)
-def test_an_impossible_resume_is_refused_with_its_code(train, job_file, overrides, code):
+def test_an_impossible_resume_is_refused_with_its_code(train, job_file):
     """The run is complete, the model differs, or there is no checkpoint."""
     from meshwright.cli.output import Output
     from meshwright.cli.train import run_training
 
     train("train.steps=4")
-    with pytest.raises(UserError) as caught:
-        run_training(Output(as_json=True), str(job_file), overrides, resume=True)
-    assert caught.value.problems[0].code == code
+    for overrides, code in (
+        (["train.steps=4"], "resume-complete"),
+        (["train.steps=6", "model.ffn_size=192"], "resume-mismatch"),
+        (["train.steps=6", "checkpoint.dir=elsewhere"], "resume-nothing"),
+    ):
+        with pytest.raises(UserError) as caught:
+            run_training(Output(as_json=True), str(job_file), overrides, resume=True)
+        assert caught.value.problems[0].code == code
 
 
 def test_a_checkpoint_folder_of_another_run_is_refused(train, job_file, tmp_path):

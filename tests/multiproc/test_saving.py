@@ -11,7 +11,7 @@ from meshwright.checkpoint.manifest import find_newest, list_checkpoints, list_l
 from meshwright.runs.train import ENTRY
 
 
-@pytest.mark.parametrize(("zero", "sharded"), [(3, 3), (1, 2)])
+@pytest.mark.parametrize(("zero", "sharded"), [(3, 3), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_saving_needs_memory_for_a_few_tensors_only(train, monkeypatch, zero, sharded):
     """On every rank, also on rank 0, which writes: at most four times the largest tensor beside the state.
 

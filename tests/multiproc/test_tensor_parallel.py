@@ -34,7 +34,7 @@ UNTIED = "model.tied_embeddings=false train.optimizer=lion train.grad_noise=0.01
         pytest.param(
             "tp=2 sequence_parallel=true recompute=selective micro_batch=2", "", 1e-5, marks=pytest.mark.slow
         ),
-        ("tp=2 recompute=full", UNTIED, 1e-5),
+        pytest.param("tp=2 recompute=full", UNTIED, 1e-5, marks=pytest.mark.slow),
         pytest.param(
             "tp=2 dp_replicate=2 sequence_parallel=true micro_batch=3", "", 1e-5, marks=pytest.mark.slow
         ),
@@ -44,7 +44,12 @@ UNTIED = "model.tied_embeddings=false train.optimizer=lion train.grad_noise=0.01
             "tp=2 dp_shard=2 zero=3 sequence_parallel=true recompute=full", "", 1e-5, marks=pytest.mark.slow
         ),
         ("tp=2 sequence_parallel=true", "train.precision=bf16", 1e-2),
-        ("tp=2 dp_shard=2 zero=3 sequence_parallel=true", "train.precision=fp16 data.mask=document", 1e-2),
+        pytest.param(
+            "tp=2 dp_shard=2 zero=3 sequence_parallel=true",
+            "train.precision=fp16 data.mask=document",
+            1e-2,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_losses_equal_one_process_and_the_plan_holds(train, layout, job, tolerance):

@@ -168,6 +168,7 @@ def _errors(case):
     return [error for event in case.values() for error in event["errors"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fsdp resharded, zbv", "fsdp resharded, interleaved"])
 def test_torchs_zero_bubble_loses_gradients_of_resharded_fsdp2_parameters(torch_cases, case):
     """Torch 2.13, without an error: some parameters have no gradient, others a wrong one.
@@ -180,11 +181,13 @@ def test_torchs_zero_bubble_loses_gradients_of_resharded_fsdp2_parameters(torch_
     assert max(_errors(torch_cases["fsdp not resharded, zbv"])) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_torchs_zero_bubble_does_not_all_reduce_ddp_gradients(torch_cases):
     """Torch 2.13, without an error: each replica keeps its local gradients."""
     assert max(_errors(torch_cases["ddp, zbv"])) > 0.1, "fixed in torch: DDP reduces the gradients"
 
 
+@pytest.mark.slow
 def test_ddp_under_torchs_interleaved_schedule_crashes_in_the_second_step(torch_cases):
     """Torch 2.13 infers shapes with a backward pass that DDP counts. With few micro-batches, DDP then fails.
 
@@ -227,7 +230,7 @@ def run_ours(run_dir, listener):
     "layout",
     [
         "dp_shard=2 zero=3 schedule=zbv virtual_stages=2",
-        "dp_replicate=2 schedule=interleaved virtual_stages=2",
+        pytest.param("dp_replicate=2 schedule=interleaved virtual_stages=2", marks=pytest.mark.slow),
     ],
 )
 def test_our_pipeline_has_the_gradients_of_one_process(job_file, prepared, tmp_path, layout):

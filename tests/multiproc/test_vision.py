@@ -58,7 +58,7 @@ def test_one_to_three_ranks_have_equal_losses_and_a_clean_audit(train):
     assert "tok/s" not in spread.messages
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("norm", [pytest.param("group", marks=pytest.mark.slow), "batch"])
 def test_a_resumed_run_is_bit_identical(train, tmp_path, norm):
     """The checkpoint holds BatchNorm's running statistics. A job with BatchNorm gets a note."""
     common = ["layout.dp_replicate=2", f"model.norm={norm}", "checkpoint.every_steps=3", "train.eval_every=3"]
