@@ -15,7 +15,7 @@ from meshwright.validation.evaluate import Outcome
 from meshwright.validation.metrics import errors_of, summarise_families, worst_rows
 
 COLUMNS = (
-    "family", "rows", "expressed", "time", "median", "bias", "worst", "within 10%", "tau", "best found",
+    "family", "rows", "predicted", "time", "median", "bias", "worst", "within 10%", "tau", "best found",
     "held out", "memory",
 )  # fmt: skip
 SPARE = ("best found", "median", "worst", "within 10%", "bias")
@@ -99,7 +99,7 @@ def _say_rest(output: Output, outcomes: Sequence[Outcome]) -> None:
             )
             for outcome in worst
         ]
-        output.table("Worst rows", ("row", "error", "predicted", "published", "read as"), lines)
+        output.table("Worst rows", ("row", "error", "predicted", "published", "assumed"), lines)
     for outcome in outcomes:
         if outcome.reason.startswith("bad cell"):
             output.warn(f"{outcome.row.id}: {outcome.reason}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.audit.record import RecordedTimeline, RunRecord
-from meshwright.core.units import format_seconds
+from meshwright.core.units import format_plural, format_seconds
 from meshwright.layout.pipeline_schedules import schedule_of, stage_pp_ranks
 from meshwright.plan.contract import PipelineTime, PlanContract
 from meshwright.plan.time.stage_layers import assign_layers, rank_costs, stage_costs
@@ -65,7 +65,7 @@ class PipelineRun:
         schedule = self.schedule
         title = f"{schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches"
         simulated = f"simulated with the measured times of the stages: bubble {self.walk.bubble:.1%}"
-        measured = f"measured, mean of {self.steps} steps: bubble {self.measured_bubble:.1%}"
+        measured = f"measured, mean of {format_plural(self.steps, 'step')}: bubble {self.measured_bubble:.1%}"
         return (
             build_timeline(self.schedule, self.walk, f"{title}: simulated", simulated, unit="s"),
             measured_timeline(self.schedule, self.spans, f"{title}: measured", measured),
@@ -77,7 +77,7 @@ class PipelineRun:
         bubbles = f"planned {self.planned.bubble:.1%}, simulated with the measured times "
         bubbles += f"{self.walk.bubble:.1%}, measured {self.measured_bubble:.1%} of the ranks' time"
         sentences = [
-            f"Bubble: {bubbles} (mean of {self.steps} steps); not audited",
+            f"Bubble: {bubbles} (mean of {format_plural(self.steps, 'step')}); not audited",
             f"Stages: {each} per micro-batch, with {_listed(self.stage_layers)} layers",
         ]
         if self.better_layers is not None:

@@ -161,6 +161,6 @@ def basis(rows: Sequence[ScalingRow], steps: int) -> str:
     return (
         f"medians of {counted} steps after {WARM_UP} of warm-up, slowest rank of each; "
         f"speed-up and efficiency against {format_plural(first, 'rank')}; "
-        "reduce = time with a reduction under way, exposed = its part after the backward pass, "
-        "overlap = 1 - exposed / reduce"
+        "all-reduce = time during which gradients are reduced, exposed = its part after the backward pass, "
+        "overlap = 1 - exposed / all-reduce"
     )
