@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all test-gpu check format docs offline-site clean
+.PHONY: help setup demo test test-all test-gpu check format docs docs-figures offline-site clean
 
 help:
 	@echo "make demo      train a small language model on all local cores, write text with it, audit the run"
 	@echo "make test      the tests (make test-all adds the long ones)"
 	@echo "make check     format, lint, types, layers"
-	@echo "make docs      build the documentation into site/"
+	@echo "make docs      build the documentation into site/ (make docs-figures updates the outputs that it quotes)"
 
 setup: $(INSTALLED)
 
@@ -64,6 +64,10 @@ offline-site: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target .offline-site --upgrade \
 	  --python-version $(OFFLINE_PYTHON) --only-binary=:all: --constraint constraints.txt \
 	  pydantic typer rich tomli-w jinja2 pytest pytest-timeout pytest-xdist hypothesis
+
+# The outputs and pictures that README and docs quote, except those that need a GPU or a measurement.
+docs-figures: setup
+	$(BIN)/python benchmarks/docs_figures.py
 
 docs: setup
 	$(BIN)/zensical build --clean
