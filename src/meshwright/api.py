@@ -144,19 +144,12 @@ class Job:
         *,
         reporter: Reporter = SILENT,
     ) -> SizedCluster:
-        """Find the smallest cluster that trains on ``tokens`` tokens before a deadline and within a budget.
+        """Find the smallest cluster that trains on ``tokens`` before a deadline and within a budget in USD.
 
         Without a deadline, find the fastest cluster within the budget.
 
-        Args:
-            tokens: Number of tokens to train on.
-            deadline_s: Longest time of the whole training.
-            max_cost: Most that it may cost, in USD.
-            reporter: Receives the progress.
-
         Raises:
-            UserError: No cluster meets the limits; or the model is not a decoder, the cluster has no GPUs, or
-                the layout is given.
+            UserError: No cluster meets the limits; or the job is not a decoder on GPUs with an open layout.
         """
         from meshwright.plan.sizing import Goal  # noqa: PLC0415
         from meshwright.runs.size import size_job  # noqa: PLC0415
