@@ -1,4 +1,4 @@
-"""Jobs for decoders of every kind on small clusters; loaded to be planned, not run."""
+"""Jobs for dense, MoE and latent-attention decoders on small clusters, built for planning."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def make_decoder_job() -> Callable[..., Job]:
-    """``make_decoder_job("dense", cluster={"devices_per_node": 4})``: tables laid over a small job."""
+    """``make_decoder_job(kind, cluster=...)``: a small job of this kind with changed tables."""
 
     def make(kind: str = "dense", **tables: Any) -> Job:
         tree: dict[str, Any] = {

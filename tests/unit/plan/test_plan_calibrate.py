@@ -1,4 +1,4 @@
-"""Fitted rates: they explain steps that were measured, and change nothing without a reason."""
+"""Calibration: fitted rates explain measured steps and change only where they must."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from meshwright.spec.load import build_job
 
 
 def build(**cluster):
+    """A job on four CPU ranks, with changed cluster keys."""
     return build_job(
         {
             "model": {"preset": "demo-2m"},
@@ -26,12 +27,12 @@ def build(**cluster):
 
 @functools.cache
 def list_layouts(job):
-    """Layouts that tune would try, the best first."""
+    """The layouts that ``tune`` would measure, the best first."""
     return [found.layout for found in search_job(job).best]
 
 
 def on_machine(job, layouts, **times):
-    """What the layouts take on a machine whose rates are other ones than the job's cluster says."""
+    """The step times of the layouts on a machine with other rates."""
     rates = {key: getattr(job.cluster, key) * factor for key, factor in times.items()}
     real = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, **rates))
     return [MeasuredLayout(layout, predict(real, layout).time.total_s) for layout in layouts]
@@ -47,8 +48,8 @@ def on_machine(job, layouts, **times):
     ],
     ids=str,
 )
-def test_predictions_come_closer_to_a_machine_with_other_rates(times):
-    """Also for a layout that was not measured: the rates are the machine's, not the layouts'."""
+def test_calibration_reduces_the_error_on_other_machines(times):
+    """It does so also for layouts that were not measured."""
     job = build()
     layouts = list_layouts(job)
     measured, unseen = on_machine(job, layouts[:6], **times), on_machine(job, layouts[6:30], **times)
@@ -59,7 +60,7 @@ def test_predictions_come_closer_to_a_machine_with_other_rates(times):
     assert mean_error(again, unseen) < mean_error(job, unseen)
 
 
-def test_a_right_cluster_stays_as_it_is():
+def test_calibration_keeps_correct_rates():
     job = build()
     layouts = list_layouts(job)[:4]
     fitted = calibrate(job, on_machine(job, layouts))
@@ -67,7 +68,7 @@ def test_a_right_cluster_stays_as_it_is():
     assert fitted.error_before == fitted.error_after == pytest.approx(0.0)
 
 
-def test_a_link_that_no_measured_layout_uses_keeps_its_figures():
+def test_calibration_keeps_the_rates_of_unused_links():
     job = build()
     alone = list_layouts(build(devices_per_node=1))[:3]
     fitted = calibrate(job, on_machine(job, alone, fp32_flops_per_s=0.5))
@@ -76,7 +77,7 @@ def test_a_link_that_no_measured_layout_uses_keeps_its_figures():
     assert changed.isdisjoint({"link_bytes_per_s", "link_latency_s"})
 
 
-def test_the_rate_of_the_products_is_the_one_of_the_precision():
+def test_calibration_fits_the_gemm_rate_of_the_precision():
     job = build()
     low = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="bf16"))
     assert (fitted_keys(job)[0], fitted_keys(low)[0]) == ("fp32_flops_per_s", "bf16_flops_per_s")

@@ -1,4 +1,4 @@
-"""The plan as a file: round trip, version, damage, and the oldest one that must still be read."""
+"""The plan file: round trip, version, damaged files, and the golden plan of version 1."""
 
 from __future__ import annotations
 
@@ -22,42 +22,45 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1" / "plan.toml"
 
 @pytest.fixture
 def plan(make_job):
+    """The plan of two DDP replicas."""
     return build_plan(make_job(layout={"dp_replicate": 2, "bucket_mb": 0.1}))[0]
 
 
 @pytest.fixture
 def path(tmp_path):
+    """A path for a plan."""
     return tmp_path / "plan.toml"
 
 
 def codes(caught) -> list[str]:
+    """The error codes of a caught error."""
     return [problem.code for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize(
     "layout", [{}, {"dp_replicate": 1}, {"dp_replicate": 3, "micro_batch": 2, "bucket_mb": 0.01}]
 )
-def test_a_plan_written_and_read_back_is_the_same_plan(make_job, path, layout):
+def test_plan_round_trips(make_job, path, layout):
     plan, _ = build_plan(make_job(layout=layout))
     write_plan(plan, path)
     assert read_plan(path) == plan
 
 
-def test_a_plan_holds_one_prediction_a_rank_and_the_buckets_of_the_run(plan):
+def test_plan_has_every_rank_and_the_gradient_buckets(plan):
     assert [rank.rank for rank in plan.ranks] == [0, 1]
     assert plan.parameters == 94_528
     assert len(set(itertools.chain(*plan.buckets))) == 20
-    assert plan.job.layout.mode == "given", "the choice is settled"
+    assert plan.job.layout.mode == "given", "the layout is complete"
     assert plan.job.layout.micro_batch is not None
 
 
-def test_one_process_has_no_buckets_and_no_collectives(make_job):
+def test_plan_of_one_process_has_no_buckets_and_collectives(make_job):
     plan, _ = build_plan(make_job(layout={"dp_replicate": 1}))
     assert plan.buckets == ()
     assert plan.collectives == ()
 
 
-def test_the_file_says_version_and_writer_and_is_complete_toml(plan, path):
+def test_plan_file_is_toml_with_version_and_writer(plan, path):
     write_plan(plan, path)
     tree = tomllib.loads(path.read_text())
     assert tree["meshwright_plan"] == PLAN_VERSION == 1
@@ -66,20 +69,20 @@ def test_the_file_says_version_and_writer_and_is_complete_toml(plan, path):
     assert len(tree["predicted"]["ranks"]) == 2
 
 
-def test_writing_leaves_no_draft_and_replaces_an_older_plan(plan, path):
+def test_write_plan_replaces_an_older_plan_atomically(plan, path):
     path.write_text("old")
     write_plan(plan, path)
     assert read_plan(path) == plan
     assert [p.name for p in path.parent.iterdir()] == ["plan.toml"]
 
 
-def test_a_place_that_cannot_be_written_is_the_users_mistake(plan, tmp_path):
+def test_unwritable_plan_path_is_a_user_error(plan, tmp_path):
     with pytest.raises(UserError) as caught:
         write_plan(plan, tmp_path / "gone" / "plan.toml")
     assert codes(caught) == ["plan-not-writable"]
 
 
-def test_a_plan_is_told_from_a_job(plan, path, tmp_path):
+def test_plan_files_are_distinguished_from_job_files(plan, path, tmp_path):
     write_plan(plan, path)
     (tmp_path / "job.toml").write_text("[train]\nsteps = 1\n")
     (tmp_path / "noise.toml").write_text("[[[")
@@ -89,14 +92,14 @@ def test_a_plan_is_told_from_a_job(plan, path, tmp_path):
     assert not is_plan(tmp_path / "gone.toml")
 
 
-def test_the_job_inside_a_plan_can_be_loaded_and_overridden(plan, path):
+def test_job_of_a_plan_can_be_loaded_and_overridden(plan, path):
     write_plan(plan, path)
     assert load_job(str(path)) == plan.job
     assert load_job(str(path), ["train.steps=9"]).train.steps == 9
 
 
-def test_a_plan_needs_no_cluster_file_to_be_read(make_job, path, tmp_path):
-    """Its figures are in the plan; ranks may read it in another folder or on another machine."""
+def test_plan_is_read_without_the_cluster_file(make_job, path, tmp_path):
+    """The plan contains the figures. Ranks may read it in another folder or on another machine."""
     figures = {k: v for k, v in dataclasses.asdict(make_job().cluster).items() if v is not None}
     file = tmp_path / "cluster.toml"
     file.write_text(tomli_w.dumps({k: v for k, v in figures.items() if k not in ("preset", "file")}))
@@ -107,11 +110,11 @@ def test_a_plan_needs_no_cluster_file_to_be_read(make_job, path, tmp_path):
     assert read_plan(path) == plan
 
 
-# Damage
+# Damaged files
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_another_version_is_refused_with_both_numbers(plan, path, version):
+def test_plan_of_another_version_is_refused(plan, path, version):
     tree = plan_tree(plan)
     tree.pop("meshwright_plan")
     path.write_text(tomli_w.dumps(tree if version is None else {"meshwright_plan": version, **tree}))
@@ -122,14 +125,14 @@ def test_another_version_is_refused_with_both_numbers(plan, path, version):
     assert "Plan the job again" in str(caught.value)
 
 
-def test_a_plan_that_is_not_there_is_missing(path):
+def test_missing_plan_is_refused(path):
     with pytest.raises(UserError) as caught:
         read_plan(path)
     assert codes(caught) == ["plan-missing"]
 
 
 @pytest.mark.parametrize("content", [b"[[[", b"\xff\xfe", b'meshwright_plan = "'])
-def test_a_plan_that_is_not_toml_is_unreadable(path, content):
+def test_plan_that_is_not_toml_is_refused(path, content):
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         read_plan(path)
@@ -151,9 +154,7 @@ def test_a_plan_that_is_not_toml_is_unreadable(path, content):
     ids=".".join,
 )
 @pytest.mark.parametrize("damage", ["missing", "number"])
-def test_a_plan_with_a_part_missing_or_of_another_type_is_refused_without_a_traceback(
-    plan, path, keys, damage
-):
+def test_plan_with_a_missing_or_invalid_table_is_a_user_error(plan, path, keys, damage):
     tree = plan_tree(plan)
     table = tree
     for key in keys[:-1]:
@@ -170,7 +171,7 @@ def test_a_plan_with_a_part_missing_or_of_another_type_is_refused_without_a_trac
     assert all(code.startswith(("plan-", "job-")) for code in codes(caught))
 
 
-def test_a_plan_cut_short_is_refused(plan, path):
+def test_truncated_plan_is_refused(plan, path):
     write_plan(plan, path)
     whole = path.read_text()
     path.write_text(whole[: whole.index("[[predicted.ranks]]")])
@@ -179,7 +180,7 @@ def test_a_plan_cut_short_is_refused(plan, path):
     assert codes(caught) == ["plan-unreadable"]
 
 
-def test_an_illegal_job_inside_a_plan_is_refused_by_its_rule(plan, path):
+def test_illegal_job_inside_a_plan_is_refused(plan, path):
     tree = plan_tree(plan)
     tree["job"]["layout"]["offload"] = "all"
     path.write_text(tomli_w.dumps(tree))
@@ -188,8 +189,8 @@ def test_an_illegal_job_inside_a_plan_is_refused_by_its_rule(plan, path):
     assert "layout-offload-not-built" in codes(caught)
 
 
-def test_a_plan_whose_layout_does_not_run_yet_can_be_looked_at(plan, path):
-    """A plan is wider than a run: `train` refuses what `plan` may have written."""
+def test_plan_only_layout_can_be_read_for_planning(plan, path):
+    """A plan may have a layout that ``train`` refuses. Illegal layouts are refused in any case."""
     tree = plan_tree(plan)
     tree["job"]["layout"]["offload"] = "all"
     path.write_text(tomli_w.dumps(tree))
@@ -201,10 +202,10 @@ def test_a_plan_whose_layout_does_not_run_yet_can_be_looked_at(plan, path):
     assert codes(caught) == ["layout-tp-heads"]
 
 
-# What programs read
+# Keys of the JSON summary
 
 
-def test_the_summary_has_the_keys_of_interfaces(plan):
+def test_summary_has_the_documented_keys(plan):
     summary = summarize_plan(plan)
     assert set(summary) >= {
         "layout",
@@ -229,7 +230,7 @@ def test_the_summary_has_the_keys_of_interfaces(plan):
 # The golden plan
 
 
-def test_the_plan_of_version_1_is_still_read():
+def test_golden_plan_of_version_1_is_read():
     plan = read_plan(GOLDEN)
     assert (plan.job.name, plan.world_size, plan.micro_batches) == ("golden", 2, 2)
     assert plan.parameters == 94_528
@@ -239,8 +240,8 @@ def test_the_plan_of_version_1_is_still_read():
     assert plan.reasons[0] == "2 replicas: given in the job"
 
 
-def test_planning_the_golden_job_again_promises_the_same_state_traffic_and_buckets():
-    """State and bytes were found equal in that run: a planner that says otherwise is wrong."""
+def test_planning_the_golden_job_again_gives_the_same_plan():
+    """State and traffic matched that run exactly, so they must not change. The peak may by 5%."""
     golden = read_plan(GOLDEN)
     again, _ = build_plan(golden.job)
     assert again.collectives == golden.collectives
@@ -250,19 +251,19 @@ def test_planning_the_golden_job_again_promises_the_same_state_traffic_and_bucke
         assert new.peak_bytes == pytest.approx(old.peak_bytes, rel=0.05)
 
 
-# Layouts that this version does not run, and layouts of pipelines
+# Estimated layouts and pipelines
 
 
 @pytest.fixture
 def large(make_job):
-    """A pipeline of a large model: 16 ranks in 4 stages."""
+    """A job of a large model, and a pipeline layout with 16 ranks in 4 stages."""
     tables = {"cluster": {"nodes": 2}, "train": {"global_batch": 32, "precision": "bf16"}}
     job = make_job(model={"preset": "llama3-8b"}, data={"seq_len": 2048}, **tables)
     return job, Layout("given", pp=4, tp=2, dp_shard=2, zero=1, micro_batch=1)
 
 
-def test_an_estimated_plan_survives_its_file_and_says_that_it_is_not_exact(large, path):
-    """Another framework's runtime: one rank of each class, and no collectives."""
+def test_estimated_plan_round_trips_as_not_exact(large, path):
+    """The runtime is another framework. The plan has one rank per class and no collectives."""
     job, layout = large
     other = dataclasses.replace(job, train=dataclasses.replace(job.train, runtime="megatron-core"))
     plan = plan_from(predict(other, layout), ["because"])
@@ -275,8 +276,8 @@ def test_an_estimated_plan_survives_its_file_and_says_that_it_is_not_exact(large
     assert list(again.classes()) == ["first stage", "middle stages", "last stage"]
 
 
-def test_a_plan_promises_every_rank_what_its_pp_rank_needs(large, path):
-    """What fits is written: each peak, the need, and what is usable."""
+def test_plan_has_the_memory_need_of_every_rank(large, path):
+    """Each rank has the peaks and the need of its pp rank. The plan has the usable bytes."""
     found = predict(*large)
     plan = plan_from(found)
     write_plan(plan, path)
@@ -290,7 +291,7 @@ def test_a_plan_promises_every_rank_what_its_pp_rank_needs(large, path):
         assert rank.first_peak_bytes == need.first_step
 
 
-def test_a_summary_without_ranks_is_that_of_the_plan(large):
-    """The list of layouts is made without a plan for each."""
+def test_summary_of_a_prediction_equals_that_of_its_plan(large):
+    """The list of layouts is printed without building plans."""
     found = predict(*large)
     assert summarize(found, ["because"]) == summarize_plan(plan_from(found, ["because"]))

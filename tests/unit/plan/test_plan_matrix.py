@@ -1,7 +1,7 @@
-"""The planner agrees with itself: what it shows, what it writes, what it enforces, and what it says again.
+"""``plan`` and ``plan -o`` agree for model presets on cluster presets with 1, 8, 64 and 512 devices.
 
 The cases are model presets on cluster presets with 1, 8, 64 and 512 devices (``planner_matrix``).
-``planner_checks`` has what must hold of each.
+``planner_checks`` has the checks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ALL = list(dict.fromkeys([*CHOSEN, *list_model_cluster_pairs()]))
 
 
 def as_parameters() -> list:
-    """A half of the sample in ``make test``, the others in ``make test-all``."""
+    """Half of the sample runs in ``make test``, the rest in ``make test-all``."""
     slow = [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in ALL[QUICK:]]
     return [*(pytest.param(case, id=str(case)) for case in ALL[:QUICK]), *slow]
 
 
 @pytest.mark.parametrize("case", as_parameters())
-def test_the_layout_shown_is_the_layout_written_and_enforced(case, tmp_path):
-    """Proves for one case that ``plan`` and ``plan -o`` agree.
+def test_plan_shows_writes_and_accepts_the_same_layout(case, tmp_path):
+    """``plan`` and ``plan -o`` agree for one case.
 
-    The first layout is accepted by ``-o``, equals the written plan and is planned alike when it is given.
-    Every layout shown fits. Where nothing fits, both commands say so.
+    ``-o`` accepts the first layout and writes it. When it is given, it gets the same prediction.
+    Every layout shown fits. If nothing fits, both commands report it.
     """
     contradictions = find_contradictions(case, tmp_path)
     assert not contradictions, "\n".join(contradictions)
@@ -45,21 +45,21 @@ def test_the_layout_shown_is_the_layout_written_and_enforced(case, tmp_path):
 # The cases
 
 
-def test_every_two_of_model_cluster_and_size_are_planned_together():
-    """Proves that ``make test-all`` leaves out no pair, and `make test` no size."""
+def test_cases_cover_every_pair_of_model_cluster_and_size():
+    """``make test-all`` covers every pair and ``make test`` every size."""
     assert {pair for case in ALL for pair in pairs_of(case)} == {p for c in list_cases() for p in pairs_of(c)}
     assert {case.size for case in CHOSEN[:QUICK]} == set(SIZES)
 
 
-def test_the_sample_has_every_value_and_nearly_as_many_pairs_as_it_can():
-    """Proves that the sample is a covering one: each row brings new pairs of model, cluster and size."""
+def test_sample_covers_every_value_and_nearly_all_pairs():
+    """The sample is a covering array: each case adds new pairs of model, cluster and size."""
     assert len(CHOSEN) == len(set(CHOSEN)) == SAMPLE
     values = {value for case in CHOSEN for value in values_of(case)}
     assert values == {value for case in list_cases() for value in values_of(case)}
     pairs = {pair for case in CHOSEN for pair in pairs_of(case)}
     assert len(pairs) >= 0.95 * 3 * SAMPLE
     large = [case for case in CHOSEN if case.state_share > 1]
-    assert 3 <= len(large) <= SAMPLE / 4, "some models do not fit their cluster, most do"
+    assert 3 <= len(large) <= SAMPLE / 4, "a few models do not fit their cluster"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_the_sample_has_every_value_and_nearly_as_many_pairs_as_it_can():
         ("gb200-nvl72", ["1x1x", "1x72x", "1x64x", "8x64x"]),
     ],
 )
-def test_sizes_follow_the_nodes_of_a_cluster(cluster, on):
-    """Proves that 8 stands for one whole node, and 64 and 512 for as few nodes as divide them."""
+def test_case_sizes_use_whole_nodes(cluster, on):
+    """Size 8 is one whole node. Sizes 64 and 512 use as few nodes as possible."""
     assert [Case("tiny", cluster, size).on for size in SIZES] == [f"{words}{cluster}" for words in on]

@@ -1,6 +1,6 @@
-"""The checks of the planner's matrix find what they are for: each planted contradiction is named.
+"""The checks of the planner matrix detect each injected contradiction.
 
-The command is replaced by one that answers from a plan, so that the answer can be made wrong in one place.
+A fake ``plan`` command answers from a plan, so that a test can change one answer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CASE = Case("llama3.2-1b", "h100-sxm", 8)
 SHARE = 0.92
 
 
-class Planner:
-    """Answers as ``plan`` does: with ``-o``, without it, and for a layout that is given."""
+class FakePlanner:
+    """Answers like ``plan``, ``plan -o`` and ``plan`` with a given layout."""
 
     def __init__(self):
         overrides = ("layout.pp=2", "layout.dp_shard=2", "layout.zero=1", "layout.micro_batch=1")
@@ -45,7 +45,7 @@ class Planner:
 
     @property
     def ranks(self):
-        """The first layout's memory, of its first class of ranks."""
+        """The memory of the first class of ranks of the first layout."""
         return next(iter(self.first["memory_bytes"].values()))
 
     def answer(self, case, *arguments):
@@ -60,19 +60,20 @@ class Planner:
 
 @pytest.fixture
 def planner(monkeypatch):
-    """A planner that agrees with itself until a test changes an answer."""
-    made = Planner()
+    """A consistent planner, until a test changes an answer."""
+    made = FakePlanner()
     monkeypatch.setattr(planner_checks, "plan_case", made.answer)
     return made
 
 
 def refusal(code=NOTHING_FITS, fix="Use 2 nodes", status=2):
+    """The output of a command that refuses the job."""
     error = {"code": code, "fix": fix, "message": f"does not fit [{code}]"}
     return Ran(status, json.dumps({"status": "error", "errors": [error]}), f"error: does not fit. [{code}]\n")
 
 
-def test_a_planner_that_agrees_with_itself_passes(planner, tmp_path):
-    """Proves that the checks hold for a consistent planner: the failures below are those of the change."""
+def test_consistent_planner_passes(planner, tmp_path):
+    """The failures of the other tests are therefore those of their change."""
     assert find_contradictions(CASE, tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -105,15 +106,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("words", CHANGES)
-def test_a_planted_contradiction_is_named(planner, tmp_path, words):
-    """Proves that each check can fail, and says what it found."""
+def test_injected_contradiction_is_reported(planner, tmp_path, words):
+    """Each check can fail and reports what it found."""
     CHANGES[words](planner)
     found = find_contradictions(CASE, tmp_path)
     assert any(words in sentence for sentence in found), found
 
 
-def test_a_plan_that_does_not_run_is_a_contradiction(planner, tmp_path, monkeypatch):
-    """Proves that an estimate is no plan of a model that runs."""
+def test_estimated_plan_of_a_runnable_model_is_a_contradiction(planner, tmp_path, monkeypatch):
     estimated = dataclasses.replace(planner.plan, exact=False)
     monkeypatch.setattr(planner_checks, "read_plan", lambda path, to_run: estimated)
     assert any("not exact" in sentence for sentence in find_contradictions(CASE, tmp_path))
@@ -132,16 +132,16 @@ def test_a_plan_that_does_not_run_is_a_contradiction(planner, tmp_path, monkeypa
     ],
     ids=["consistent", "no-fix", "other-code", "other-status"],
 )
-def test_nothing_fits_only_with_one_code_and_a_fix(planner, tmp_path, answers, words):
-    """Proves that a refusal passes only where both commands give the same code, status 2 and a fix."""
+def test_nothing_fits_needs_equal_codes_and_a_fix(planner, tmp_path, answers, words):
+    """A refusal passes only if both commands give the same code, status 2 and a fix."""
     planner.refusals.update(answers)
     found = find_contradictions(CASE, tmp_path)
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
 
 
-def test_an_interrupt_ends_the_shard_and_is_no_result(monkeypatch):
-    """Proves that Ctrl-C during a command stops the tests: it must not be recorded as a case that failed."""
+def test_interrupt_stops_the_tests(monkeypatch):
+    """Ctrl-C during a command must not be recorded as a failed case."""
 
     def interrupted():
         raise SystemExit(130)
@@ -151,7 +151,6 @@ def test_an_interrupt_ends_the_shard_and_is_no_result(monkeypatch):
         run_command("plan", "tiny")
 
 
-def test_the_overrides_name_the_layout(planner):
-    """Proves that the layout of a JSON entry is turned into the overrides that ask for it."""
+def test_layout_of_a_json_entry_becomes_overrides(planner):
     words = name_layout(planner.first)
     assert {"layout.pp=2", "layout.dp_shard=2", "layout.zero=1", "layout.micro_batch=1"} == set(words)

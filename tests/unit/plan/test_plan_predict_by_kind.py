@@ -1,4 +1,4 @@
-"""Predictions by kind equal those of every parameter, block and pp rank one by one."""
+"""Predictions by kind of parameter, block and pp rank equal those of each one."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ LAYOUTS = [
     {"pp": 2, "schedule": "zb-h1", "dp_shard": 2, "zero": 2, "recompute": "full"},
     {"pp": 4, "schedule": "1f1b", "dp_shard": 2, "zero": 1},
     {"pp": 2, "schedule": "interleaved", "virtual_stages": 3, "dp_replicate": 2},
-    # Places 2 and 3 have alike stages; those of place 3 hand over to each other.
+    # pp ranks 2 and 3 have equal stages; those of pp rank 3 send to each other.
     {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "stage_layers": [1, 1, 2, 2, 2, 2, 1, 1]},
 ]
 
 
 @pytest.fixture
 def settled(make_job):
-    """``settled({"pp": 2})``: a job of twelve layers with its layout settled."""
+    """``settled({"pp": 2})`` is a job of twelve layers with a complete layout."""
 
     def make(layout, **model):
         job = make_job(
@@ -58,19 +58,20 @@ def settled(make_job):
 
 
 def ledgers(job, micro_batches):
+    """The ledgers of all pp ranks."""
     return [predict_ledger(job, 1, micro_batches, pp_rank) for pp_rank in range(job.layout.pp)]
 
 
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_peak_is_near_an_end_of_equal_blocks(settled, monkeypatch, layout, model):
+def test_peak_of_equal_blocks_is_at_their_ends(settled, monkeypatch, layout, model):
     job = settled(layout, **model)
     micro_batches = 8 // job.layout.data_degree
     found = ledgers(job, micro_batches)
     monkeypatch.setattr(
         block_memory.BlockSequence, "find_extremes", lambda blocks, window=0: set(range(len(blocks.blocks)))
     )
-    renamed = dataclasses.replace(job, name="all-layers")  # nothing is cached of it
+    renamed = dataclasses.replace(job, name="all-layers")  # avoids the cache
     assert found == ledgers(renamed, micro_batches)
 
 
@@ -95,7 +96,7 @@ def test_middle_pp_ranks_are_equal(settled):
 
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS[-5:], ids=str)
-def test_kinds_have_all_parameters(settled, layout, model):
+def test_parameter_kinds_count_all_parameters(settled, layout, model):
     job = settled(layout, **model)
     for pp_rank in range(job.layout.pp):
         every, kinds = local_parameters(job, pp_rank), local_parameter_kinds(job, pp_rank)
@@ -104,7 +105,7 @@ def test_kinds_have_all_parameters(settled, layout, model):
         assert sum(padded_count(p, 7) for p in kinds) == sum(padded_count(p, 7) for p in every)
 
 
-def test_a_representative_has_as_many_blocks_of_each_kind(settled):
+def test_representative_stage_has_the_same_blocks(settled):
     job = settled({"pp": 4}, **EXPERTS)
     for pp_rank in range(4):
         (part,) = local_stages(job, pp_rank)
@@ -113,12 +114,12 @@ def test_a_representative_has_as_many_blocks_of_each_kind(settled):
         assert [p.shape for p in like.parameters] == [p.shape for p in part.parameters]
 
 
-def test_a_changed_schedule_file_is_predicted_anew(settled, tmp_path):
+def test_changed_schedule_file_is_read_again(settled, tmp_path):
     path = tmp_path / "own.csv"
     found = []
     for at, name in enumerate(("zbv", "interleaved")):
         write_schedule(build_schedule(name, 2, 8, 2), path)
-        os.utime(path, (at, at))  # file systems may not tell writes apart that follow each other
+        os.utime(path, (at, at))  # file times may be too coarse for consecutive writes
         job = settled({"pp": 2, "schedule_file": str(path), "stage_layers": [3] * 4})
         by_name = settled({"pp": 2, "schedule": name, "virtual_stages": 2, "stage_layers": [3] * 4})
         for pp_rank in range(2):

@@ -1,4 +1,4 @@
-"""How many devices: the fewest that keep the deadline, failures counted, and one where one is enough."""
+"""Sizing a cluster: the fewest devices that meet the deadline, including time lost to failures."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ DAY = 86_400.0
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90d", 90 * DAY), ("12h", 43_200), ("2w", 14 * DAY), ("1.5d", 1.5 * DAY)]
 )
-def test_durations(text, seconds):
+def test_durations_are_parsed(text, seconds):
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["90", "d", "-3d", "0d", "3m", "1e3d", ""])
-def test_what_is_no_duration_is_refused(text):
+def test_invalid_duration_is_refused(text):
     with pytest.raises(UserError) as caught:
         parse_duration(text)
     assert caught.value.problems[0].code == "plan-bad-deadline"
 
 
-def test_the_interval_between_checkpoints_is_the_best_one(make_decoder_job):
-    """Any other interval loses more: write / t + t / (2 M) + restart / M is smallest at sqrt(2 write M)."""
+def test_checkpoint_interval_minimizes_the_lost_time(make_decoder_job):
+    """The lost share write / t + t / (2 M) + restart / M is smallest at t = sqrt(2 write M)."""
     job = with_cluster(make_decoder_job("llama3-8b"), failure_hours=1000.0, storage_bytes_per_s=1e10)
     devices = 64
     between = 1000 * 3600 / devices
@@ -57,7 +57,7 @@ def test_more_devices_fail_more_often(make_decoder_job):
     assert all(0 < share <= 1 for share in lost)
 
 
-def test_the_answer_keeps_the_deadline_and_half_of_it_does_not(make_decoder_job):
+def test_smallest_size_that_meets_the_deadline_is_chosen(make_decoder_job):
     job = with_cluster(make_decoder_job("llama3-8b", **TABLES), cost_per_hour=2.0)
     sizing = size_cluster(job, Goal(1e11, 20 * DAY), {})
     answer = sizing.answer
@@ -73,29 +73,29 @@ def test_the_answer_keeps_the_deadline_and_half_of_it_does_not(make_decoder_job)
     assert sizing.summary()["devices"] == answer.devices
 
 
-def test_one_device_is_the_answer_where_it_is_enough(make_decoder_job):
+def test_one_device_is_chosen_if_it_is_enough(make_decoder_job):
     sizing = size_cluster(make_decoder_job("tiny", data={"seq_len": 32}), Goal(1e6, 30 * DAY), {})
     assert sizing.answer is not None
     assert sizing.answer.devices == 1
     assert explain_size(sizing, "H100").startswith("one H100 is enough: ")
 
 
-def test_a_deadline_that_no_number_of_devices_keeps_is_said_so(make_decoder_job):
+def test_impossible_deadline_has_no_size(make_decoder_job):
     job = make_decoder_job("tiny", data={"seq_len": 32}, train={"global_batch": 2})
     sizing = size_cluster(job, Goal(1e12, 3600), {})
     assert sizing.answer is None
     assert sizing.summary()["devices"] is None
     assert "no number of" in explain_size(sizing, "H100")
-    assert len(sizing.tried) < 14, "it stops when more devices no longer help"
+    assert len(sizing.tried) < 14, "the search stops when more devices do not help"
 
 
-def test_what_stands_in_for_missing_figures_is_named(make_decoder_job):
+def test_assumptions_for_missing_figures_are_named(make_decoder_job):
     bare = with_cluster(
         make_decoder_job("dense"), failure_hours=None, storage_bytes_per_s=None, cost_per_hour=None
     )
-    told = " ".join(list_assumptions(bare))
-    assert "failure_hours" in told
-    assert "price unknown" in told
+    assumptions = " ".join(list_assumptions(bare))
+    assert "failure_hours" in assumptions
+    assert "price unknown" in assumptions
     known = with_cluster(bare, failure_hours=1.0, storage_bytes_per_s=1.0, cost_per_hour=1.0)
     assert "price unknown" not in " ".join(list_assumptions(known))
     assert "failure_hours" not in " ".join(list_assumptions(known))

@@ -27,8 +27,8 @@ def test_lines_sum_to_the_peak_of_the_largest_class(make_workload, random_grid, 
 
 
 @pytest.mark.parametrize("profile", ["meshwright", "megatron-core", "torchtitan"])
-def test_a_layout_costs_the_same_alone_and_among_others(make_workload, random_grid, profile):
-    """Columns are independent: the search sees what the ledger of one layout says."""
+def test_estimate_of_a_layout_is_independent_of_others(make_workload, random_grid, profile):
+    """The columns of a grid are independent, so search and prediction of one layout agree."""
     workload = make_workload("experts", profile)
     together = estimate_memory(workload, random_grid)
     for place in range(0, len(random_grid), 7):
@@ -38,7 +38,7 @@ def test_a_layout_costs_the_same_alone_and_among_others(make_workload, random_gr
             assert alone.lines[name][0] == pytest.approx(together.lines[name][place], rel=1e-9, abs=1.0)
 
 
-def test_state_between_steps_is_what_the_definitions_say(make_workload, make_grid):
+def test_state_between_steps_by_definition(make_workload, make_grid):
     """Replicated P + G + O; zero=1 P + G + O/N; FSDP2's zero=2 and 3 (P + G + O)/N; N = dp_shard x cp."""
     workload = make_workload("llama", "meshwright")
     count = count_parameters(workload.model)
@@ -47,9 +47,7 @@ def test_state_between_steps_is_what_the_definitions_say(make_workload, make_gri
     np.testing.assert_allclose(between, [16, 8 + 8 / 8, 16 / 8, 16 / 8], rtol=1e-6)
 
 
-def test_megatron_holds_18_bytes_per_parameter_and_6_plus_12_over_n_with_its_optimizer_sharded(
-    make_workload, make_grid
-):
+def test_megatron_state_is_18_or_6_plus_12_over_n_bytes_per_parameter(make_workload, make_grid):
     workload = make_workload("llama", "megatron-core")
     count = count_parameters(workload.model)
     grid = make_grid(zero=[0, 1, 2, 3], dp_shard=[1, 4, 4, 4])
@@ -57,8 +55,8 @@ def test_megatron_holds_18_bytes_per_parameter_and_6_plus_12_over_n_with_its_opt
     np.testing.assert_allclose(between, [18, 9, 2 + 16 / 4, 18 / 4], rtol=1e-6)
 
 
-def test_experts_shard_over_what_ep_leaves(make_workload, make_grid):
-    """With ep = dp_shard every rank has its own experts: their optimizer state is not sharded further."""
+def test_expert_state_is_sharded_over_ep_shard(make_workload, make_grid):
+    """With ep = dp_shard every rank has its own experts, and their optimizer state is not sharded."""
     workload = make_workload("experts", "megatron-core")
     grid = make_grid(zero=[1, 1, 1], dp_shard=[8, 8, 16], ep=[1, 8, 8])
     optimizer = estimate_memory(workload, grid).lines["optimizer"] / 8
@@ -70,7 +68,7 @@ def test_experts_shard_over_what_ep_leaves(make_workload, make_grid):
 
 
 def test_activations_of_a_gpt_block_are_those_of_korthikanti(make_workload, make_grid):
-    """Its table 2: s b h (34 + 5 a s / h); tp: 10 + 24/t + 5 a s / h t; sequence parallelism: all over t."""
+    """Table 2: s b h (34 + 5 a s / h); with tp 10 + 24/t + 5 a s / h t; with sequence parallel all over t."""
     workload = make_workload("gpt", "megatron-lm", precision="fp16")
     grid = make_grid(
         tp=[1, 8, 8, 8, 8], sequence_parallel=[False, False, True, True, True], recompute=[0, 0, 0, 1, 2]
@@ -173,7 +171,7 @@ def test_only_dtensor_saves_gathered_inputs(make_workload, make_grid):
     )
 
 
-def test_low_precision_saves_less_in_transformer_engine_only(make_workload, make_grid):
+def test_fp8_saves_smaller_activations_in_transformer_engine_only(make_workload, make_grid):
     kept = {}
     for profile in ("megatron-core", "torchtitan"):
         for precision in ("bf16", "fp8", "fp4"):
@@ -183,7 +181,7 @@ def test_low_precision_saves_less_in_transformer_engine_only(make_workload, make
     assert kept["torchtitan", "fp8"] == kept["torchtitan", "bf16"]
 
 
-def test_uneven_experts_need_more_and_a_capacity_bounds_them(make_workload, make_grid):
+def test_expert_imbalance_needs_more_memory_up_to_the_capacity(make_workload, make_grid):
     workload = make_workload("experts", "meshwright")
     bounded = dataclasses.replace(workload, model=dataclasses.replace(workload.model, capacity_factor=1.0))
     free, fixed = (estimate_memory(w, make_grid()).lines["activations"][0] for w in (workload, bounded))
@@ -191,7 +189,7 @@ def test_uneven_experts_need_more_and_a_capacity_bounds_them(make_workload, make
     assert free - fixed == pytest.approx(15 * 2048 * 6 * (workload.profile.memory.imbalance - 1) * each)
 
 
-def test_ways_of_counting_leave_out_some_lines(make_workload, random_grid):
+def test_memory_counted_by_publications_leaves_out_some_lines(make_workload, random_grid):
     estimate = estimate_memory(make_workload(), random_grid)
     counted = {kind: estimate.counted_as(kind) for kind in EXCLUDED_LINES}
     assert (counted["formula"] < counted["allocated"]).all()
@@ -201,7 +199,7 @@ def test_ways_of_counting_leave_out_some_lines(make_workload, random_grid):
 
 
 def test_uneven_layers_count_embedding_and_head_as_layers(make_workload, make_grid):
-    """30 layers on 8 stages: 4 each, embedding and head included, so 3 on the first and last."""
+    """30 layers on 8 stages are 4 each including embedding and head, so 3 on the first and last stage."""
     workload = make_workload("llama")
     workload = dataclasses.replace(workload, model=dataclasses.replace(workload.model, num_layers=30))
     estimate = estimate_memory(workload, make_grid(pp=[8]))

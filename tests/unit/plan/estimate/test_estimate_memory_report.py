@@ -48,7 +48,7 @@ MODELS = {
 )
 @pytest.mark.parametrize("residual", ["fp32", "bf16"])
 def test_a_search_uses_the_ledger_of_compiled_steps(model, backend, residual):
-    """All checkpointing modes, DDP and micro-batches in one grid, with layouts that are not compiled."""
+    """One grid has all checkpointing modes, DDP, micro-batches and layouts that are not compiled."""
     job = build_job(
         {
             "name": "both",
@@ -89,7 +89,7 @@ def test_a_search_uses_the_ledger_of_compiled_steps(model, backend, residual):
 
 @pytest.mark.parametrize("seq_len", [64, 2048], ids=["gradients at peak", "loss at peak"])
 def test_bf16_gradients_are_estimated_as_in_the_ledger(seq_len):
-    """In one process with one micro-batch; layouts that accumulate keep float32."""
+    """They need one process and one micro-batch. Layouts that accumulate keep float32."""
     train = {
         "steps": 2,
         "global_batch": 8,
@@ -127,7 +127,7 @@ def test_bf16_gradients_are_estimated_as_in_the_ledger(seq_len):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_meshwright_profile_is_the_exact_ledger(model, precision, recompute):
-    """One process and DDP, one micro-batch and two, short and long sequences."""
+    """The cases are one process and DDP, one and two micro-batches, short and long sequences."""
     for ranks, micro_batch, seq_len, rounds in [
         (1, 1, 1024, 1), (1, 4, 4096, 1), (1, 2, 2048, 2), (2, 1, 8192, 1), (2, 4, 1024, 2)
     ]:  # fmt: skip
@@ -146,8 +146,8 @@ def test_the_meshwright_profile_is_the_exact_ledger(model, precision, recompute)
         assert estimate.between_bytes[0] == pytest.approx(sum(exact.state_bytes.values()), rel=WITHIN)
 
 
-def work_out(formula: str) -> float:
-    """A printed formula as a number: labels are in brackets, x multiplies."""
+def evaluate_formula(formula: str) -> float:
+    """A printed formula as a number. Labels are in brackets and x multiplies."""
     bare = re.sub(r"\[[^\]]*\]", "", formula).replace(" x ", " * ")
     assert re.fullmatch(r"[-\d.e+ */]*", bare), f"not arithmetic: {bare}"
     return float(eval(bare))
@@ -156,7 +156,7 @@ def work_out(formula: str) -> float:
 @pytest.mark.parametrize("profile", sorted(PROFILES))
 @pytest.mark.parametrize("model", ["llama", "experts", "latent"])
 def test_every_printed_formula_evaluates_to_its_line(make_workload, random_grid, profile, model):
-    """And the lines, with allocator and context, to the peak that the search estimates of each class."""
+    """The lines with allocator and context sum to the peak that the search estimates for each class."""
     workload = make_workload(model, profile)
     rules = workload.profile.memory
     for place in range(0, 400, 23):
@@ -167,7 +167,7 @@ def test_every_printed_formula_evaluates_to_its_line(make_workload, random_grid,
         assert len(peaks) == len(ledgers)
         for (ledger, checkpoint_bytes), peak in zip(ledgers, peaks, strict=True):
             for line in ledger.lines:
-                assert work_out(line.formula) == pytest.approx(line.bytes, rel=1e-9, abs=2.0), line
+                assert evaluate_formula(line.formula) == pytest.approx(line.bytes, rel=1e-9, abs=2.0), line
             assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes
             needed = ledger.peak_bytes * (1 + rules.reserve) + rules.context_bytes
             assert needed == pytest.approx(peak, rel=1e-6, abs=20)
@@ -185,8 +185,8 @@ def test_ddp_with_accumulation_holds_gradients_twice_in_its_first_step(make_work
     assert one.first_peak_bytes == one.peak_bytes
 
 
-def test_the_page_prints_what_it_says(capsys):
-    """The program in docs/memory-model.md, run as it stands: its first and last peak are in the text."""
+def test_program_in_the_memory_model_page_prints_the_peaks_of_the_text(capsys):
+    """The program in docs/memory-model.md runs unchanged. Its first and last peak are in the text."""
     page = (Path(__file__).parents[4] / "docs" / "memory-model.md").read_text(encoding="utf-8")
     program = re.search(r"python - <<'EOF'\n(.*?)\nEOF\n", page, re.DOTALL)
     assert program is not None

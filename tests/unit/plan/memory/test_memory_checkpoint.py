@@ -32,7 +32,10 @@ def settled(make_job, **layout):
     ids=str,
 )
 def test_one_tensor_is_gathered_and_checked_beside_the_state(make_job, layout, beside):
-    """Shards: all rows and a send buffer. tp: the shards and the full tensor. Then one byte per element."""
+    """Sharded: all rows and a send buffer.
+
+    With tp: the shards and the full tensor. Then one byte per element.
+    """
     job = settled(make_job, **layout)
     assert predict_checkpoint(job, 0, 1_000_000) == 1_000_000 + GPU_WORKSPACE_BYTES + beside
 
@@ -46,7 +49,7 @@ def test_offloaded_state_does_not_count_on_the_device(make_job):
 
 
 def test_each_pp_rank_gathers_its_own_tensors(make_job):
-    """The last stage of an untied model has the head; a middle one has no table to gather."""
+    """The last stage of an untied model has the head. A middle stage has no embedding to gather."""
     job = make_job(
         model={"num_layers": 4, "tied_embeddings": False, "vocab_size": 32000},
         layout={"pp": 4, "dp_shard": 2, "zero": 1, "micro_batch": 1},
@@ -57,7 +60,7 @@ def test_each_pp_rank_gathers_its_own_tensors(make_job):
 
 
 def test_a_checkpoint_can_be_the_peak_that_does_not_fit(make_job):
-    """A large embedding under tp and few tokens: gathering it takes more than a step."""
+    """With tp, a large embedding and few tokens, gathering the embedding takes more than a step."""
     job = make_job(
         model={"num_layers": 1, "vocab_size": 256_000},
         cluster={"device": "cpu"},

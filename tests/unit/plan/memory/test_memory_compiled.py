@@ -1,4 +1,4 @@
-"""The ledger of compiled steps on a GPU: formulas by hand, and against what the compiler saves."""
+"""The ledger of compiled steps on a GPU: formulas by hand, and saved tensors of the compiler."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_the_peak_is_state_copies_blocks_and_the_loss(job, backend, block):
     ("mask", "layout", "held"),
     [("document", {}, 1.0), ("causal", {"tp": 2}, 0.5), ("causal", {"cp": 2}, 1.0)],
 )
-def test_copies_are_counted_wherever_a_run_keeps_some(job, mask, layout, held):
-    """Also where the rest of the ledger is the eager one; a tp rank has its shard of them."""
+def test_bf16_weight_copies_are_counted_in_every_ledger(job, mask, layout, held):
+    """The eager ledger counts them too. A tp rank has its shard of them."""
     other = with_layout(dataclasses.replace(job, data=dataclasses.replace(job.data, mask=mask)), **layout)
     assert not is_compiled(other)
     lines = {line.name: line.bytes for line in predict_ledger(other, 8, 1).lines}
@@ -71,7 +71,7 @@ def test_copies_are_counted_wherever_a_run_keeps_some(job, mask, layout, held):
 
 
 def test_state_equals_that_of_an_eager_step(job):
-    """The audit requires it to be equal; weight copies are a separate line."""
+    """The audit requires equal state. Weight copies are a separate line."""
     eager = predict_ledger(with_train(job, block_backend="eager", residual_dtype="fp32"), 8, 1)
     assert predict_ledger(job, 8, 1).state_bytes == eager.state_bytes
 
@@ -85,15 +85,15 @@ def test_state_equals_that_of_an_eager_step(job):
     ],
 )
 def test_measured_peaks_on_an_h200_match(job, changed, measured):
-    """16 Nov 2026, torch 2.11; the rest is rounding of the allocator."""
+    """Measured on 16 Nov 2026 with torch 2.11. The difference is rounding of the allocator."""
     model = dataclasses.replace(job.model, **changed)
     batch = 4 if model.hidden_size == 3072 else 8
     job = dataclasses.replace(with_layout(job, micro_batch=batch), model=model)
     assert predict_ledger(job, batch, 1).peak_bytes == pytest.approx(measured, rel=6e-4)
 
 
-def test_the_largest_points_of_backward_by_hand(job):
-    """Triton blocks: with a small vocabulary the peak is in a block's feed-forward, not in the loss."""
+def test_backward_peaks_of_triton_blocks_by_hand(job):
+    """With a small vocabulary the peak is in the feed-forward of a block, not in the loss."""
     tokens, width, inner = 8 * 4096, 2048, 8192
     job = dataclasses.replace(job, model=dataclasses.replace(job.model, vocab_size=256))
     kept = tokens * (2 * (2 * width + 4) + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 4 * inner)
@@ -113,7 +113,7 @@ def test_the_largest_points_of_backward_by_hand(job):
 
 
 def test_fp8_casts_are_live_beside_the_gemms(job):
-    """And nothing is saved in fp8: without checkpointing the same as with selective."""
+    """No fp8 tensor is saved: no checkpointing and selective checkpointing give the same."""
     fp8, (tokens, width, inner) = with_train(job, precision="fp8"), (8 * 4096, 2048, 8192)
     blocks = {
         recompute: TritonBlock.of(with_layout(fp8, recompute=recompute), fp8.model, 8)
@@ -128,7 +128,7 @@ def test_fp8_casts_are_live_beside_the_gemms(job):
     assert made == tokens * (4 * width + 4 * inner + 2 * width) + matrices + tokens * (2 * inner + width)
 
 
-def test_the_plan_knows_which_gemms_run_in_fp8():
+def test_plan_counts_the_gemms_in_fp8():
     fp8 = pytest.importorskip("meshwright.models.kernels.fp8")
     assert fp8.ALIGNMENT == FP8_ALIGNED
 
@@ -147,7 +147,7 @@ def test_activation_checkpointing_lowers_the_peak(job):
 
 
 def test_bf16_weight_gradients_are_half_as_large(job):
-    """Of 16 blocks; embedding, head and norms stay in float32. The plan says both."""
+    """The 16 blocks have bf16 gradients. Embedding, head and norms keep float32. The plan explains both."""
     matrices = 16 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
     wide, narrow = (predict_ledger(with_train(job, grad_dtype=kind), 8, 1) for kind in ("fp32", "bf16"))
     assert wide.state_bytes["gradients"] - narrow.state_bytes["gradients"] == 2 * matrices
@@ -162,7 +162,7 @@ def test_bf16_weight_gradients_are_half_as_large(job):
 
 
 def test_bf16_gradients_of_packed_documents_are_counted_too(job):
-    """Their attention has another ledger; at the end of backward all gradients exist."""
+    """Packed documents have another ledger for attention. All gradients exist at the end of backward."""
     job = dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=64, mask="document"))
     wide, narrow = (predict_ledger(with_train(job, grad_dtype=kind), 8, 1) for kind in ("fp32", "bf16"))
     saved = wide.state_bytes["gradients"] - narrow.state_bytes["gradients"]
@@ -173,7 +173,7 @@ def test_bf16_gradients_of_packed_documents_are_counted_too(job):
 
 
 def test_accumulated_gradients_live_through_the_step(job):
-    """Two micro-batches of half the size: fewer activations, all gradients."""
+    """Two micro-batches of half the size have fewer activations and all gradients."""
     two = predict_ledger(with_layout(job, micro_batch=4), 4, 2)
     line = next(line for line in two.lines if line.name == "gradients at peak")
     assert line.bytes == count_parameters(job.model) * 4
@@ -198,7 +198,7 @@ def test_other_steps_have_their_own_ledgers(job, section, changes):
     "ignore:.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning"
 )  # torch's
 @pytest.mark.parametrize(("recompute", "residual"), [("selective", "bf16"), ("none", "fp32")])
-def test_the_compilers_partitioner_saves_that_to_the_byte(make_job, recompute, residual):
+def test_compiler_saves_exactly_the_predicted_bytes(make_job, recompute, residual):
     torch = pytest.importorskip("torch")
     from meshwright.models.bf16_weights import WeightCopies
     from meshwright.models.block_backend import compile_blocks
@@ -227,8 +227,8 @@ def test_the_compilers_partitioner_saves_that_to_the_byte(make_job, recompute, r
 @pytest.mark.parametrize(
     ("recompute", "precision"), [("selective", "bf16"), ("none", "bf16"), ("none", "fp8")]
 )
-def test_triton_blocks_save_that_to_the_byte(make_job, recompute, residual, precision):
-    """With torch operators instead of the kernels, which save the same."""
+def test_triton_blocks_save_exactly_the_predicted_bytes(make_job, recompute, residual, precision):
+    """Torch operators replace the kernels. They save the same tensors."""
     torch = pytest.importorskip("torch")
     from meshwright.models.bf16_weights import WeightCopies
     from meshwright.models.block_backend import convert_to_triton
@@ -290,7 +290,7 @@ def sum_saved_bytes(job, decoder, run):
 
 @pytest.fixture
 def kernels_that_only_allocate(monkeypatch):
-    """The Triton kernels, GEMMs and attention as a GPU calls them, computing nothing."""
+    """Replace the Triton kernels, GEMMs and attention by functions that only allocate their outputs."""
     torch = pytest.importorskip("torch")
     from meshwright.models import attention
     from meshwright.models.kernels import fp8, gemm

@@ -26,7 +26,7 @@ ROWS = CHOICES * (8 + 4 * 8) * 4
 
 @pytest.fixture
 def job_of(make_job):
-    """Micro-batches of 2 x 32 tokens, two of them."""
+    """A job with two micro-batches of 2 x 32 tokens."""
 
     def job(layout=None, model=None, **train):
         return make_job(
@@ -76,12 +76,15 @@ def test_shared_experts_read_the_router_input(kept):
 
 
 def test_tokens_dropped_by_a_capacity_are_not_read(kept):
-    """Half of the capacity: 2 x 4 experts x 8 rows; the output of a dropped token is zero, and is saved."""
+    """Half of the capacity is 2 x 4 experts x 8 rows. The output of a dropped token is zero and is saved."""
     assert kept(model={"capacity_factor": 0.5}) == ROUTER + ANSWERS + ROWS // 2
 
 
 def test_unreplicated_expert_gradients_are_allocated_in_backward(job_of):
-    """One micro-batch, ZeRO-1: dense gradients are in buckets from the start, expert gradients are not."""
+    """With ZeRO-1 and one micro-batch, dense gradients are in buckets from the start.
+
+    Expert gradients are not.
+    """
     alone = job_of({"dp_shard": 2, "ep": 2, "zero": 1}, global_batch=4)
     assert find_persistent_grads(alone) == PersistentGrads(dense=True, experts=False)
     assert find_persistent_grads(alone, micro_batches=2) == PersistentGrads(dense=True, experts=True)
@@ -100,8 +103,8 @@ def test_in_bf16_the_router_reads_float32_and_experts_read_weight_copies(kept):
     assert kept({"dp_shard": 2, "zero": 3}, precision="bf16") == ROUTER + answers + rows + 4 * 8 * 4
 
 
-def test_one_more_row_saves_what_the_plan_says(job_of, kept):
-    """Per row, and in the contract; nothing under full activation checkpointing."""
+def test_bytes_per_routed_row_match_the_plan(job_of, kept):
+    """The contract has the bytes per row. Full activation checkpointing saves none."""
     job = job_of({"dp_shard": 2, "ep": 2, "zero": 1})
     assert row_bytes(job, local_model(job)) == (8 + 4 * 8) * 4 + 16
     assert kept({"dp_shard": 2, "ep": 2, "zero": 1}, rows=CHOICES + 5) - kept(
@@ -119,7 +122,7 @@ def test_one_more_row_saves_what_the_plan_says(job_of, kept):
     ids=str,
 )
 def test_the_ledger_of_measured_rows_differs_by_their_activations(job_of, layout):
-    """Each layer has its own count; a pipeline rank has two of the three."""
+    """Each layer has its own row count. A pipeline rank has two of the three layers."""
     job = job_of(layout)
     model = local_model(job)
     layers = 2 if job.layout.pp == 2 else 3

@@ -1,4 +1,4 @@
-"""Whether a layout fits: the largest of three peaks with allocator and context, within 97% of the device."""
+"""Fit: the largest of three peaks with allocator and context, within 97% of the device memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GB = 10**9
 
 
 def test_cuda_needs_an_allocator_and_a_context_and_cpus_neither(make_job):
-    """5% of live tensors and 1 GB."""
+    """The allocator takes 5% of live tensors and the context 1 GB."""
     need = MemoryNeed.of(make_job(), 40 * GB, 50 * GB, 10 * GB)
     assert (need.allocator, need.context) == (2.5 * GB, GB)
     assert need.needed_bytes == 53.5 * GB

@@ -1,4 +1,4 @@
-"""The ledger and the traffic: state to the byte, peaks that grow, bytes that halve."""
+"""The ledger and the traffic: exact state, growing peaks, compressed bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_bf16_saves_smaller_activations_once_tokens_outweigh_weights(make_job):
 
 @pytest.mark.parametrize(("bucket_mb", "sent"), [(25.0, 0), (0.1, 1)])
 def test_a_compressed_copy_is_live_only_once_its_bucket_is_ready(make_job, bucket_mb, sent):
-    """A single bucket is ready and sent after backward; small ones while activations are live."""
+    """A single bucket is ready after backward. Small buckets are ready while activations are live."""
     wide = {"ffn_size": 512, "vocab_size": 64, "num_layers": 4, "tied_embeddings": False}
     layout = {"dp_replicate": 2, "recompute": "full", "bucket_mb": bucket_mb}
     plain, less = (
@@ -102,7 +102,7 @@ def test_a_compressed_copy_is_live_only_once_its_bucket_is_ready(make_job, bucke
 # Traffic
 
 
-def test_one_process_moves_nothing(make_job):
+def test_one_process_has_no_traffic(make_job):
     assert predict_traffic(make_job(layout={"dp_replicate": 1})) == []
 
 

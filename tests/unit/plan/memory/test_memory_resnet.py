@@ -47,14 +47,17 @@ def test_parameters_are_as_many_as_torchvision_has(name, count):
 
 @pytest.mark.parametrize(("name", "multiplications"), [("resnet18", 1.814e9), ("resnet50", 4.089e9)])
 def test_flops_agree_with_the_published_multiplications(name, multiplications):
-    """Three times two each, less the input gradient of the first layer (118 million multiplications)."""
+    """Each multiplication is 2 FLOPs, in forward and twice in backward.
+
+    The first layer has no input gradient (118 million multiplications).
+    """
     model = load_job(name, on="h100-sxm").model
     first = 112 * 112 * 64 * 3 * 49
     assert flops_per_token(model, 1) == pytest.approx(6 * multiplications - 2 * first, rel=1e-3)
 
 
 def test_flops_of_a_small_net_equal_the_hand_computed_value():
-    """Stem 2 x 4 x 1 x 9 x 64 (twice), block 2 convolutions 2 x 4 x 4 x 9 x 64, head 2 x 4 x 3 (thrice)."""
+    """Stem 2 x 4 x 1 x 9 x 64 (twice), block 2 convolutions 2 x 4 x 4 x 9 x 64, head 2 x 4 x 3 (3 times)."""
     model = ResNetModel(
         architecture="resnet", blocks=(1,), num_classes=3, image_size=8, channels=1, width=4, stem="small"
     )
@@ -68,8 +71,8 @@ def test_image_sizes_round_up():
     assert model.last_side == 2
 
 
-def test_a_plan_of_images_survives_its_file(tmp_path):
-    """Tuples of blocks, images for tokens, the same predictions."""
+def test_plan_of_a_resnet_round_trips(tmp_path):
+    """Tuples of blocks and predictions are unchanged."""
     plan, _ = build_plan(make())
     write_plan(plan, tmp_path / "plan.toml")
     assert read_plan(tmp_path / "plan.toml") == plan
@@ -88,7 +91,7 @@ def test_activation_checkpointing_saves_less_and_batch_norm_has_statistics():
 
 
 def test_batch_norm_is_one_more_reduction_per_step():
-    """All running statistics in one call; none with one process, none with GroupNorm."""
+    """One call reduces all running statistics. One process and GroupNorm have none."""
     two = {"dp_replicate": 2}
     group, batch = (predict_traffic(make({"norm": norm}, layout=two)) for norm in ("group", "batch"))
     [(less, more)] = [(one, other) for one, other in zip(group, batch, strict=True) if one != other]
@@ -99,7 +102,7 @@ def test_batch_norm_is_one_more_reduction_per_step():
 
 
 def test_batch_norm_splits_the_batch_evenly_and_says_so():
-    """Of 1 to 8 ranks only divisors of 24 are considered, and every micro-batch divides the local batch."""
+    """Of 1 to 8 ranks only divisors of 24 are considered. Every micro-batch divides the local batch."""
     job = make({"norm": "batch"})
     search = search_job(job)
     assert {c.layout.dp_replicate for c in search.best} == {1, 2, 3, 4, 6, 8}
@@ -137,14 +140,14 @@ def test_batch_norm_refuses_a_batch_that_needs_padding(tables, value):
     assert make({"norm": "group"}, layout={"dp_replicate": 5}).layout.dp_replicate == 5
 
 
-def test_one_pixel_needs_two_samples_and_the_planner_knows():
-    """A local batch of two would become two micro-batches of one, and one value has no variance."""
+def test_planner_avoids_batch_norm_over_one_value():
+    """A local batch of two would become two micro-batches of one sample. One value has no variance."""
     job = make({"norm": "batch", "image_size": 4}, train={"global_batch": 2}, layout={"dp_replicate": 1})
     assert search_job(job).best[0].layout.micro_batch == 2
 
 
-def test_a_settled_micro_batch_is_checked_against_the_rules_again():
-    """One pixel and a prime local batch leave one micro-batch: no gradient noise scale; six have one."""
+def test_chosen_micro_batch_is_checked_by_the_legality_table():
+    """One pixel and a prime local batch leave one micro-batch, so there is no gradient noise scale."""
     model, train = {"norm": "batch", "image_size": 4}, {"global_batch": 5, "noise_scale_every": 1}
     with pytest.raises(UserError) as caught:
         search_job(make(model, train=train, layout={"dp_replicate": 1}))
@@ -174,19 +177,22 @@ def test_unsupported_options_of_a_resnet_are_refused(arguments, expected):
 
 
 def test_an_invalid_global_batch_is_not_factored():
-    """The placeholder for an invalid global batch is huge: its divisors must not be enumerated."""
+    """The placeholder for an invalid global batch is huge. Its divisors must not be enumerated."""
     wrong = {"model": {"norm": "batch"}, "train": {"global_batch": "x"}, "layout": {"dp_replicate": 3}}
     assert codes(**wrong) == ["job-wrong-type"]
 
 
-def test_a_decoder_reads_no_images(make_job):
+def test_decoder_with_image_data_is_refused(make_job):
     with pytest.raises(UserError) as caught:
         make_job(data={"path": "builtin:synthetic-images"})
     assert caught.value.problems[0].code == "data-not-for-text"
 
 
 def test_a_bucket_is_compressed_while_its_last_gradient_is_live():
-    """A net that is mostly stem: state, one image, the stem's gradient and the whole bucket in 16 bits."""
+    """Most parameters are in the stem.
+
+    The peak has the state, one image, the stem's gradient and the whole bucket in 16 bits.
+    """
     shape = {
         "blocks": [1],
         "num_classes": 2,

@@ -1,4 +1,4 @@
-"""The alloc/free walker: live bytes at every snapshot, and every step frees what it allocates."""
+"""The alloc/free walker: live bytes at every snapshot; every step frees what it allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is near a layout: changes that run, each with its price; changes that fit; the nearest legal one."""
+"""Neighbours of a layout, changes that make it fit, and the nearest legal layout, with predictions."""
 
 from __future__ import annotations
 
@@ -50,35 +50,37 @@ LAYOUTS = [
 
 
 def settled(**layout):
+    """A small CPU job with a complete layout."""
     job = build_job({**TABLES, "layout": layout})
     return dataclasses.replace(job, layout=predict(job, job.layout).layout)
 
 
 def needed_by(job):
+    """The bytes that the job needs per rank."""
     return predict(job, job.layout).needed_bytes
 
 
-def pasted(job, overrides, tmp_path):
-    """The job that a user gets who pastes the overrides behind the file that ran out."""
+def with_pasted_overrides(job, overrides, tmp_path):
+    """The job of a user who adds the overrides to the file that ran out of memory."""
     path = tmp_path / "job.toml"
     path.write_text(tomli_w.dumps(job_tree(job)))
     assert "layout" in read_tree(str(path))
     return load_job(str(path), overrides.split())
 
 
-# The table of changes
+# Neighbours
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_neighbours_of_a_layout_that_runs_all_run(make_job, model, layout):
-    """Each differs, keeps the number of ranks, and no rule of this version refuses it once it is settled."""
+def test_neighbours_of_a_runnable_layout_are_runnable(make_job, model, layout):
+    """Each neighbour is different, has as many ranks, and breaks no legality rule."""
     job = make_job(**{**LARGE, "model": {"preset": model}})
     start = predict(job, layout)
     assert start.exact
     near = list_neighbours(job, start.layout)
     assert len(near) >= 8
-    assert len({changed for _, changed in near}) == len(near), "none is there twice"
+    assert len({changed for _, changed in near}) == len(near), "no neighbour twice"
     for words, changed in near:
         assert changed != dataclasses.replace(start.layout, stage_layers=None), words
         assert changed.world_size == layout.world_size, words
@@ -86,8 +88,8 @@ def test_neighbours_of_a_layout_that_runs_all_run(make_job, model, layout):
         assert predict(job, changed).exact, words
 
 
-def test_a_layout_that_can_only_be_planned_has_neighbours_that_can(make_job):
-    """Another framework's runtime runs none here; its neighbours need only be legal."""
+def test_neighbours_of_a_plan_only_layout_are_legal(make_job):
+    """Layouts of another framework's runtime cannot run here, so their neighbours need only be legal."""
     job = make_job(**LARGE)
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, runtime="megatron-core"))
     assert not is_exact(with_layout(job, PIPELINE))
@@ -96,7 +98,7 @@ def test_a_layout_that_can_only_be_planned_has_neighbours_that_can(make_job):
     assert all(find_problems(with_layout(job, changed), to_run=False) == [] for _, changed in near)
 
 
-def test_a_change_says_what_it_changes(make_job):
+def test_neighbour_names_the_changed_key(make_job):
     changes = dict(list_neighbours(make_job(**LARGE), PIPELINE))
     assert changes["tp=4 (instead of 2)"].dp_shard == 1
     assert changes["pp=2 (instead of 4)"].dp_shard == 4
@@ -106,15 +108,15 @@ def test_a_change_says_what_it_changes(make_job):
     assert "offload=optimizer (instead of none)" in changes
 
 
-def test_on_cpus_nothing_is_offloaded():
+def test_neighbours_on_cpus_have_no_offloading():
     job = settled(dp_replicate=4, micro_batch=1)
     assert not any("offload" in words for words, _ in list_neighbours(job, job.layout))
 
 
-# Neighbours of a recommended layout
+# Comparison of neighbours with the recommended layout
 
 
-def test_every_neighbour_loses_for_a_reason_with_a_number(make_job):
+def test_every_neighbour_is_rejected_with_a_number(make_job):
     job = make_job(**LARGE)
     found = find_layouts(job, {}, 8)
     unfit, *others = explain_neighbours(found)
@@ -124,8 +126,8 @@ def test_every_neighbour_loses_for_a_reason_with_a_number(make_job):
         assert re.search(r": .*\d.*(slower|memory|faster)", sentence), sentence
 
 
-def test_a_faster_neighbour_that_breaks_a_fixed_key_says_so(make_job):
-    """With zero=3 fixed, zero=1 is faster and not "more complex": the job rules it out."""
+def test_faster_neighbour_that_breaks_a_fixed_key_names_the_key(make_job):
+    """With zero=3 fixed, zero=1 is faster but not allowed by the job."""
     found = find_layouts(make_job(**LARGE), {"zero": 3}, 8)
     for sentence in explain_neighbours(found):
         broken = re.match(r"zero=[12] ", sentence)
@@ -136,8 +138,8 @@ def test_a_faster_neighbour_that_breaks_a_fixed_key_says_so(make_job):
         assert compare(found.best[0], fast, pins=found.pins).endswith("but the job fixes layout.zero=3")
 
 
-def test_a_changed_degree_may_take_the_micro_batch_that_suits_it(make_job):
-    """Then the sentence names it."""
+def test_neighbour_with_another_degree_may_change_the_micro_batch(make_job):
+    """The sentence then names the micro-batch."""
     best = predict(job := make_job(**LARGE), Layout("given", dp_shard=8, tp=2, zero=3, micro_batch=4))
     sentences = explain_neighbours(SearchResult(job, best=[best]))
     for sentence in sentences:
@@ -150,7 +152,7 @@ def test_a_changed_degree_may_take_the_micro_batch_that_suits_it(make_job):
     assert all(s.startswith(("tp", "pp", "cp", "dp_", "ep")) for s in named), job.name
 
 
-def test_memory_that_is_missing_is_said_in_bytes(make_job):
+def test_layout_that_does_not_fit_names_the_missing_bytes(make_job):
     job = make_job(**LARGE)
     fits, large = (predict(job, layout) for layout in (PIPELINE, LAYOUTS[0]))
     assert not large.fits
@@ -158,17 +160,17 @@ def test_memory_that_is_missing_is_said_in_bytes(make_job):
     assert compare(fits, large).endswith(f"{over / 1e9:.3g} GB more than usable")
 
 
-def test_the_part_that_grew_is_named(make_job):
+def test_slower_layout_names_the_part_that_grew(make_job):
     job = make_job(**LARGE)
-    many, waits = (predict(job, dataclasses.replace(PIPELINE, micro_batch=n)) for n in (1, 8))
-    assert re.search(r"% slower: bubble \+", compare(many, waits))
-    differences = part_differences(many, waits)
-    assert sum(differences.values()) == pytest.approx(waits.step_s - many.step_s)
+    few_bubbles, many_bubbles = (predict(job, dataclasses.replace(PIPELINE, micro_batch=n)) for n in (1, 8))
+    assert re.search(r"% slower: bubble \+", compare(few_bubbles, many_bubbles))
+    differences = part_differences(few_bubbles, many_bubbles)
+    assert sum(differences.values()) == pytest.approx(many_bubbles.step_s - few_bubbles.step_s)
     assert max(differences, key=lambda name: differences[name]) == "bubble"
 
 
-def test_what_is_compared_is_what_was_ranked_by(make_job):
-    """By memory bytes count, by cost device time; a faster layout says that it is faster."""
+def test_comparison_uses_the_objective_of_the_search(make_job):
+    """Objective memory compares bytes, cost compares device time, time compares step times."""
     job = make_job(**LARGE)
     lean, fast = (predict(job, dataclasses.replace(PIPELINE, recompute=r)) for r in ("full", "none"))
     more = fast.needed_bytes - lean.needed_bytes
@@ -200,28 +202,28 @@ def test_what_is_compared_is_what_was_ranked_by(make_job):
     ids=str,
 )
 @pytest.mark.parametrize("share", [0.9, 0.6])
-def test_each_change_fits_when_it_is_pasted_and_costs_what_is_said(layout, share, tmp_path):
+def test_suggested_changes_fit_and_match_their_prediction(layout, share, tmp_path):
     job = settled(**layout)
     room = int(needed_by(job) * share)
     found = find_alternatives(job, room)
     assert [r.step_s for r in found[:2]] == sorted(r.step_s for r in found[:2])
     assert len({r.overrides for r in found}) == len(found) <= 3
     for remedy in found:
-        again = pasted(job, remedy.overrides, tmp_path)
+        again = with_pasted_overrides(job, remedy.overrides, tmp_path)
         prediction = predict(again, again.layout)
         assert prediction.needed_bytes == remedy.needed_bytes <= room
         assert prediction.step_s == pytest.approx(remedy.step_s)
 
 
-def test_recomputation_and_a_smaller_micro_batch_are_both_offered():
+def test_suggestions_include_recompute_and_a_smaller_micro_batch():
     found = find_alternatives(job := settled(dp_replicate=4, micro_batch=16), int(needed_by(job) * 0.7), 20)
     named = [remedy.overrides for remedy in found]
     assert any("micro_batch=8" in text and "recompute" not in text for text in named), named
     assert any("recompute=" in text for text in named), named
 
 
-def test_state_that_is_too_large_is_sharded_or_split():
-    """A micro-batch of one cannot be smaller; the state of four replicas can be cut."""
+def test_suggestions_shard_state_that_is_too_large():
+    """A micro-batch of one cannot be smaller. The state of four replicas can be sharded."""
     job = settled(dp_replicate=4, micro_batch=1, recompute="full")
     found = find_alternatives(job, int(needed_by(job) * 0.8))
     assert found
@@ -230,8 +232,8 @@ def test_state_that_is_too_large_is_sharded_or_split():
         assert "layout.dp_replicate=4" not in remedy.overrides
 
 
-def test_a_shorter_sequence_is_offered_where_the_layout_has_fewer_than_three_changes():
-    """One device and the smallest micro-batch: only recomputation is left."""
+def test_suggestions_include_a_shorter_sequence_if_few_changes_fit():
+    """One device with micro_batch=1 and full recompute has no other change of the layout."""
     job = settled(dp_replicate=1, micro_batch=1, recompute="full")
     job = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, devices_per_node=1))
     found = find_alternatives(job, needed_by(job) - 1)
@@ -239,20 +241,20 @@ def test_a_shorter_sequence_is_offered_where_the_layout_has_fewer_than_three_cha
     assert "data.seq_len=128" in found[-1].overrides
 
 
-def test_nothing_is_offered_where_nothing_fits():
+def test_no_suggestion_if_nothing_fits():
     assert find_alternatives(settled(dp_replicate=1, micro_batch=1), 1000) == []
 
 
-def test_a_price_is_in_words():
+def test_suggestion_price_has_step_time_and_memory():
     job = settled(dp_replicate=4, micro_batch=16)
     remedy = find_alternatives(job, int(needed_by(job) * 0.7))[0]
     assert re.fullmatch(r"[\d.]+ m?s/step, [\d.]+ MB per rank", remedy.price)
 
 
-def test_the_room_is_what_was_there_or_what_was_reached():
+def test_memory_budget_after_oom_uses_the_smallest_evidence():
     assert memory_budget_after_oom(1000, 500, 10, None) == 500
     assert memory_budget_after_oom(1000, 500, 10, 390) == 400
-    assert memory_budget_after_oom(1000, 5000, None, None) == 900, "more was taken than predicted"
+    assert memory_budget_after_oom(1000, 5000, None, None) == 900, "the run took more than predicted"
     assert memory_budget_after_oom(1000, 5000, 300, None) == 700
 
 
@@ -269,8 +271,8 @@ def test_the_room_is_what_was_there_or_what_was_reached():
     ],
     ids=["tp=3", "tp=6", "zero=0", "virtual_stages"],
 )
-def test_the_nearest_layout_runs_is_close_and_priced(make_job, asked, nearest):
-    """With the price that predicting it has."""
+def test_nearest_layout_is_legal_and_has_its_prediction(make_job, asked, nearest):
+    """Its step time and memory equal those of predicting it directly."""
     job = with_layout(make_job(**LARGE), asked)
     problems = find_problems(job)
     assert problems
@@ -284,15 +286,18 @@ def test_the_nearest_layout_runs_is_close_and_priced(make_job, asked, nearest):
     assert found.as_dict()["fits"] is again.fits
 
 
-def test_stages_that_were_not_asked_for_do_not_count_against_interleaving(make_job):
-    """`schedule = interleaved` without stages is illegal; the nearest legal layout interleaves."""
+def test_interleaved_without_virtual_stages_stays_interleaved(make_job):
+    """`schedule = "interleaved"` without virtual_stages is illegal.
+
+    The nearest legal layout is interleaved.
+    """
     asked = Layout("given", pp=4, tp=2, schedule="interleaved", micro_batch=1)
     job = with_layout(make_job(**LARGE), asked)
     (found,) = find_nearest_legal(job, find_problems(job))
     assert (found.prediction.layout.schedule, found.prediction.layout.virtual_stages) == ("interleaved", 2)
 
 
-def test_a_nearest_layout_that_does_not_fit_says_by_how_much(make_job):
+def test_nearest_layout_that_does_not_fit_names_the_shortage(make_job):
     asked = Layout("given", dp_replicate=17, micro_batch=1)
     job = with_layout(make_job(**LARGE), asked)
     (found,) = find_nearest_legal(job, find_problems(job))
@@ -300,6 +305,6 @@ def test_a_nearest_layout_that_does_not_fit_says_by_how_much(make_job):
     assert f"; {found.prediction.shortage})" in found.line
 
 
-def test_a_legal_layout_has_no_nearest(make_job):
+def test_legal_layout_has_no_nearest_suggestion(make_job):
     job = with_layout(make_job(**LARGE), PIPELINE)
     assert find_nearest_legal(job, []) == []

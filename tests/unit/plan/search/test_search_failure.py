@@ -1,4 +1,4 @@
-"""Where nothing fits: the error names the need, what is nearest to fitting, and changes that do fit."""
+"""Errors of a search in which nothing fits: the need, the closest layout and changes that fit."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ GB = 10**9
 
 
 def refuse(job, *named):
+    """The problem that the search reports."""
     with pytest.raises(UserError) as caught:
         search_job(job, named)
     (problem,) = caught.value.problems
@@ -27,6 +28,7 @@ def refuse(job, *named):
 
 
 def with_overrides(job, words):
+    """The job with these overrides."""
     tree = job_tree(job)
     if job.layout.mode == "auto":
         del tree["layout"]
@@ -35,8 +37,8 @@ def with_overrides(job, words):
     return build_job(tree, to_run=False)
 
 
-def test_nothing_fits_names_the_need_the_room_and_the_largest_line(make_decoder_job):
-    """Of the layout that needs least of all."""
+def test_nothing_fits_names_need_usable_memory_and_largest_part(make_decoder_job):
+    """The figures are those of the layout with the smallest need."""
     job = make_decoder_job("llama3-70b", cluster={"devices_per_node": 1, "host_memory_bytes": GB})
     with pytest.raises(UserError) as caught:
         build_plan(job)
@@ -49,8 +51,8 @@ def test_nothing_fits_names_the_need_the_room_and_the_largest_line(make_decoder_
     assert "LoRA" in problem.fix
 
 
-def test_a_given_layout_that_does_not_fit_is_told_changes_that_do(make_decoder_job):
-    """Every change that is named fits when it is pasted, and needs what is said."""
+def test_given_layout_that_does_not_fit_gets_changes_that_fit(make_decoder_job):
+    """Each suggested change fits and needs the memory that the message names."""
     layout = {"tp": 8, "micro_batch": 16}
     job = make_decoder_job("llama3-8b", data={"seq_len": 8192}, train={"global_batch": 64}, layout=layout)
     assert not predict(job, job.layout).fits
@@ -64,8 +66,8 @@ def test_a_given_layout_that_does_not_fit_is_told_changes_that_do(make_decoder_j
         assert f"{found.needed_bytes / GB:.3g} GB" == needed
 
 
-def test_keys_that_are_let_go_and_more_nodes_are_tried(make_decoder_job):
-    """A pinned micro-batch is the reason; without it, or with more nodes, something fits."""
+def test_suggestions_drop_pinned_keys_or_add_nodes(make_decoder_job):
+    """The pinned micro_batch prevents a fit. Without it, or with more nodes, a layout fits."""
     job = make_decoder_job("llama3-8b", cluster={"memory_bytes": 12 * GB})
     pins = {"micro_batch": 8, "offload": "none"}
     assert find_layouts(job, pins, 1).best == []
@@ -75,8 +77,8 @@ def test_keys_that_are_let_go_and_more_nodes_are_tried(make_decoder_job):
     assert all(re.search(r": [\d.]+ GB per rank\)$", remedy) for remedy in remedies)
 
 
-def test_a_remedy_of_a_search_is_one(make_decoder_job):
-    """More nodes, or a shorter sequence: the job with it has a layout that fits."""
+def test_suggested_nodes_and_sequence_lengths_fit(make_decoder_job):
+    """The search of the changed job finds a layout that fits."""
     job = make_decoder_job(
         "llama3-70b", cluster={"devices_per_node": 8, "host_memory_bytes": GB}, data={"seq_len": 4096}
     )
@@ -89,7 +91,7 @@ def test_a_remedy_of_a_search_is_one(make_decoder_job):
             assert find_layouts(changed, {"offload": "none"}, 1).best, remedy
 
 
-def test_keys_that_leave_no_legal_layout_are_named(make_decoder_job):
+def test_pinned_keys_without_a_legal_layout_are_named(make_decoder_job):
     job = make_decoder_job("dense")
     pins = {"tp": 3, "dp_shard": 2}
     error = search_error(job, pins, find_layouts(job, pins, 1))
@@ -99,8 +101,8 @@ def test_keys_that_leave_no_legal_layout_are_named(make_decoder_job):
     assert "Leave one of them out" in problem.fix
 
 
-def test_a_search_that_ended_at_its_time_limit_says_so(make_decoder_job):
-    """What fits may not have been seen."""
+def test_nothing_fits_mentions_the_time_limit(make_decoder_job):
+    """A layout that fits may be among those not searched."""
     job = make_decoder_job("llama3-8b", cluster={"memory_bytes": GB})
     closest = predict(job, Layout("given", dp_shard=8, zero=3, micro_batch=1))
     early, whole = (str(nothing_fits_error(closest, [], stopped)) for stopped in (True, False))
@@ -108,7 +110,7 @@ def test_a_search_that_ended_at_its_time_limit_says_so(make_decoder_job):
     assert "time limit" not in whole
 
 
-def test_host_memory_that_is_missing_is_said_to_be(make_decoder_job):
+def test_missing_host_memory_is_named(make_decoder_job):
     job = make_decoder_job("llama3-8b", cluster={"memory_bytes": 200 * GB, "host_memory_bytes": 10 * GB})
     layout = Layout("given", dp_replicate=2, micro_batch=1, offload="optimizer")
     found = predict(dataclasses.replace(job, layout=layout), layout)
@@ -118,6 +120,6 @@ def test_host_memory_that_is_missing_is_said_to_be(make_decoder_job):
     assert "more than usable" not in str(problem)
 
 
-def test_this_machine_is_told_that_a_cluster_can_be_named(make_decoder_job):
+def test_local_cluster_suggests_the_on_option(make_decoder_job):
     job = make_decoder_job("llama3-70b", cluster={"preset": "local", "device": "cpu", "memory_bytes": 8 * GB})
     assert "--on 8x8xh100-sxm" in refuse(job).fix

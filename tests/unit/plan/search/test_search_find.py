@@ -1,4 +1,4 @@
-"""The search: the first stage keeps what pricing everything keeps, the second checks exactly; both count."""
+"""The search: the shortlist equals exhaustive pricing, and the best layouts are predicted exactly."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ LARGE = {
         "data": {"seq_len": 2048},
     },
 }
-"""Spaces where much does not fit."""
+"""Jobs for which many layouts do not fit."""
 
 
 def price_everything(job, by):
-    """Scores of layouts that run and that bounds of memory leave, best first; and how many there are."""
+    """Sorted scores of all legal layouts within the memory bounds, and the size of the space."""
     workload, bound = Workload.of(job), PeakBound(job)
     scores, count = [], 0
     offloads = ("none", "optimizer", "all") if by == "memory" else ("none",)
@@ -64,22 +64,22 @@ def price_everything(job, by):
 @pytest.mark.parametrize(
     "kind", ["dense", "experts", *(pytest.param(k, marks=pytest.mark.slow) for k in LARGE)]
 )
-def test_the_shortlist_is_that_of_pricing_everything(make_decoder_job, kind, by):
-    """No bound of time or memory takes a layout away that belongs on it, and every layout is counted once."""
+def test_shortlist_equals_exhaustive_pricing(make_decoder_job, kind, by):
+    """No bound of time or memory prunes a layout of the shortlist. Every layout is counted once."""
     job = make_decoder_job(kind, **LARGE.get(kind, {"cluster": {"devices_per_node": 4}}))
     found = find_layouts(job, {"offload": "none"} if by != "memory" else {}, top=4, objective=by)
     expected, count = price_everything(job, by)
     kept = rank_values(by, found.shortlist)
     assert len(kept) == min(SHORTLIST, len(expected))
     assert kept == pytest.approx(expected[: len(kept)], rel=1e-8)
-    assert found.evaluated + found.pruned == count, "each layout is priced or ruled out"
+    assert found.evaluated + found.pruned == count, "each layout is priced or pruned"
     assert found.may_fit <= found.evaluated
     assert len(found.best) <= 4 <= found.checked
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_the_recommended_layout_is_the_best_of_all_predicted_one_by_one(make_decoder_job, kind):
-    """But for the margin of simplicity, and what the closed form of a bubble is off."""
+def test_recommended_layout_is_the_best_of_all_predictions(make_decoder_job, kind):
+    """It may be slower by the simplicity margin and the error of the closed-form bubble."""
     job = make_decoder_job(kind, cluster={"devices_per_node": 4})
     steps = []
     for world in world_sizes(job):
@@ -94,7 +94,7 @@ def test_the_recommended_layout_is_the_best_of_all_predicted_one_by_one(make_dec
 
 
 @pytest.mark.parametrize("by", ["time", "cost", "memory"])
-def test_what_is_shown_is_predicted_exactly_fits_and_is_in_order(make_decoder_job, by):
+def test_best_layouts_are_exact_fit_and_sorted(make_decoder_job, by):
     found = find_layouts(make_decoder_job("llama3-8b", **LARGE["llama3-8b"]), {}, 20, by)
     assert len(found.best) == 20
     assert all(p.exact and p.fits for p in found.best)
@@ -105,7 +105,7 @@ def test_what_is_shown_is_predicted_exactly_fits_and_is_in_order(make_decoder_jo
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "llama3-70b", "deepseek-v3", "gpt3-175b", "gpt-oss-120b"])
-def test_no_step_is_faster_than_its_bounds(make_decoder_job, kind):
+def test_time_bounds_never_exceed_the_step_time(make_decoder_job, kind):
     job = make_decoder_job(kind, cluster={"nodes": 8}, data={"seq_len": 2048}, train={"global_batch": 64})
     workload = Workload.of(job)
     for number, chunk in enumerate(LayoutSpace(job, 64).chunks(1 << 14)):
@@ -119,8 +119,8 @@ def test_no_step_is_faster_than_its_bounds(make_decoder_job, kind):
 
 
 @pytest.mark.parametrize("runtime", ["megatron-lm", "deepspeed-zero"])
-def test_the_counts_hold_for_every_reach(make_decoder_job, runtime):
-    """Runtimes of other frameworks have no exact ledger: their memory is the estimate."""
+def test_counts_and_fits_hold_for_other_runtimes(make_decoder_job, runtime):
+    """Other runtimes have no exact ledger. Their memory is the estimate."""
     tables = {**LARGE["llama3-8b"], "train": {"global_batch": 64, "runtime": runtime}}
     job = make_decoder_job("llama3-8b", **tables)
     found = find_layouts(job, {"offload": "none"}, 20)
@@ -131,7 +131,7 @@ def test_the_counts_hold_for_every_reach(make_decoder_job, runtime):
 
 
 @pytest.mark.parametrize("pins", [{"schedule": "zbv"}, {"virtual_stages": 2}, {"schedule": "1f1b"}], ids=str)
-def test_a_given_schedule_is_the_only_one_that_is_counted_and_kept(make_decoder_job, pins):
+def test_pinned_schedule_is_the_only_one_searched(make_decoder_job, pins):
     job = make_decoder_job("llama3-8b", **LARGE["llama3-8b"])
     found = find_layouts(job, {**pins, "offload": "none"}, 20)
     assert found.evaluated + found.pruned == sum(
@@ -141,7 +141,7 @@ def test_a_given_schedule_is_the_only_one_that_is_counted_and_kept(make_decoder_
     assert all(getattr(p.layout, key) == value for p in found.best for key, value in pins.items())
 
 
-def test_offloading_is_tried_only_where_nothing_else_fits(make_decoder_job):
+def test_offloading_is_searched_only_if_nothing_else_fits(make_decoder_job):
     one = {"devices_per_node": 1, "memory_bytes": 90 * 10**9}
     job = make_decoder_job("llama3-8b", cluster=one, train={"global_batch": 4})
     room = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, memory_bytes=10**12))
@@ -152,8 +152,8 @@ def test_offloading_is_tried_only_where_nothing_else_fits(make_decoder_job):
     assert find_layouts(job, {"offload": "none"}, 5).best == []
 
 
-def test_nothing_fits_leaves_the_layout_that_is_closest(make_decoder_job):
-    """It is predicted, does not fit, and needs less than layouts that anyone would try first."""
+def test_search_without_a_fit_returns_the_closest_layout(make_decoder_job):
+    """It does not fit, and needs less than plain FSDP, tensor parallel and pipeline layouts."""
     job = make_decoder_job("llama3-8b", cluster={"memory_bytes": 2 * 10**9, "devices_per_node": 2})
     found = find_layouts(job, {}, 5)
     assert found.best == []
@@ -164,14 +164,16 @@ def test_nothing_fits_leaves_the_layout_that_is_closest(make_decoder_job):
 
 
 def test_progress_ends_at_the_total(make_decoder_job):
-    told = []
-    find_layouts(make_decoder_job("dense"), {}, 3, progress=lambda done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1]
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    reported = []
+    find_layouts(
+        make_decoder_job("dense"), {}, 3, progress=lambda done, total: reported.append((done, total))
+    )
+    assert reported[-1][0] == reported[-1][1]
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
 
 
-def test_a_search_without_time_stops_early_and_says_so(make_decoder_job):
-    """It counts what it did not see; a search with time sees all."""
+def test_search_stops_at_its_time_budget(make_decoder_job):
+    """It counts the layouts that it did not see. A search within its budget sees all."""
     job = make_decoder_job(
         "llama3-70b", cluster={"nodes": 16}, train={"global_batch": 1024}, data={"seq_len": 4096}
     )
@@ -185,11 +187,11 @@ def test_a_search_without_time_stops_early_and_says_so(make_decoder_job):
     assert small.unseen == 0
 
 
-# Simplicity
+# Preference for simple layouts
 
 
 def timed(job, layout, step_s):
-    """A prediction whose step takes as long as is said."""
+    """A prediction with this step time."""
     return dataclasses.replace(predict(job, layout), time=StepTime({"compute": step_s}))
 
 
@@ -201,8 +203,8 @@ OTHER = Layout("given", dp_shard=4, tp=2, zero=1, sequence_parallel=True, micro_
     ("slower", "first"), [(1.0, SIMPLE), (1.009, SIMPLE), (1.011, OTHER)], ids=["equal", "0.9%", "1.1%"]
 )
 @pytest.mark.parametrize("by", ["time", "cost"])
-def test_the_simplest_within_1_percent_of_the_best_is_recommended(make_decoder_job, by, slower, first):
-    """On GPUs; the rest stays in order of its score."""
+def test_simplest_layout_within_1_percent_is_recommended(make_decoder_job, by, slower, first):
+    """The margin is that of GPUs. The other layouts stay sorted by score."""
     job = make_decoder_job("dense")
     worst = timed(job, Layout("given", dp_shard=8, zero=1, micro_batch=1), 3.0)
     found = [worst, timed(job, OTHER, 1.0), timed(job, SIMPLE, slower)]
@@ -212,21 +214,21 @@ def test_the_simplest_within_1_percent_of_the_best_is_recommended(make_decoder_j
     assert ordered[-1] is worst
 
 
-def test_on_cpus_where_times_are_a_guess_the_margin_is_wider(make_decoder_job):
+def test_simplicity_margin_on_cpus_is_10_percent(make_decoder_job):
     job = make_decoder_job("dense", cluster={"preset": "local", "device": "cpu", "devices_per_node": 8})
     near, far = (order_best("time", [timed(job, OTHER, 1.0), timed(job, SIMPLE, t)]) for t in (1.09, 1.11))
     assert near[0].layout.dp_replicate == 8
     assert far[0].layout.tp == 2
 
 
-def test_by_memory_simplicity_does_not_count(make_decoder_job):
+def test_objective_memory_ignores_simplicity(make_decoder_job):
     job = make_decoder_job("dense")
     found = [predict(job, layout) for layout in (SIMPLE, OTHER)]
     assert order_best("memory", found)[0].needed_bytes == min(p.needed_bytes for p in found)
     assert order_best("memory", []) == []
 
 
-def test_ties_go_to_the_simpler_layout(make_decoder_job):
+def test_equal_step_times_are_sorted_by_simplicity(make_decoder_job):
     """Layouts of the shortlist whose steps are equal come in order of simplicity."""
     found = find_layouts(make_decoder_job("dense"), {}, 4).shortlist
     digits = np.array([float(f"{value:.8e}") for value in found.step_s])
@@ -237,7 +239,7 @@ def test_ties_go_to_the_simpler_layout(make_decoder_job):
     assert (np.diff(digits) >= 0).all()
 
 
-def test_simplicity_prefers_fewer_axes_and_plain_settings():
+def test_complexity_grows_with_axes_and_settings():
     ordered = [
         Layout(dp_replicate=8, micro_batch=1),
         Layout(dp_shard=8, zero=1, micro_batch=1),

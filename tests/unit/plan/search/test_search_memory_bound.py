@@ -1,4 +1,4 @@
-"""The bound by which the search prunes layouts never exceeds what the exact ledger says a rank needs.
+"""The memory bound of the search never exceeds the need of the exact ledger.
 
 A bound that is too high would prune a layout that fits. The layouts are drawn, with a fixed seed, from the
 whole space of the search, and only those that run are compared.
@@ -46,30 +46,30 @@ VARIANTS: tuple[tuple[str, ...], ...] = (
     ("train.global_batch=7",),
     ("model.tied_embeddings=true",),
 )
-"""Settings that change what the ledger counts."""
+"""Settings with other lines or sizes in the ledger."""
 
 
 def bound_bytes(job: Job, layout: Layout) -> float:
-    """The least device memory that the search's bound says the rank with the largest need takes."""
+    """The memory bound of the rank with the largest need."""
     bound, grid = PeakBound(job), Grid.of([layout])
     return float(bound.needed_bytes(grid, EndCosts.of(estimate_step(bound.workload, grid)))[0])
 
 
 def state_bound_bytes(job: Job, layout: Layout) -> float:
-    """The same of the state alone, which the search asks before anything else."""
+    """The bound of the state alone, which the search computes first."""
     return float(PeakBound(job).least_bytes(Grid.of([layout]))[0])
 
 
 def needed_bytes(job: Job, layout: Layout) -> int:
-    """What the rank with the largest need takes, by the exact ledger."""
+    """The need of that rank in the exact ledger."""
     return predict_memory(with_layout(job, complete_layout(job, layout)), exact=True).need.needed_bytes
 
 
 def draw_layouts(job: Job, drawn: random.Random, count: int) -> list[Layout]:
-    """So many different layouts that run, drawn from the search's own space.
+    """Draw different runnable layouts from the space of the search.
 
-    The degrees of pp, tp and cp are drawn first, and one layout is drawn from all that have them: else nearly
-    all layouts would be pipelines, which have the most schedules.
+    The degrees of pp, tp and cp are drawn first, then one layout with these degrees. Otherwise nearly all
+    layouts would be pipelines, which have the most schedules.
     """
     found: list[Layout] = []
     for _ in range(MOST_TRIES):
@@ -82,7 +82,7 @@ def draw_layouts(job: Job, drawn: random.Random, count: int) -> list[Layout]:
 
 
 def _draw_one(job: Job, drawn: random.Random) -> Layout | None:
-    """A legal layout; None where the drawn degrees have none."""
+    """One legal layout, or None if the drawn degrees have none."""
     world, pins = drawn.choice(WORLDS), {}
     left = world
     for axis in drawn.sample(("pp", "tp", "cp"), 3):
@@ -114,8 +114,8 @@ def _all_drawn() -> Iterator[Layout]:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_bound_does_not_exceed_the_need(model, cluster):
-    """Proves that no layout of the sample is pruned although it fits: the bound is at most the exact need."""
+def test_memory_bound_is_at_most_the_exact_need(model, cluster):
+    """No layout of the sample is pruned although it fits."""
     job, layouts = drawn_layouts(model, cluster)
     pairs = [(layout, bound_bytes(job, layout), needed_bytes(job, layout)) for layout in layouts]
     high = [f"{layout}: bound {bound:.0f}, need {need}" for layout, bound, need in pairs if bound > need]
@@ -124,8 +124,8 @@ def test_the_bound_does_not_exceed_the_need(model, cluster):
 
 @pytest.mark.parametrize("overrides", VARIANTS, ids=" ".join)
 @pytest.mark.parametrize("model", ["llama3.2-1b", "mixtral-8x7b"])
-def test_the_bound_holds_with_other_settings(model, overrides):
-    """The same with other precisions, masks, optimizers and ways to accumulate."""
+def test_memory_bound_holds_with_other_settings(model, overrides):
+    """The bound also holds for other precisions, masks, optimizers and kinds of accumulation."""
     job = load_job(model, overrides, "8x8xh100-sxm", to_run=False)
     layouts = draw_layouts(job, random.Random(f"{SEED} {model} {overrides}"), 8)
     high = [str(layout) for layout in layouts if bound_bytes(job, layout) > needed_bytes(job, layout)]
@@ -133,14 +133,14 @@ def test_the_bound_holds_with_other_settings(model, overrides):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_bound_of_the_state_holds_for_every_schedule(model):
-    """What is pruned by its state alone does not fit with any schedule."""
+def test_state_bound_is_at_most_the_need_of_every_schedule(model):
+    """A layout pruned by its state alone fits with no schedule."""
     job, layouts = drawn_layouts(model, "h100-sxm")
     assert all(state_bound_bytes(job, layout) <= needed_bytes(job, layout) for layout in layouts)
 
 
-def test_the_bound_is_worth_computing():
-    """Proves that the bound is not trivially low: over the sample its median is at least half of the need."""
+def test_memory_bound_is_at_least_half_of_the_need():
+    """The bound is not trivially low. This is the median over the sample."""
     shares = []
     for model in MODELS:
         job, layouts = drawn_layouts(model, "h100-sxm")
@@ -148,8 +148,8 @@ def test_the_bound_is_worth_computing():
     assert 0.5 <= float(np.median(shares)) <= 1.0
 
 
-def test_the_sample_has_every_axis_and_setting():
-    """Proves that the layouts are at least 300, all different, and have what the ledger treats apart."""
+def test_sampled_layouts_cover_every_axis_and_setting():
+    """The sample has at least 300 layouts and every case that the ledger distinguishes."""
     layouts = list(_all_drawn())
     assert len(layouts) >= 300
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):

@@ -1,4 +1,4 @@
-"""The planner: from a job to layouts that run and fit, the best first."""
+"""The planner: layouts for a job that are legal and fit, the best first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.spec.load import build_job
 
 
 def changed(job, **tables):
-    """The job with keys replaced, without reading it anew: dozens of times a test."""
+    """The job with replaced keys. It is not loaded again, because tests do this often."""
     sections = {name: dataclasses.replace(getattr(job, name), **keys) for name, keys in tables.items()}
     return dataclasses.replace(job, **sections)
 
@@ -34,23 +34,21 @@ def changed(job, **tables):
         ("demo-2m", "b200", 3),
     ],
 )
-def test_auto_is_never_worse_than_any_number_of_replicas_that_could_have_been_given(
-    make_job, preset, cluster, batch
-):
-    """But for the margin within which the simpler layout is recommended."""
+def test_auto_layout_is_at_least_as_fast_as_ddp(make_job, preset, cluster, batch):
+    """It may be slower by the simplicity margin."""
     tables = {"model": {"preset": preset}, "cluster": {"preset": cluster}, "train": {"global_batch": batch}}
     best = search_job(make_job(**tables), top=16).best[0]
     given_steps = []
     for ranks in range(1, min(8, batch) + 1):
         found = search_job(make_job(**tables, layout={"dp_replicate": ranks}))
-        assert len(found.best) == found.checked == 1, "a given layout is not searched around"
+        assert len(found.best) == found.checked == 1, "a given layout is not searched"
         given_steps.append(found.best[0].step_s)
     assert best.step_s <= min(given_steps) * (1 + SIMPLICITY_MARGIN["cuda"])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_found_runs_fits_and_is_sorted_behind_the_recommended_one(make_job, device):
-    """Every layout of every axis is searched, on CPUs too."""
+def test_found_layouts_are_legal_fit_and_sorted(make_job, device):
+    """All axes are searched, also on CPUs."""
     cluster = {"preset": "local", "device": "cpu", "devices_per_node": 4} if device == "cpu" else {}
     job = make_job(model={"preset": "demo-2m"}, cluster=cluster, train={"global_batch": 32})
     found = search_job(job)
@@ -60,12 +58,12 @@ def test_what_is_found_runs_fits_and_is_sorted_behind_the_recommended_one(make_j
     first, *rest = [prediction.step_s for prediction in found.best]
     assert rest == sorted(rest)
     assert first <= min(rest) * (1 + SIMPLICITY_MARGIN[device])
-    assert len({prediction.layout for prediction in found.best}) == len(found.best), "none is there twice"
+    assert len({prediction.layout for prediction in found.best}) == len(found.best), "no layout twice"
     assert len({(p.layout.tp, p.layout.pp, p.layout.cp, p.layout.zero) for p in found.best}) > 4
 
 
-def test_keys_that_are_named_keep_their_value(make_job):
-    """Also where the value is the default, which only the list of names can tell from a key left open."""
+def test_named_keys_keep_their_value(make_job):
+    """A named key with its default value is kept too."""
     job = make_job(model={"preset": "demo-2m"}, layout={"recompute": "full", "micro_batch": 2})
     found = search_job(job, ("recompute", "micro_batch"), 8)
     assert {(p.layout.recompute, p.layout.micro_batch) for p in found.best} == {("full", 2)}
@@ -74,8 +72,8 @@ def test_keys_that_are_named_keep_their_value(make_job):
     assert {p.layout.dp_replicate for p in search_job(plain, (), 8).best} != {1}
 
 
-def test_what_does_not_fit_is_not_found(make_job):
-    """Memory for what the leanest layouts need, and no more."""
+def test_layouts_that_do_not_fit_are_not_found(make_job):
+    """The device has 20% more memory than the smallest need."""
     job = make_job(model={"preset": "demo-2m"}, cluster={"device": "cpu"}, train={"global_batch": 64})
     least = search_job(job, ("offload",), objective="memory").best[0].needed_bytes
     small = changed(job, cluster={"memory_bytes": int(least * 1.2 / USABLE_MEMORY)})
@@ -85,7 +83,7 @@ def test_what_does_not_fit_is_not_found(make_job):
     assert found[0].step_s > whole[0].step_s
 
 
-def test_ranks_that_share_sequences_and_experts_are_found(make_job):
+def test_pinned_ep_and_context_methods_are_found(make_job):
     """With experts ep occurs, and both context methods where they are named."""
     experts = {"preset": "demo-2m", "num_experts": 4, "experts_per_token": 2, "num_layers": 2}
     cluster = {"preset": "local", "device": "cpu", "devices_per_node": 4}
@@ -100,10 +98,8 @@ def test_ranks_that_share_sequences_and_experts_are_found(make_job):
 @settings(max_examples=15, deadline=None)
 @given(batch=st.integers(1, 24), micro=st.none() | st.integers(1, 24), devices=st.integers(1, 8))
 @example(batch=9, micro=4, devices=3)
-def test_what_the_planner_chooses_is_legal_and_can_be_read_back(
-    make_job, tmp_path_factory, batch, micro, devices
-):
-    """A plan that the run then refuses is no plan."""
+def test_planned_layout_is_legal_and_round_trips(make_job, tmp_path_factory, batch, micro, devices):
+    """The run must accept every plan."""
     layout = {} if micro is None or micro > batch else {"micro_batch": micro}
     fast = {"devices_per_node": devices, "link_bytes_per_s": 1e15, "link_latency_s": 1e-12}
     job = changed(make_job(), cluster=fast, train={"global_batch": batch}, layout=layout)
@@ -116,10 +112,11 @@ def test_what_the_planner_chooses_is_legal_and_can_be_read_back(
     assert read_plan(path) == plan
 
 
-# ResNets: every number of replicas
+# ResNets: data parallel only
 
 
 def build_images(batch=24, **layout):
+    """A ResNet job with this batch and layout."""
     return build_job(
         {
             "name": "images",
@@ -132,13 +129,13 @@ def build_images(batch=24, **layout):
     )
 
 
-def test_no_more_replicas_than_samples_are_tried():
+def test_resnet_replicas_are_at_most_the_samples():
     assert search_job(build_images(batch=3)).evaluated == 3
     assert {p.layout.dp_replicate for p in search_job(build_images(batch=3)).best} == {1, 2, 3}
 
 
-def test_layouts_that_a_rule_forbids_once_settled_are_dropped_and_counted(monkeypatch):
-    """The best is chosen among the rest; with none left, the rule is the error."""
+def test_layouts_illegal_after_completion_are_dropped(monkeypatch):
+    """The best remaining layout is chosen. With none left, the broken rule is the error."""
     job = build_images()
     before = search_job(job)
     problem = Problem("layout-micro-batch", "is forbidden here", path="layout.micro_batch")

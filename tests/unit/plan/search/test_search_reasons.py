@@ -1,4 +1,4 @@
-"""Every automatic choice carries its reason, with numbers."""
+"""Every choice of the planner has a reason with numbers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from meshwright.spec.layout import Layout
 
 
 def explain(job, neighbours=False, top=8):
+    """The reasons of the plan of a job."""
     return explain_choice(job, search_job(job, top=top), neighbours)
 
 
-def test_one_device_is_enough_where_communication_costs_more_than_it_gives(make_job):
+def test_reason_for_one_device_if_communication_is_slower(make_job):
     reasons = explain(make_job(cluster={"link_bytes_per_s": 1e3, "link_latency_s": 1.0}))
     assert reasons[0].startswith("one device micro_batch=")
     assert "one device is enough: communication would cost more than it saves" in reasons[0]
 
 
-def test_devices_that_are_left_idle_are_counted(make_job):
-    """One sample of one token on eight devices."""
+def test_reasons_count_idle_devices(make_job):
+    """The job has one sample of one token on eight devices."""
     job = make_job(model={"preset": "demo-2m"}, train={"global_batch": 1}, data={"seq_len": 1})
     found = search_job(job, top=8)
     used = found.best[0].layout.world_size
@@ -35,8 +36,8 @@ def test_devices_that_are_left_idle_are_counted(make_job):
     assert "one device is enough" in first if used == 1 else f"the other {8 - used} devices" in first
 
 
-def test_the_simplest_near_the_best_says_what_it_gives_up(make_job):
-    """The recommended layout is not the fastest: both are named with the difference. Else nothing is said."""
+def test_reason_names_the_faster_layout_if_the_simpler_one_is_chosen(make_job):
+    """Without a faster layout there is no such sentence."""
     job = make_job(model={"preset": "demo-2m"})
     simple = predict(job, Layout("given", dp_replicate=8, micro_batch=1))
     other = predict(job, Layout("given", dp_shard=8, zero=1, micro_batch=1))
@@ -52,13 +53,13 @@ def test_the_simplest_near_the_best_says_what_it_gives_up(make_job):
 @pytest.mark.parametrize(
     ("by", "words"), [("cost", "least device time per step"), ("memory", "least memory per rank")]
 )
-def test_what_was_asked_to_be_best_is_what_is_said(make_job, by, words):
+def test_reason_names_the_objective(make_job, by, words):
     job = make_job(model={"preset": "demo-2m"})
     found = search_job(job, top=8, objective=by)
     assert words in explain_choice(job, found)[0]
 
 
-def test_next_best_layouts_lose_for_a_reason(make_job):
+def test_next_best_layouts_are_rejected_with_reasons(make_job):
     reasons = [
         reason for reason in explain(make_job(model={"preset": "demo-2m"})) if reason.startswith("rejected ")
     ]
@@ -66,25 +67,25 @@ def test_next_best_layouts_lose_for_a_reason(make_job):
     assert all(re.search(r"slower|faster|memory", reason) for reason in reasons)
 
 
-def test_neighbours_are_compared_where_they_are_asked_for(make_job):
+def test_neighbours_are_explained_on_request(make_job):
     job = make_job(model={"preset": "llama3.2-1b"}, train={"global_batch": 64})
     reasons = [reason for reason in explain(job, neighbours=True) if reason.startswith("rejected ")]
     assert len(reasons) > 5
     assert any(reason.startswith("rejected tp=") for reason in reasons)
 
 
-def test_reasons_name_the_padding(make_job):
+def test_reasons_name_zero_weight_padding(make_job):
     job = make_job(train={"global_batch": 5}, layout={"dp_replicate": 2, "micro_batch": 2})
     assert "3 of 8 samples per step are zero-weight padding: all ranks run equal batches" in explain(job)
 
 
-def test_a_given_layout_and_micro_batch_get_no_reason_of_ours(make_job):
+def test_given_layout_and_micro_batch_need_no_reason(make_job):
     job = make_job(layout={"dp_replicate": 2, "micro_batch": 2})
     assert explain(job) == ["dp_replicate=2 micro_batch=2: given in the job"]
 
 
-def test_a_micro_batch_that_a_given_layout_leaves_open_has_its_rule(make_job):
-    """With the pipeline's own condition where there is one."""
+def test_reason_names_the_rule_for_the_micro_batch(make_job):
+    """Interleaved schedules add their own condition."""
     assert "micro_batch=2: largest size that fits with at least 2 micro-batches" in explain(
         make_job(layout={"dp_replicate": 2})
     )
@@ -97,11 +98,11 @@ def test_a_micro_batch_that_a_given_layout_leaves_open_has_its_rule(make_job):
     )
 
 
-def test_sequences_longer_than_the_model_knows_are_warned_of(make_job):
-    """Rotary positions go on, so that it runs; where the positions are enough, nothing is said."""
-    for known, warned in ((16, True), (32, False), (None, False)):
-        job = make_job(model={"max_positions": known})
+def test_sequences_longer_than_max_positions_get_a_warning(make_job):
+    """RoPE still runs. Without max_positions, or with enough, there is no warning."""
+    for max_positions, warned in ((16, True), (32, False), (None, False)):
+        job = make_job(model={"max_positions": max_positions})
         found = [reason for reason in explain(job) if reason.startswith("warning:")]
-        assert bool(found) == warned, known
+        assert bool(found) == warned, max_positions
         assert found == explain_positions(job)
         assert all("data.seq_len=32 is more than model.max_positions=16" in reason for reason in found)
