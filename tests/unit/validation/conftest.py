@@ -1,4 +1,4 @@
-"""Rows of a table as a person would write them: a plain run, with cells laid over."""
+"""Rows of a table of published runs: one complete row, with changed cells."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = {
 
 @pytest.fixture
 def read() -> Callable[..., Row]:
-    """``read(tp="4")``: the plain row with that cell, read as line 7."""
+    """``read(tp="4")`` reads the complete row with this cell as line 7."""
 
     def make(**cells: str) -> Row:
         return read_row(7, {**PLAIN, **cells})
@@ -32,7 +32,7 @@ def read() -> Callable[..., Row]:
 
 @pytest.fixture
 def case(read) -> Callable[..., Case]:
-    """``case(tp="4")``: the same, as a case; fails where the row is not expressed."""
+    """``case(tp="4")`` is the case of that row. It fails if the row cannot be expressed."""
 
     def make(**cells: str) -> Case:
         row = read(**cells)
@@ -44,7 +44,7 @@ def case(read) -> Callable[..., Case]:
 
 @pytest.fixture
 def table(tmp_path) -> Callable[..., Path]:
-    """``table({}, {"tp": "x"})``: a file with the plain row for each, with those cells."""
+    """Write a CSV file with one complete row per argument, with the cells of the argument."""
 
     def make(*rows: dict[str, str]) -> Path:
         path = tmp_path / "runs.csv"

@@ -1,4 +1,4 @@
-"""The estimate against published memory: rows that ran, and layouts that ran out of memory."""
+"""The memory estimate against published runs, and against layouts that ran out of memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OOM_FRAMEWORKS = (
     ("2104.04473", "deepspeed-zero"),
     ("nanotron", "nanotron"),
 )
-"""Words of a source, and the framework that it reports on. Narayanan et al. ran ZeRO-3 by DeepSpeed."""
+"""Text in a source, and the framework that it reports on. Narayanan et al. ran ZeRO-3 with DeepSpeed."""
 LABEL = 2**30 / 1e9
-"""Devices are named after GiB: an 80 GB one has 80 GiB, of which drivers leave 79."""
+"""Device names count GiB: an 80 GB device has 80 GiB, of which drivers leave 79."""
 CONTRADICTED = "GPT 206B"
 """The one published out-of-memory layout that is predicted to fit. It has 4.60e9 parameters and 6 layers on
 its fullest rank; the published GPT 203B of the same table, with 4.56e9 and 7, ran in 67 GB."""
@@ -31,7 +31,7 @@ its fullest rank; the published GPT 203B of the same table, with 4.56e9 and 7, r
 
 @cache
 def list_cases() -> tuple[Case, ...]:
-    """Rows with memory."""
+    """Rows with published memory."""
     rows = read_rows(DATA / "published_runs.csv")
     return tuple(row.case for row in rows if row.case is not None and row.case.memory_bytes is not None)
 
@@ -39,8 +39,7 @@ def list_cases() -> tuple[Case, ...]:
 def list_oom_cases() -> list[Case | None]:
     """Published layouts that ran out of memory.
 
-    The table names no framework: its source does. A micro-batch that is not published is taken as one sample:
-    if that does not fit, nothing does.
+    The source names the framework. A micro-batch that is not published is one sample, the smallest possible.
     """
     cases = []
     for number, cells in read_table(OOM_TABLE, ("source", "result"), "docs/memory-model.md"):
@@ -59,6 +58,7 @@ def list_oom_cases() -> list[Case | None]:
 
 
 def predict(case: Case) -> MemoryEstimate:
+    """The memory estimate of a case."""
     return estimate_memory(case.workload, Grid.of([case.layout]))
 
 
@@ -72,8 +72,8 @@ def predict(case: Case) -> MemoryEstimate:
         ("korthikanti22", 4, 0.06),
     ],
 )
-def test_mean_error_by_family(family, rows, most):
-    """Targets are 2% (SimuMax) and 8%; what is held here is what was reached, with a little room.
+def test_mean_memory_error_by_family(family, rows, most):
+    """The bounds are the errors reached, with a margin; the targets are 2% (SimuMax) and 8%.
 
     Korthikanti's figures leave out the embeddings, which are 1.2 to 6% of a first stage.
     """
@@ -93,14 +93,14 @@ def test_no_published_out_of_memory_layout_is_predicted_to_fit():
     assert fitting == [CONTRADICTED]
 
 
-def test_what_ran_is_predicted_to_fit_the_device():
-    """All rows whose recomputation is published; a blank one means that nobody said how the run fitted."""
+def test_published_runs_are_predicted_to_fit():
+    """The test covers all rows with published recomputation. Otherwise it is unknown how the run fitted."""
     ran = [row.case for row in read_rows(DATA / "published_runs.csv") if row.case is not None]
-    told = [case for case in ran if not any(text.startswith("recompute") for text in case.filled)]
+    cases = [case for case in ran if not any(text.startswith("recompute") for text in case.filled)]
     over = {
         case.id: round(float(predict(case).peak_bytes[0]) / case.workload.cluster.memory_bytes, 3)
-        for case in told
+        for case in cases
         if predict(case).peak_bytes[0] > LABEL * case.workload.cluster.memory_bytes
     }
-    assert len(told) > 200
+    assert len(cases) > 200
     assert over == {}

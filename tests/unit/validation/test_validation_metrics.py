@@ -1,4 +1,4 @@
-"""Errors, order and split: small tables worked by hand; the golden figures; intervals."""
+"""Errors, rank correlation, split, golden figures and intervals of the validation."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def load_script():
+    """The module benchmarks/validation.py."""
     spec = importlib.util.spec_from_file_location("validation", ROOT / "benchmarks" / "validation.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -39,6 +40,7 @@ def load_script():
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
+    """The outcomes of all rows of the package."""
     return evaluate_tables([bundled_table()])
 
 
@@ -53,7 +55,7 @@ def test_errors_by_hand():
     assert Errors.of([]) == Errors(0)
 
 
-def test_tau_by_hand():
+def test_kendall_tau_by_hand():
     one = np.array([1.0, 2.0, 3.0, 4.0])
     assert kendall_tau([(one, one)]) == 1
     assert kendall_tau([(one, -one)]) == -1
@@ -67,7 +69,7 @@ def test_tau_by_hand():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12))
-def test_tau_is_what_counting_pairs_gives(pairs):
+def test_kendall_tau_equals_counting_pairs(pairs):
     first, second = np.array(pairs, dtype=float).T
     signs = [
         (np.sign(first[i] - first[j]), np.sign(second[i] - second[j]))
@@ -81,19 +83,19 @@ def test_tau_is_what_counting_pairs_gives(pairs):
         assert found == pytest.approx(sum(a * b for a, b in signs) / scale)
 
 
-def test_the_predicted_best_may_be_a_little_below_the_measured_best():
+def test_best_found_allows_5_percent():
     predicted = np.array([1.0, 2.0, 3.0])
     assert best_found(predicted, np.array([1.0, 10.0, 9.6]))
     assert not best_found(predicted, np.array([1.0, 10.0, 9.4]))
 
 
 def outcome(read, factor: float, **cells: str) -> Outcome:
-    """A row whose prediction is so many times what was measured."""
+    """A row whose prediction is ``factor`` times the measurement."""
     row = read(**cells)
     return Outcome(row, row.reason, factor * row.step_s, 1e9)
 
 
-def test_rows_that_do_not_gate_are_left_out_of_the_errors(read):
+def test_non_gating_rows_are_excluded_from_errors(read):
     gating, other = outcome(read, 1.2), outcome(read, 3.0, id="made-up-002", confidence="digitised")
     both = summarise([gating, other])
     assert (both["rows"], both["expressed"], both["gates"]) == (2, 2, True)
@@ -102,7 +104,7 @@ def test_rows_that_do_not_gate_are_left_out_of_the_errors(read):
     assert (alone["gates"], alone["time"]["rows"]) == (False, 1)
 
 
-def test_what_is_not_expressed_is_counted_by_reason(read):
+def test_rows_that_cannot_be_expressed_are_counted_by_reason(read):
     rows = [read(gpu="TPU v4"), read(gpu="TPU v4"), read(tp="x"), read()]
     figures = summarise(evaluate(rows))
     assert (figures["rows"], figures["expressed"]) == (4, 1)
@@ -110,24 +112,24 @@ def test_what_is_not_expressed_is_counted_by_reason(read):
     assert sum(figures["not_expressed"].values()) == 3
 
 
-def test_only_rows_of_one_model_and_number_of_devices_are_ranked(read):
+def test_ranking_groups_have_one_model_and_device_count(read):
     fast, slow = {"step_time_s": "2"}, {"step_time_s": "3", "tp": "4", "dp": "16"}
     ranked = summarise([outcome(read, 1.0, **fast), outcome(read, 1.0, **slow)])
     assert (ranked["groups"], ranked["tau"], ranked["best_within_5pct"]) == (1, 1.0, 1.0)
     apart = summarise([outcome(read, 1.0, **fast), outcome(read, 1.0, num_gpus="32", dp="16")])
     assert (apart["groups"], apart["tau"]) == (0, None)
     again = summarise([outcome(read, 1.0, **fast), outcome(read, 1.1, step_time_s="2.2")])
-    assert again["groups"] == 0, "the same layout twice is one measurement taken again"
+    assert again["groups"] == 0, "the same layout twice is a repeated measurement"
 
 
-def test_families_keep_their_order_and_rows_theirs(read):
+def test_families_and_rows_keep_their_order(read):
     found = evaluate([read(id="b-002"), read(id="a-1"), read(id="b-003", gpu="?")])
     assert [one.row.id for one in found] == ["b-002", "a-1", "b-003"]
     assert {name: figures["rows"] for name, figures in summarise_families(found).items()} == {"b": 2, "a": 1}
 
 
-def test_predictions_depend_on_no_other_row(read):
-    """Rows of one workload are predicted together; the figures are those of each alone."""
+def test_predictions_of_rows_are_independent(read):
+    """Rows of one workload are predicted together. The result equals that of each row alone."""
     rows = [
         read(),
         read(id="x-1", recompute="none"),
@@ -139,7 +141,7 @@ def test_predictions_depend_on_no_other_row(read):
     assert len(set(together)) > 1
 
 
-def test_nothing_measured_reaches_the_prediction(read):
+def test_predictions_do_not_use_measurements(read):
     slow = evaluate([read(step_time_s="900", memory_gb_per_gpu="1", tokens_per_s_per_gpu="3", mfu_pct="1")])[
         0
     ]
@@ -148,13 +150,13 @@ def test_nothing_measured_reaches_the_prediction(read):
     assert slow.predicted_memory_bytes == plain.predicted_memory_bytes
 
 
-def test_the_worst_rows_come_first(read):
+def test_worst_rows_come_first(read):
     rows = [outcome(read, factor, id=f"x-{factor}") for factor in (1.1, 0.5, 1.3)]
     assert [one.row.id for one in worst_rows(rows, 2)] == ["x-0.5", "x-1.3"]
 
 
-def test_memory_is_compared_with_what_was_counted(read):
-    """What the allocator keeps, and the context beside that, count where they were measured."""
+def test_predicted_memory_follows_the_published_kind(read):
+    """Allocator reserve and context are included if the measurement includes them."""
     notes = ("memory = peak ALLOCATED", "", "nvidia-smi")
     found = [evaluate([read(note=note)])[0].predicted_memory_bytes for note in notes]
     assert found[0] < found[1] < found[2]
@@ -163,8 +165,8 @@ def test_memory_is_compared_with_what_was_counted(read):
 # The split
 
 
-def test_the_split_is_fixed():
-    """These must never change: figures that were fitted to a row would be reported as held out."""
+def test_held_out_split_is_fixed():
+    """It must never change. Otherwise rows that rates were fitted to would be reported as held out."""
     assert [n for n in range(1, 41) if is_held_out(f"bloom-{n:03d}")] == HELD_OUT_OF_BLOOM
     share = np.mean([is_held_out(f"any-{n}") for n in range(3000)])
     assert share == pytest.approx(1 / 3, abs=0.03)
@@ -173,11 +175,11 @@ def test_the_split_is_fixed():
 HELD_OUT_OF_BLOOM = [1, 6, 12, 19, 20, 24, 26, 34, 35, 38]
 
 
-def test_korthikanti_is_never_fitted():
+def test_korthikanti_rows_are_always_held_out():
     assert all(is_held_out(f"korthikanti22-{n:03d}") for n in range(1, 11))
 
 
-def test_both_parts_are_reported(outcomes):
+def test_fitted_and_held_out_errors_are_reported(outcomes):
     figures = summarise_families(outcomes)
     for family in figures.values():
         parts = family["split"]
@@ -185,10 +187,10 @@ def test_both_parts_are_reported(outcomes):
     assert figures["korthikanti22"]["split"]["fit"]["time"]["rows"] == 0
 
 
-# The rows that come with the package
+# The rows of the package
 
 
-def test_the_package_has_the_published_rows_without_vtrain(outcomes):
+def test_package_has_the_published_rows_without_vtrain(outcomes):
     assert len(outcomes) == 420
     assert not [one.row.id for one in outcomes if one.row.id.startswith("vtrain")]
     assert len({one.row.id for one in outcomes}) == 420
@@ -205,7 +207,7 @@ def test_every_row_with_a_published_layout_is_expressed(outcomes):
 
 
 def test_rows_shard_over_their_whole_data_degree(outcomes):
-    """No published row of the package mixes shards and copies; a note that is misread would show here."""
+    """No row of the package uses hybrid sharding. A misread note would show here."""
     for one in outcomes:
         if one.case:
             layout = one.case.layout
@@ -215,7 +217,7 @@ def test_rows_shard_over_their_whole_data_degree(outcomes):
 
 
 def flat(figures, path=""):
-    """Figures by their dotted names."""
+    """Figures by dotted name."""
     if not isinstance(figures, dict):
         return {path: figures}
     return {
@@ -223,17 +225,17 @@ def flat(figures, path=""):
     }
 
 
-def test_figures_are_the_golden_ones(outcomes):
-    """Predicted against published is what it was; a change of the formulas shows here, family by family."""
+def test_figures_equal_the_golden_ones(outcomes):
+    """A change of the formulas shows here for each family."""
     golden = flat(json.loads((ROOT / "tests" / "golden" / "validate.json").read_text(encoding="utf-8")))
     now = flat(load_script().golden_figures(outcomes))
     assert len(golden) > 300
     assert now == pytest.approx(golden, abs=2e-5), (
-        "if that is meant: .venv/bin/python benchmarks/validation.py"
+        "if the change is intended, run: .venv/bin/python benchmarks/validation.py"
     )
 
 
-def test_residuals_and_page_are_what_the_script_writes(outcomes):
+def test_residuals_and_page_are_up_to_date(outcomes):
     script = load_script()
     files = script.wanted_files()
     for path in (script.RESIDUALS, script.PAGE):
@@ -245,7 +247,7 @@ def test_residuals_and_page_are_what_the_script_writes(outcomes):
 # Intervals
 
 
-def test_residuals_are_percentiles_of_held_out_rows_that_gate(read):
+def test_residuals_are_percentiles_of_held_out_gating_rows(read):
     held = [f"made-up-{n}" for n in range(200) if is_held_out(f"made-up-{n}")][:11]
     fitted = [f"made-up-{n}" for n in range(200) if not is_held_out(f"made-up-{n}")][:11]
     rows = [outcome(read, 1 / (0.9 + 0.02 * place), id=name) for place, name in enumerate(held)]
@@ -258,7 +260,7 @@ def test_residuals_are_percentiles_of_held_out_rows_that_gate(read):
     assert {(entry["rows"], entry["low"], entry["high"]) for entry in table} == {(11, 0.92, 1.08)}
 
 
-def test_few_rows_are_only_part_of_larger_groups(read):
+def test_small_groups_count_in_larger_groups_only(read):
     held = [f"made-up-{n}" for n in range(200) if is_held_out(f"made-up-{n}")][:9]
     rows = [outcome(read, 1.0, id=name) for name in held[:7]]
     rows += [outcome(read, 1.0, id=name, gpu="H200") for name in held[7:]]
@@ -269,7 +271,7 @@ def test_few_rows_are_only_part_of_larger_groups(read):
     assert table["megatron-core", ""] == 9
 
 
-def test_an_interval_takes_the_most_similar_rows_and_says_so(case, monkeypatch):
+def test_interval_uses_the_most_similar_rows_and_names_them(case, monkeypatch):
     work = case().workload
     table = {("dense", "megatron-core", ""): (19, 0.9, 1.2), ("dense", "", "Ampere"): (30, 0.8, 1.3),
              ("", "", ""): (99, 1.1, 1.4)}  # fmt: skip
@@ -280,16 +282,16 @@ def test_an_interval_takes_the_most_similar_rows_and_says_so(case, monkeypatch):
     ours = replace(work, profile=replace(work.profile, name="other"))
     least = 1 - intervals.LEAST_SPREAD
     assert interval(ours) == (least, 1.4, "99 held-out published runs"), (
-        "the prediction is inside, and not at its edge"
+        "the interval contains the prediction with a margin"
     )
 
 
-def test_every_device_has_a_generation():
+def test_every_device_has_a_gpu_generation():
     names = set(known_devices())
     assert all(any(name.startswith(start) for start in GENERATIONS) for name in names)
 
 
-def test_intervals_of_the_package_hold_the_prediction(outcomes):
+def test_intervals_of_the_package_contain_the_prediction(outcomes):
     for one in outcomes:
         if one.case:
             found = interval(one.case.workload)

@@ -1,4 +1,4 @@
-"""Parts of a model: by its parameter count where that decides, else by its name."""
+"""Components of a published model: chosen by its parameter count if that decides, otherwise by its name."""
 
 from __future__ import annotations
 
@@ -36,60 +36,60 @@ GPT3 = {
 @pytest.mark.parametrize(
     ("cells", "activation", "tied"),
     [
-        ({}, "gelu", True),  # a GPT by name, and 3.6 agrees
-        ({"params_b": "3.76"}, "gelu", False),  # the head beside the embedding
+        ({}, "gelu", True),  # a GPT by name, which 3.6 confirms
+        ({"params_b": "3.76"}, "gelu", False),  # head and embedding are separate
         (LLAMA, "swiglu", False),
-        (SMALL, "swiglu", True),  # 1.24 has the embedding once
+        (SMALL, "swiglu", True),  # 1.24 counts the embedding once
         ({"model_name": "Homemade", "params_b": "3.55"}, "gelu", True),
         ({"model_name": "Homemade", "params_b": "4.85", "ffn_hidden": "12288"}, "swiglu", False),
         ({"model_name": "Nemotron-22B", "params_b": "22", "layers": "40", "hidden": "6144", "heads": "48",
           "kv_heads": "48", "ffn_hidden": "24576", "vocab": "256000"}, "gelu", False),
     ],
 )  # fmt: skip
-def test_the_parameter_count_decides_the_parts(case, cells, activation, tied):
+def test_parameter_count_decides_activation_and_tied_embeddings(case, cells, activation, tied):
     model = case(**cells).workload.model
     assert (model.activation, model.tied_embeddings) == (activation, tied)
 
 
-def test_a_choice_against_the_name_is_named(case):
-    told = [text for text in case(params_b="3.76").filled if "params_b" in text]
-    assert told == ["from params_b=3.76: ungated feed-forward, untied embeddings"]
+def test_choice_against_the_name_is_listed(case):
+    listed = [text for text in case(params_b="3.76").filled if "params_b" in text]
+    assert listed == ["from params_b=3.76: ungated feed-forward, untied embeddings"]
     assert case().filled == ()
 
 
 @pytest.mark.parametrize(
     ("cells", "billions"), [(LLAMA, 8.03), (SMALL, 1.24), (DEEPSEEK, 671), (OSS, 117), (GPT3, 174.6)]
 )
-def test_published_counts_come_out(case, cells, billions):
-    """Held against figures that the makers of the models publish."""
+def test_parameter_counts_equal_the_published_ones(case, cells, billions):
+    """The references are the figures of the models' authors."""
     assert count_elements(case(**cells).workload.model) / 1e9 == pytest.approx(billions, rel=0.006)
 
 
 @pytest.mark.parametrize(
     "preset", ["llama3-8b", "llama3.2-1b", "gpt-22b", "mixtral-8x7b", "deepseek-v2", "gpt-oss-120b"]
 )
-def test_the_count_agrees_with_the_table_of_shapes(preset):
+def test_parameter_count_equals_the_sum_of_shapes(preset):
     data, train = {"path": "text", "seq_len": 64}, {"steps": 1, "global_batch": 1}
     cluster = {"preset": "h100-sxm"}
     model = build_job(
         {"model": {"preset": preset}, "cluster": cluster, "data": data, "train": train}, to_run=False
     ).model
     exact = sum(parameter.count for parameter in list_parameters(model))
-    assert count_elements(model) == pytest.approx(exact, rel=5e-4), "biases of experts are left out"
+    assert count_elements(model) == pytest.approx(exact, rel=5e-4), "expert biases are not counted"
 
 
-def test_latent_attention_experts_and_windows_are_read(case):
+def test_latent_attention_experts_and_windows_are_parsed(case):
     deep, oss = case(**DEEPSEEK).workload.model, case(**OSS).workload.model
     assert (deep.attention, deep.latent_size, deep.num_layers, deep.dense_layers) == ("latent", 512, 61, 3)
     assert (oss.window, oss.window_every, oss.head_size, oss.experts_per_token) == (128, 2, 64, 4)
 
 
-def test_multi_token_prediction_adds_a_layer_unless_the_name_says_without(case):
+def test_multi_token_prediction_adds_a_layer(case):
     assert case(**{**DEEPSEEK, "model_name": "DeepSeekV3"}).workload.model.num_layers == 62
     assert case(**{**DEEPSEEK, "model_name": "DeepSeekV3", "source": ""}).workload.model.num_layers == 61
 
 
-def test_a_model_cut_to_a_few_layers_keeps_one_dense_layer(case):
+def test_truncated_model_keeps_one_dense_layer(case):
     found = case(
         **{**DEEPSEEK, "model_name": "deepseekv3 truncated to 4 layers", "layers": "4", "source": ""}
     )
@@ -97,7 +97,7 @@ def test_a_model_cut_to_a_few_layers_keeps_one_dense_layer(case):
     assert any("one dense layer" in text for text in found.filled)
 
 
-def test_dropped_tokens_are_a_capacity(case):
+def test_token_dropping_is_a_capacity_factor(case):
     name = {"model_name": "Qwen3_30B_a3B (tokendrop)", "params_b": "30.5", "layers": "48", "hidden": "2048",
             "heads": "32", "kv_heads": "4", "ffn_hidden": "768", "vocab": "151936", "experts": "128",
             "top_k": "8", "moe_ffn": "768"}  # fmt: skip
@@ -105,14 +105,14 @@ def test_dropped_tokens_are_a_capacity(case):
     assert (model.capacity_factor, model.head_size) == (1.0, 128)
 
 
-def test_blank_widths_are_filled_and_named(case):
+def test_missing_sizes_get_listed_defaults(case):
     found = case(heads="", kv_heads="", ffn_hidden="", vocab="", params_b="")
     model = found.workload.model
     assert (model.num_heads, model.num_kv_heads, model.ffn_size, model.vocab_size) == (24, 24, 12288, 51200)
     assert [text.split(" ")[0] for text in found.filled] == ["heads", "ffn_hidden", "kv_heads", "vocab"]
 
 
-def test_a_name_that_is_a_preset_gives_missing_dimensions(case, read):
+def test_preset_name_gives_missing_dimensions(case, read):
     blank = {
         "layers": "",
         "hidden": "",
@@ -129,7 +129,7 @@ def test_a_name_that_is_a_preset_gives_missing_dimensions(case, read):
 @pytest.mark.parametrize(
     "name", ["Nemotron-H 56B", "Nemotron_3_Nano", "Jamba", "Qwen3-Next-80B", "BERT-large", "ViT"]
 )
-def test_models_that_are_no_decoder_of_attention_are_refused(read, name):
+def test_models_that_are_not_attention_decoders_are_not_expressed(read, name):
     assert read(model_name=name).case is None
 
 

@@ -1,4 +1,4 @@
-"""A row becomes what it says: its cells, its note, and for each blank a default that is named."""
+"""Reading a published row: its cells, its note, and a listed default for each empty cell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.validation.published import COLUMNS, family_of, read_rows
 NOTHING_PUBLISHED = {"tp": "", "pp": "", "dp": ""}
 
 
-def test_a_full_row_needs_no_defaults(case):
+def test_complete_row_needs_no_defaults(case):
     found = case()
     layout, work = found.layout, found.workload
     assert found.filled == ()
@@ -25,7 +25,7 @@ def test_a_full_row_needs_no_defaults(case):
     assert found.gates
 
 
-# Bad cells
+# Invalid cells
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_a_full_row_needs_no_defaults(case):
         ("zero_stage", "4"),
     ],
 )
-def test_a_bad_cell_names_its_line_and_column(read, column, value):
+def test_invalid_cell_names_its_line_and_column(read, column, value):
     row = read(**{column: value})
     assert row.case is None
     assert row.reason.startswith(f"bad cell in line 7, column {column}: {value!r}")
 
 
-def test_a_bad_cell_costs_its_row_only(table):
+def test_invalid_cell_skips_its_row_only(table):
     rows = read_rows(table({}, {"tp": "x"}, {"id": "made-up-003"}))
     assert [row.case is not None for row in rows] == [True, False, True]
     assert "line 3, column tp" in rows[1].reason
@@ -58,23 +58,25 @@ def test_a_bad_cell_costs_its_row_only(table):
 
 
 @pytest.mark.parametrize("text", [b"", b"id,step_time_s\na,1\n"])
-def test_a_file_without_the_columns_is_refused(tmp_path, text):
+def test_table_without_the_columns_is_refused(tmp_path, text):
     path = tmp_path / "runs.csv"
     path.write_bytes(text)
-    with pytest.raises(UserError, match="validate-columns"):
+    with pytest.raises(UserError) as caught:
         read_rows(path)
+    assert [problem.code for problem in caught.value.problems] == ["validate-columns"]
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", None])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, content):
+def test_unreadable_table_is_refused(tmp_path, content):
     path = tmp_path / "runs.csv"
     if content is not None:
         path.write_bytes(",".join(COLUMNS).encode() + b"\n" + content)
-    with pytest.raises(UserError, match="validate-unreadable"):
+    with pytest.raises(UserError) as caught:
         read_rows(path)
+    assert [problem.code for problem in caught.value.problems] == ["validate-unreadable"]
 
 
-def test_a_family_is_the_id_without_its_number():
+def test_family_is_the_id_without_its_number():
     assert [family_of(i) for i in ("bloom-001", "megatron-2020-003", "opt175-001", "a_7", "12")] == [
         "bloom", "megatron-2020", "opt175", "a", "12",
     ]  # fmt: skip
@@ -92,7 +94,7 @@ CELLS = st.one_of(
 @given(
     st.dictionaries(st.sampled_from([*COLUMNS, "cp", "ep", "experts", "top_k", "note", "attention"]), CELLS)
 )
-def test_no_cell_whatever_it_holds_ends_the_evaluation(read, cells):
+def test_evaluation_accepts_any_cell(read, cells):
     outcome = evaluate([read(**cells)])[0]
     assert outcome.case is not None or outcome.reason
     assert outcome.predicted_step_s is None or outcome.predicted_step_s > 0
@@ -122,24 +124,24 @@ def test_no_cell_whatever_it_holds_ends_the_evaluation(read, cells):
         ("RTX 4090", "4090-24GB-PCIe"),
     ],
 )
-def test_usual_spellings_of_a_device_are_known(case, written, meant):
+def test_common_device_names_are_recognized(case, written, meant):
     found = case(gpu=written, precision="bf16")
     assert found.workload.cluster.device_name == meant
     assert f"gpu {written} taken as {meant}" in found.filled
 
 
 @pytest.mark.parametrize("name", ["TPU v4", "A100-PCIE-40GB", "V100-16GB", "H100 NVL", "MI300X", "Gaudi2"])
-def test_a_device_without_figures_is_named(read, name):
+def test_unknown_device_is_named(read, name):
     row = read(gpu=name)
     assert (row.case, row.reason) == (None, f"no figures for the device {name!r}")
 
 
-def test_every_alias_leads_to_a_preset():
+def test_every_device_alias_has_a_preset():
     assert {name for _, name in ALIASES} <= set(known_devices())
     assert all(device_name(name) == name for name in known_devices())
 
 
-def test_the_network_comes_from_the_column_then_the_note_then_the_preset(case):
+def test_network_rate_is_from_column_note_or_preset(case):
     note = "4x200Gb IB per node (800 Gbps in all)"
     given = case(note=note, nic_gbytes_per_s_per_gpu="6.25").workload.cluster.nic_bytes_per_s
     noted = case(note=note).workload.cluster.nic_bytes_per_s
@@ -147,7 +149,7 @@ def test_the_network_comes_from_the_column_then_the_note_then_the_preset(case):
     assert case(note="500GB of data per node").workload.cluster.nic_bytes_per_s == 50e9
 
 
-def test_a_rack_of_72_is_used_in_even_shares(case):
+def test_nvl72_racks_are_split_evenly(case):
     shares = {}
     for devices in (8, 72, 256, 1152):
         cluster = case(gpu="GB200-NVL72", num_gpus=str(devices), dp=str(devices // 2)).workload.cluster
@@ -176,11 +178,11 @@ def test_a_rack_of_72_is_used_in_even_shares(case):
         ("metaseq-fsdp", "A100-80GB-SXM", "composer-fsdp"),
     ],
 )
-def test_a_framework_has_its_profile(case, framework, gpu, profile):
+def test_framework_selects_its_profile(case, framework, gpu, profile):
     assert case(framework=framework, gpu=gpu).workload.profile.name == profile
 
 
-def test_megatron_on_old_devices_is_dated_by_its_source(case):
+def test_megatron_profile_on_a100_depends_on_the_source(case):
     names = [
         case(gpu="A100-80GB-SXM", source=source).workload.profile.name
         for source in (
@@ -193,13 +195,13 @@ def test_megatron_on_old_devices_is_dated_by_its_source(case):
     assert names == ["megatron-lm-2022", "megatron-core", "megatron-core", "megatron-lm"]
 
 
-def test_zero_3_beside_old_megatron_is_deepspeed(case):
+def test_zero_3_with_old_megatron_selects_deepspeed(case):
     found = case(gpu="A100-80GB-SXM", zero_stage="3", tp="1", dp="64")
     assert found.workload.profile.name == "deepspeed-zero"
     assert any("deepspeed-zero" in text for text in found.filled)
 
 
-def test_an_unknown_framework_takes_the_nearest_profile_and_says_so(case):
+def test_unknown_framework_gets_the_nearest_profile(case):
     found = case(framework="homegrown", zero_stage="3", tp="1", dp="64")
     assert found.workload.profile.name == "torchtitan"
     assert "framework homegrown taken as torchtitan, the nearest profile" in found.filled
@@ -214,7 +216,7 @@ def test_an_unknown_framework_takes_the_nearest_profile_and_says_so(case):
         ("", False),
     ],
 )
-def test_overlap_of_tensor_parallelism_is_what_the_note_says(case, note, overlaps):
+def test_tensor_parallel_overlap_is_read_from_the_note(case, note, overlaps):
     found = case(framework="torchtitan-fsdp2", note=note)
     assert found.workload.profile.time.overlap_tp is overlaps
     assert found.workload.profile.name == "torchtitan"
@@ -234,13 +236,13 @@ def test_overlap_of_tensor_parallelism_is_what_the_note_says(case, note, overlap
         ("recipe mxfp8", "bf16", ""),
     ],
 )
-def test_recipes_of_low_precision_are_named(case, note, precision, recipe):
+def test_low_precision_recipe_is_read_from_the_note(case, note, precision, recipe):
     work = case(note=note, precision=precision, gpu="B200-180GB-SXM").workload
     assert work.recipe == recipe
     assert work.precision in ("bf16", "fp8", "fp4")
 
 
-def test_a_recipe_that_is_not_named_is_the_frameworks(case):
+def test_missing_recipe_is_the_framework_default(case):
     found = case(precision="fp8", framework="composer-fsdp1")
     assert found.workload.recipe == "delayed"
     assert "recipe taken as delayed" in found.filled
@@ -256,46 +258,46 @@ def test_a_recipe_that_is_not_named_is_the_frameworks(case):
         ({"source": "benchmarks/asyncTP_llama3.md", "note": "vanilla TP"}, True),
     ],
 )
-def test_torchtitan_says_whether_it_compiled(case, cells, compiled):
+def test_torchtitan_compile_is_read_from_the_note(case, cells, compiled):
     assert case(framework="torchtitan-fsdp2", **cells).workload.compiled is compiled
 
 
 # Layouts
 
 
-def test_a_layout_that_is_not_published_is_not_made_up(read):
+def test_unpublished_layout_is_not_expressed(read):
     assert read(**NOTHING_PUBLISHED).reason == "layout not published"
     assert read(pp="", dp="").reason == "pp not published"
     assert read(num_gpus="", dp="").reason == "num_gpus not published"
 
 
-def test_degrees_must_multiply_out(read, case):
+def test_degrees_must_multiply_to_the_devices(read, case):
     assert read(dp="16").reason == "the product of the degrees is 32, not 64 devices"
     assert case(dp="").filled == ("dp taken as 32 (devices over the other degrees)",)
     assert case(num_gpus="").workload.cluster.world_size == 64
-    assert case(cp="4").layout.dp_shard == 8, "a dp that counts cp too is divided by it"
+    assert case(cp="4").layout.dp_shard == 8, "a published dp that includes cp is divided by it"
 
 
-def test_a_micro_batch_is_at_most_a_ranks_share(case):
+def test_micro_batch_is_at_most_the_samples_per_rank(case):
     found = case(global_batch="64", micro_batch="8", dp="32")
     assert found.layout.micro_batch == 2
     assert "micro_batch=8 taken as 2, the samples per rank" in found.filled
 
 
-def test_experts_that_do_not_spread_evenly_are_named(case):
+def test_ep_that_does_not_divide_is_listed(case):
     cells = {"experts": "8", "top_k": "2", "moe_ffn": "4096", "params_b": ""}
     assert "ep=3 does not divide dp x cp x tp=64" in case(**cells, ep="3").filled
     assert not any("does not divide" in text for text in case(**cells, ep="8").filled)
 
 
 @pytest.mark.parametrize("written", ["mixed", "AMP", "16-mixed"])
-def test_a_precision_of_two_kinds_is_taken_as_bf16_and_named(case, written):
+def test_mixed_precision_is_read_as_bf16(case, written):
     found = case(precision=written)
     assert found.workload.precision == "bf16"
     assert f"precision {written.lower()} taken as bf16" in found.filled
 
 
-def test_a_sharding_framework_needs_no_degrees(case):
+def test_fsdp_framework_needs_no_degrees(case):
     layout = case(framework="torchtitan", zero_stage="", **NOTHING_PUBLISHED).layout
     assert (layout.tp, layout.pp, layout.dp_shard, layout.zero) == (1, 1, 64, 3)
 
@@ -327,7 +329,7 @@ def test_hybrid_sharding_is_read_from_the_note(case, note, shard, replicate):
         ("composer-fsdp1", "A100-80GB-SXM", 3, "none", False),
     ],
 )
-def test_blanks_mean_the_frameworks_defaults(case, framework, gpu, zero, recompute, parallel):
+def test_empty_cells_get_the_framework_defaults(case, framework, gpu, zero, recompute, parallel):
     found = case(framework=framework, gpu=gpu, zero_stage="", recompute="", sequence_parallel="")
     assert (found.layout.zero, found.layout.recompute, found.layout.sequence_parallel) == (
         zero,
@@ -337,7 +339,7 @@ def test_blanks_mean_the_frameworks_defaults(case, framework, gpu, zero, recompu
     assert {text.split(" ")[0] for text in found.filled} >= {"zero_stage", "recompute", "sequence_parallel"}
 
 
-def test_schedules_are_what_columns_and_notes_say(case):
+def test_schedule_is_read_from_columns_and_note(case):
     four = {"pp": "4", "dp": "8"}
     assert case(**four).layout.schedule == "1f1b"
     assert case(**four, interleave="5").layout.virtual_stages == 5
@@ -347,32 +349,32 @@ def test_schedules_are_what_columns_and_notes_say(case):
     assert case(**four, note="zero bubble").layout.schedule == "zb-h1"
 
 
-def test_a_micro_batch_that_is_left_out_is_settled(case):
+def test_missing_micro_batch_is_chosen(case):
     blank = {"micro_batch": "", "pp": "8", "tp": "1", "dp": "8", "interleave": "1"}
     assert case(**blank, framework="torchtitan").layout.micro_batch == 512 // 8 // 8
     assert case(**blank, note="grad_accum=32").layout.micro_batch == 2
     ours = case(**blank)
-    assert ours.layout.micro_batch in (1, 2, 4), "at least two micro-batches a stage"
+    assert ours.layout.micro_batch in (1, 2, 4), "at least two micro-batches per stage"
     assert any(text.startswith("micro_batch taken as") for text in ours.filled)
 
 
 @pytest.mark.parametrize(("gpu", "heads", "samples"), [
     ("A100-80GB-SXM", "64", 1), ("A100-80GB-SXM", "48", 2), ("H100-80GB-SXM", "48", 1),
 ])  # fmt: skip
-def test_old_megatron_fills_its_softmax_kernel(case, gpu, heads, samples):
-    """6 heads a rank are no multiple of 4, 12 are; with fused attention there is no such kernel."""
+def test_old_megatron_micro_batch_suits_the_softmax_kernel(case, gpu, heads, samples):
+    """6 heads per rank are not a multiple of 4; 12 are. Fused attention has no such kernel."""
     cells = {"micro_batch": "", "tp": "8", "dp": "8", "hidden": "6144", "heads": heads, "kv_heads": heads}
     assert case(framework="megatron", gpu=gpu, **cells).layout.micro_batch == samples
 
 
-def test_a_global_batch_that_is_left_out_is_found_or_missed(read, case):
+def test_missing_global_batch_is_read_from_the_note(read, case):
     assert case(global_batch="", note="local batch 16").workload.global_batch == 16 * 32
     assert case(global_batch="", note="grad_accum=4").workload.global_batch == 4 * 4 * 32
     assert case(global_batch="", micro_batch="", note="4M tokens per batch").workload.global_batch == 2048
     assert read(global_batch="", micro_batch="").reason == "global_batch not published"
 
 
-def test_tokens_a_second_give_the_step(case):
+def test_tokens_per_second_give_the_step_time(case):
     found = case(step_time_s="", tokens_per_s_per_gpu="4096")
     assert found.step_s == pytest.approx(512 * 2048 / (4096 * 64))
     assert "step time from tokens a second" in found.filled
@@ -388,5 +390,5 @@ def test_tokens_a_second_give_the_step(case):
         ("", "torchtitan", "reserved"),
     ],
 )
-def test_what_published_memory_counts(case, note, framework, kind):
+def test_memory_kind_is_read_from_note_and_framework(case, note, framework, kind):
     assert case(note=note, framework=framework, gpu="H100-80GB-SXM").memory_kind == kind
