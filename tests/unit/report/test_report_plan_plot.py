@@ -1,4 +1,4 @@
-"""Pictures of plans: bars as long as their values, labels that can be read, every file type."""
+"""Plots of plans: bar lengths, labels and file types."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from meshwright.report.plan_plot import PlanPicture, draw_plan
 
 
 def picture_of(**changes) -> PlanPicture:
+    """A plan picture with changed fields."""
     given = {
         "title": "plan",
         "memory": {"first": {"state": 60.0, "activations": 20.0}},
@@ -27,7 +28,7 @@ def bars_of(axes) -> list[tuple[float, float]]:
     return [(bar.get_x(), bar.get_width()) for bar in axes.patches]
 
 
-def test_bars_are_as_long_as_their_values_and_the_limit_is_where_it_belongs():
+def test_bars_and_memory_limit_have_their_values():
     memory, steps, rates = draw_plan(picture_of()).axes
     assert bars_of(memory) == [(0, 60), (60, 20)]
     assert memory.lines[0].get_xdata()[0] == 100
@@ -36,16 +37,16 @@ def test_bars_are_as_long_as_their_values_and_the_limit_is_where_it_belongs():
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
-def test_a_single_layout_can_be_drawn_into_every_kind_of_file(kind, tmp_path):
+def test_plot_is_saved_in_every_format_deterministically(kind, tmp_path):
     one = picture_of(memory={"every rank": {"state": 1.0}}, steps=[("a", {"compute": 1.0})], rates=np.ones(1))
     for name in ("first", "second"):
         save_figure(draw_plan(one), tmp_path / f"{name}.{kind}")
     first, second = (tmp_path / f"{name}.{kind}" for name in ("first", "second"))
-    assert first.read_bytes() == second.read_bytes(), "the same picture is the same file"
+    assert first.read_bytes() == second.read_bytes(), "the same plot gives the same bytes"
     assert len(first.read_bytes()) > 500
 
 
-def test_a_missing_matplotlib_names_the_extra(monkeypatch, tmp_path):
+def test_missing_matplotlib_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("meshwright.core.packages.find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
         save_figure(None, tmp_path / "plan.svg")
@@ -53,8 +54,8 @@ def test_a_missing_matplotlib_names_the_extra(monkeypatch, tmp_path):
     assert "meshwright[plots]" in str(caught.value)
 
 
-def test_no_figure_is_crossed_by_the_line_of_the_limit():
-    """77 of 80 GB: the label would lie under the line, so it is placed behind it."""
+def test_labels_do_not_overlap_the_memory_limit():
+    """77 of 80 GB: the label would cross the line, so it is placed after it."""
     memory = {"first": {"state": 80e9}, "last": {"state": 77e9}, "low": {"state": 20e9}}
     axes = draw_plan(picture_of(memory=memory, room_bytes=80e9)).axes[0]
     assert [(text.get_text(), text.xy[0]) for text in axes.texts] == [
@@ -64,13 +65,13 @@ def test_no_figure_is_crossed_by_the_line_of_the_limit():
     ]
 
 
-def test_layouts_are_named_in_full():
+def test_layout_names_are_not_truncated():
     name = "pp=4 dp_replicate=2 dp_shard=2 cp=2 tp=4 zero=3 interleaved x12 sequence_parallel micro_batch=1"
     axes = draw_plan(picture_of(steps=[(name, {"compute": 1.0})])).axes[1]
     assert name in [text.get_text() for text in axes.texts]
 
 
-def test_a_pipeline_is_drawn_as_a_timeline_and_of_many_ranks_some():
+def test_pipeline_timeline_shows_at_most_eight_ranks():
     rows = [
         ("rank 0", [("forward", 0.0, 2.0), ("backward", 3.0, 4.0)]),
         ("rank 1", [("forward", 1.0, 2.0), ("backward", 2.0, 4.0)]),

@@ -1,4 +1,4 @@
-"""The list of runs: what each state looks like, and that long logs are not parsed line by line."""
+"""The list of runs: every state of a run, and constant parsing cost for long logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.launch.lock import RunLock, is_held
 from meshwright.report.run_list import list_runs, summarise_run
 
 
-def test_a_finished_run_shows_what_its_record_says(matching_events, run_folder):
+def test_finished_run_has_the_figures_of_its_record(matching_events, run_folder):
     folder = run_folder(matching_events())
     run = summarise_run(folder)
     assert (run.status, run.steps, run.steps_asked, run.ranks) == ("complete", 4, 4, 2)
@@ -22,13 +22,13 @@ def test_a_finished_run_shows_what_its_record_says(matching_events, run_folder):
     assert run.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
 
 
-def test_a_broken_promise_is_shown(matching_events, run_folder, find_event):
+def test_failed_audit_is_shown(matching_events, run_folder, find_event):
     events = matching_events()
     find_event(events, "state", 1)["state_bytes"]["optimizer"] += 1
     assert summarise_run(run_folder(events)).audit_ok is False
 
 
-def test_a_run_that_stopped_before_the_audited_step_was_not_measured(matching_events, run_folder):
+def test_run_without_an_audited_step_is_not_measured(matching_events, run_folder):
     events = [{**e, "status": "interrupted"} if e["event"] == "finished" else e for e in matching_events()]
     folder = run_folder([e for e in events if e["event"] != "state"])
     run = summarise_run(folder)
@@ -36,14 +36,14 @@ def test_a_run_that_stopped_before_the_audited_step_was_not_measured(matching_ev
     assert summarise_run(run_folder(matching_events())).measured is True
 
 
-def test_only_the_newest_attempt_counts_and_attempts_are_counted(matching_events, run_folder):
+def test_figures_are_those_of_the_newest_attempt(matching_events, run_folder):
     late = [{**e, "loss": 1.25} if e["event"] == "step" else e for e in matching_events(generation=1)]
     run = summarise_run(run_folder(matching_events() + late))
     assert (run.attempts, run.loss) == (2, 1.25)
 
 
-def test_states_of_runs_that_did_not_end(matching_events, run_folder):
-    """Unfinished; failed with the first cause; running while its lock is held; never audited."""
+def test_states_of_unfinished_runs(matching_events, run_folder):
+    """A run is unfinished, failed with the first cause, or running while its lock is held."""
     cut = [e for e in matching_events() if e["event"] in ("ready", "step")]
     folder = run_folder(cut)
     assert (summarise_run(folder).status, summarise_run(folder).audit_ok) == ("unfinished", None)
@@ -56,20 +56,20 @@ def test_states_of_runs_that_did_not_end(matching_events, run_folder):
     assert (failed.status, failed.reason) == ("failed", "rank 1: out of paper")
 
 
-def test_asking_for_the_lock_does_not_take_it(tmp_path):
+def test_is_held_does_not_take_the_lock(tmp_path):
     assert not is_held(tmp_path), "no lock file"
     with RunLock.take(tmp_path):
         assert is_held(tmp_path)
     assert not is_held(tmp_path)
     with RunLock.take(tmp_path):
-        assert is_held(tmp_path), "whoever asked has let go"
+        assert is_held(tmp_path), "is_held released the lock"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [("plan.toml", "not = [toml", "cannot be read"), ("plan.toml", None, "does not exist")],
 )
-def test_a_damaged_run_is_listed_with_the_reason(matching_events, run_folder, name, content, says):
+def test_damaged_run_is_listed_with_the_reason(matching_events, run_folder, name, content, says):
     folder = run_folder(matching_events())
     (folder / name).unlink()
     if content is not None:
@@ -77,10 +77,10 @@ def test_a_damaged_run_is_listed_with_the_reason(matching_events, run_folder, na
     run = summarise_run(folder)
     assert run.status == "damaged"
     assert says in run.reason
-    assert run.steps == 4, "what can be read is still shown"
+    assert run.steps == 4, "readable figures are shown"
 
 
-def test_torn_lines_are_counted(matching_events, run_folder):
+def test_damaged_event_lines_are_counted(matching_events, run_folder):
     folder = run_folder(matching_events())
     with (folder / EVENTS_FILE).open("a") as file:
         file.write('{"v":1,"event":"step","time":1.0,"rank":0,"generation":0,"step":9,"lo\nnonsense\n[]\n')
@@ -89,9 +89,7 @@ def test_torn_lines_are_counted(matching_events, run_folder):
     assert "3 lines" in run.reason
 
 
-def test_folders_that_are_no_runs_are_skipped_and_the_newest_comes_first(
-    matching_events, run_folder, tmp_path
-):
+def test_runs_are_listed_newest_first_without_other_folders(matching_events, run_folder, tmp_path):
     source = run_folder(matching_events())
     runs = tmp_path / "runs"
     for number, began in ((1, 100.0), (2, 300.0), (3, 200.0)):
@@ -106,8 +104,8 @@ def test_folders_that_are_no_runs_are_skipped_and_the_newest_comes_first(
     assert [run.name for run in list_runs(runs / "job-1")] == ["job-1"]
 
 
-def test_long_logs_are_not_parsed_line_by_line(matching_events, run_folder, monkeypatch):
-    """Of thousands of steps, as the writer writes them, only the newest is parsed; the figures are right."""
+def test_only_the_newest_step_of_a_long_log_is_parsed(matching_events, run_folder, monkeypatch):
+    """The figures are correct."""
     folder = run_folder([])
     (folder / EVENTS_FILE).unlink()
     writers = [EventWriter(folder / EVENTS_FILE, rank) for rank in (0, 1)]
@@ -121,5 +119,5 @@ def test_long_logs_are_not_parsed_line_by_line(matching_events, run_folder, monk
     real = scan.parse_event
     monkeypatch.setattr(scan, "parse_event", lambda line: parsed.append(1) or real(line))
     run = summarise_run(folder)
-    assert len(parsed) == 3, "the newest step and two ends"
+    assert len(parsed) == 3, "the newest step and two finished events"
     assert (run.steps, run.loss, run.tokens_per_s) == (2000, 1 / 2000, 200.0)

@@ -1,4 +1,4 @@
-"""The report of a run: curves over all attempts, every promise, and no markup from files."""
+"""The run report: curves over all attempts, the audit, and no markup from files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshwright.report.text_plot import x_axis
 GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
 
 
-class Reader(HTMLParser):
-    """Collects tags, attributes and text, and checks that what is opened is closed."""
+class PageParser(HTMLParser):
+    """Collects tags, attributes and text, and checks that every tag is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def read_page(page: str) -> Reader:
-    reader = Reader()
+def read_page(page: str) -> PageParser:
+    """The parsed page."""
+    reader = PageParser()
     reader.feed(page)
     assert reader.open == []
     return reader
 
 
-def test_the_page_of_an_old_run_has_all_its_parts():
-    """A folder of format version 1, written long ago."""
+def test_report_of_a_version_1_run_is_complete():
     page = read_page(draw_page(read_report(GOLDEN)))
     for words in ("Loss", "Throughput", "Learning rate", "Gradient norm", "Memory", "Audit", "Collectives"):
         assert words in page.text, words
@@ -64,24 +64,24 @@ def test_the_page_of_an_old_run_has_all_its_parts():
         assert f"{row.predicted:,}" in page.text
     for row in report.verdict.collectives:
         assert f"{row.predicted_bytes:,}" in page.text
-    assert 'preset = "tiny"' in page.text, "the job is at the end"
+    assert 'preset = "tiny"' in page.text, "the page ends with the job"
 
 
-def test_the_page_needs_nothing_else(matching_events, run_folder):
-    """No script, no style sheet, no picture, no address to fetch from."""
+def test_page_is_self_contained(matching_events, run_folder):
+    """It has no script, style sheet, image or URL to fetch."""
     page = draw_page(read_report(run_folder(matching_events())))
     reader = read_page(page)
     assert set(reader.tags) & {"script", "link", "img", "iframe", "object"} == set()
     addresses = [value for value in reader.values if "//" in value]
     assert set(addresses) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, (
-        "name spaces are names"
+        "XML namespaces are not fetched"
     )
     assert "prefers-color-scheme: dark" in page
     assert "@media print" in page
 
 
-def test_whatever_files_say_stays_text(matching_events, run_folder, find_event):
-    """A checkpoint's path, an error, a note, a field's name and a host that try to be markup."""
+def test_text_from_files_is_escaped(matching_events, run_folder, find_event):
+    """Checkpoint path, error, note, field name and host contain markup."""
     evil = '"><script>alert(1)</script>'
     events = matching_events()
     head = {"v": 1, "time": 1.0, "rank": 0, "generation": 0}
@@ -103,8 +103,8 @@ def test_whatever_files_say_stays_text(matching_events, run_folder, find_event):
     assert evil in reader.text
 
 
-def test_all_attempts_are_drawn_and_restarts_marked(matching_events, run_folder):
-    """The second attempt began at step 2: both pieces of the curve are there, with a mark between."""
+def test_attempts_are_drawn_with_restart_marks(matching_events, run_folder):
+    """The second attempt starts at step 2. The chart has both segments and a mark between them."""
     late = [e for e in matching_events(generation=1) if not (e["event"] == "step" and e["step"] <= 2)]
     resumed = {"v": 1, "time": 1.0, "rank": 0, "generation": 1, "event": "resumed", "step": 2}
     report = read_report(run_folder([*matching_events(), {**resumed, "checkpoint": "c", "notes": []}, *late]))
@@ -115,8 +115,8 @@ def test_all_attempts_are_drawn_and_restarts_marked(matching_events, run_folder)
     assert "restart 1 at step 2" in draw_page(report)
 
 
-def test_fields_of_other_versions_get_a_small_curve(matching_events, run_folder):
-    """A number that only some steps have is drawn; text and lists are not."""
+def test_unknown_numeric_fields_are_drawn(matching_events, run_folder):
+    """A number that only some steps have is drawn. Text and lists are not."""
     events = matching_events()
     for event in events:
         if event["event"] == "step":
@@ -130,7 +130,7 @@ def test_fields_of_other_versions_get_a_small_curve(matching_events, run_folder)
     assert [y for _, y in charts["Skipped steps"].series[0].points()] == [0, 1, 0, 0]
 
 
-def test_warnings_name_what_was_lost(matching_events, run_folder, find_event):
+def test_warnings_name_lost_events_checkpoints_and_audit_failures(matching_events, run_folder, find_event):
     events = matching_events()
     find_event(events, "state", 0)["state_bytes"]["parameters"] += 4
     head = {"v": 1, "time": 1.0, "rank": 1, "generation": 0}
@@ -149,7 +149,7 @@ def test_warnings_name_what_was_lost(matching_events, run_folder, find_event):
         assert words in warnings
 
 
-def test_an_unfinished_run_is_reported_and_not_judged(matching_events, run_folder):
+def test_unfinished_run_is_reported_without_a_verdict(matching_events, run_folder):
     report = read_report(run_folder([e for e in matching_events() if e["event"] == "ready"]))
     assert report.status == "unfinished"
     assert report.as_dict()["audit"] is None
@@ -158,7 +158,7 @@ def test_an_unfinished_run_is_reported_and_not_judged(matching_events, run_folde
     assert "not audited" in page
 
 
-def test_a_loss_that_is_not_finite_is_reported(matching_events, run_folder):
+def test_non_finite_loss_is_reported(matching_events, run_folder):
     events = [
         {**e, "loss": None} if e["event"] == "step" and e["step"] == 4 else e for e in matching_events()
     ]
@@ -170,9 +170,7 @@ def test_a_loss_that_is_not_finite_is_reported(matching_events, run_folder):
 @pytest.mark.parametrize(
     ("empty", "fact"), [({2, 4}, "5.0000 to 3.0000"), ({1, 2, 3, 4}, "no step had target")]
 )
-def test_steps_without_targets_are_told_and_neither_drawn_nor_called_not_finite(
-    matching_events, run_folder, empty, fact
-):
+def test_steps_without_targets_are_noted_and_not_drawn(matching_events, run_folder, empty, fact):
     gone = {"loss": None, "tokens": 0}
     events = [{**e, **gone} if e["event"] == "step" and e["step"] in empty else e for e in matching_events()]
     report = read_report(run_folder(events))
@@ -183,12 +181,12 @@ def test_steps_without_targets_are_told_and_neither_drawn_nor_called_not_finite(
     assert drawn == {1.0, 2.0, 3.0, 4.0} - {float(step) for step in empty}
     assert report.as_dict()["loss"] == (None if len(empty) == 4 else 3.0)
     charts = [report.loss_chart(), report.rate_chart(), *report.small_charts()]
-    assert {(x_axis(c).low, x_axis(c).high) for c in charts} == {(1, 4)}, "the last step stays in the picture"
+    assert {(x_axis(c).low, x_axis(c).high) for c in charts} == {(1, 4)}, "the x axis includes the last step"
     assert "nan" not in re.sub(r"<style>.*?</style>", "", draw_page(report), flags=re.DOTALL)
     assert json.dumps(report.as_dict())
 
 
-def test_a_page_is_written_whole_or_not_at_all(matching_events, run_folder, tmp_path):
+def test_page_is_written_atomically(matching_events, run_folder, tmp_path):
     report = read_report(run_folder(matching_events()))
     page = tmp_path / "out.html"
     write_page(report, page)
@@ -199,7 +197,7 @@ def test_a_page_is_written_whole_or_not_at_all(matching_events, run_folder, tmp_
     assert caught.value.problems[0].code == "report-not-writable"
 
 
-def test_a_pipelines_page_shows_its_stages_and_the_memory_of_each(pipeline_plan, events_of, tmp_path):
+def test_pipeline_report_shows_stages_and_their_memory(pipeline_plan, events_of, tmp_path):
     write_plan(pipeline_plan, tmp_path / PLAN_FILE)
     lines = [json.dumps(event) + "\n" for event in events_of(pipeline_plan)]
     (tmp_path / "events.jsonl").write_text("".join(lines))
@@ -209,7 +207,7 @@ def test_a_pipelines_page_shows_its_stages_and_the_memory_of_each(pipeline_plan,
     assert f"{pipeline_plan.pipeline.bubble:.1%}" in page
 
 
-def test_without_matplotlib_the_page_has_a_note_in_place_of_the_curves(monkeypatch):
+def test_report_without_matplotlib_has_a_note_instead_of_curves(monkeypatch):
     monkeypatch.setattr("meshwright.report.html.can_draw", lambda: False)
     page = read_page(draw_page(read_report(GOLDEN)))
     assert "svg" not in page.tags

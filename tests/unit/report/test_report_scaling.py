@@ -1,4 +1,4 @@
-"""Rows of the scaling table from times that are known."""
+"""Rows of the scaling table from given times."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SLOW = [99.0] * WARM_UP
 
 
 def times(steps, buckets=None):
-    """What a rank reports: its steps, and of each the same buckets as (ready, reduced)."""
+    """The report of a rank: its step times, and in each step the same buckets as (ready, reduced)."""
     made = [buckets or [] for _ in range(len(steps))]
     return {"step_s": [*SLOW, *steps], "buckets": [*([[(0.0, 99.0)] * len(buckets or [])] * WARM_UP), *made]}
 
 
-def test_overlap_is_the_share_that_ends_before_the_backward_pass_does(plan):
-    """Two buckets of 2 s each; the last is ready at 4 and reduced at 5: of 4 s under way, 1 is exposed."""
+def test_overlap_is_the_hidden_share_of_communication(plan):
+    """The last bucket is ready at 4 s and reduced at 5 s. Of 4 s of communication 1 s is exposed."""
     rank = times([10.0] * 3, [(1.0, 4.0), (4.0, 5.0)])
     row = build_row(plan, [rank, rank], 256, True, None)
     assert (row.step_s, row.communication_s, row.exposed_s, row.overlap) == (10.0, 4.0, 1.0, 0.75)
@@ -25,31 +25,31 @@ def test_overlap_is_the_share_that_ends_before_the_backward_pass_does(plan):
     assert (row.overlap_low, row.overlap_high) == (0.75, 0.75)
 
 
-def test_one_bucket_hides_nothing(plan):
-    """It is ready when the backward pass is over."""
+def test_single_bucket_has_no_overlap(plan):
+    """It is ready at the end of the backward pass."""
     rank = times([10.0] * 3, [(4.0, 5.0)])
     assert build_row(plan, [rank, rank], 256, True, None).overlap == 0.0
 
 
-def test_reductions_side_by_side_count_once(plan):
+def test_concurrent_reductions_count_once(plan):
     rank = times([10.0] * 3, [(0.0, 3.0), (1.0, 2.0), (1.5, 4.0)])
     row = build_row(plan, [rank, rank], 256, True, None)
     assert (row.communication_s, row.exposed_s) == (4.0, 2.5)
 
 
 def test_waiting_for_a_late_rank_is_not_communication(plan):
-    """The early rank sends at 1, the late one at 3, both have the sum at 4: one second was needed."""
+    """The early rank sends at 1 s, the late one at 3 s, and both finish at 4 s: communication took 1 s."""
     early, late = times([10.0] * 3, [(1.0, 4.0)]), times([10.0] * 3, [(3.0, 4.0)])
     row = build_row(plan, [early, late], 256, True, None)
     assert (row.communication_s, row.exposed_s) == (1.0, 1.0)
 
 
-def test_the_slowest_rank_of_each_step_counts(plan):
+def test_step_time_is_that_of_the_slowest_rank(plan):
     quick, slow = times([1.0, 9.0, 1.0]), times([5.0, 1.0, 5.0])
     assert build_row(plan, [quick, slow], 256, True, None).step_s == 5.0
 
 
-def test_speed_up_and_efficiency_are_against_the_first_row(plan):
+def test_speedup_and_efficiency_are_relative_to_the_first_row(plan):
     alone = dataclasses.replace(
         plan, job=dataclasses.replace(plan.job, layout=dataclasses.replace(plan.job.layout, dp_replicate=1))
     )

@@ -1,4 +1,4 @@
-"""The plot of predicted against measured."""
+"""The scatter plot of predicted against measured values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from meshwright.report.scatter import Scatter, draw_scatter
 
 
 def axes_of(families):
+    """The axes of a scatter plot of these families."""
     (axes,) = draw_scatter(Scatter("a < b", "x", "y", families)).axes
     return axes
 
 
-def test_points_are_where_they_belong_on_equal_axes():
+def test_points_have_their_values_on_equal_axes():
     axes = axes_of({"one": [(1.0, 1.0), (100.0, 100.0), (1.0, 100.0)]})
     points = axes.collections[-1].get_offsets().tolist()
     assert points == [[1, 1], [100, 100], [1, 100]]
@@ -20,7 +21,7 @@ def test_points_are_where_they_belong_on_equal_axes():
     assert list(line.get_xdata()) == list(line.get_ydata()), "the line of equality"
 
 
-def test_names_are_escaped_and_families_have_markers_of_their_own():
+def test_names_are_escaped_and_families_have_distinct_markers():
     many = {f"family <{n}>": [(1.0, 2.0)] for n in range(len(COLORS) + 1)}
     figure = draw_scatter(Scatter("a < b", "x", "y", many))
     assert "family &lt;0&gt; (1)" in embedded_svg(figure, "a < b")
@@ -29,5 +30,5 @@ def test_names_are_escaped_and_families_have_markers_of_their_own():
     assert len(first.get_paths()[0]) != len(last.get_paths()[0]), "another marker"
 
 
-def test_no_families_are_an_empty_plot():
+def test_scatter_without_families_is_empty():
     assert len(axes_of({}).collections) == 1, "the band of 10%"

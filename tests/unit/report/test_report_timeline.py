@@ -1,4 +1,4 @@
-"""Timelines: measured bars look as simulated ones do, and two share one axis of time."""
+"""Timelines: measured and simulated bars look alike and share one time axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
 def spans_of(schedule: PipelineSchedule, seconds: float, began: float = 0.0):
-    """What a run of the schedule would have recorded, with passes of so many seconds."""
+    """The spans that a run of the schedule would record, with passes of this length."""
     walk = walk_schedule(schedule, StageTimes(seconds, seconds, seconds))
     return [
         [(a, began + start, began + end) for a, start, end in zip(row, starts, ends, strict=True)]
@@ -21,6 +21,7 @@ def spans_of(schedule: PipelineSchedule, seconds: float, began: float = 0.0):
 
 
 def simulated(schedule: PipelineSchedule, seconds: float = 1.0) -> Timeline:
+    """The timeline of a simulated schedule."""
     walk = walk_schedule(schedule, StageTimes(seconds, seconds, seconds))
     return build_timeline(schedule, walk, "simulated", "", unit="s")
 
@@ -32,19 +33,19 @@ def bars_of(axes) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_measured_bars_are_those_of_a_walk_with_the_same_times(name):
-    """Whenever the run began, and in whatever order the records come."""
+def test_measured_timeline_equals_the_simulated_one(name):
+    """The start time of the run and the order of the records have no influence."""
     schedule = build_schedule(name, 2, 4)
     spans = [list(reversed(row)) for row in spans_of(schedule, 1.0, began=1000.0)]
     assert measured_timeline(schedule, spans, "simulated", "") == simulated(schedule)
 
 
-def test_a_picture_has_a_bar_for_each_action_and_a_label_in_it():
+def test_timeline_has_a_labelled_bar_per_action():
     schedule = build_schedule("zbv", 2, 4)
     timeline = simulated(schedule)
     (axes,) = draw_timelines(timeline).axes
     assert len(bars_of(axes)) == timeline.bars == sum(map(len, schedule.ranks))
-    assert len(axes.texts) == timeline.bars + 1, "and the note"
+    assert len(axes.texts) == timeline.bars + 1, "one more text is the note"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         "forward",
         "backward",
@@ -52,7 +53,7 @@ def test_a_picture_has_a_bar_for_each_action_and_a_label_in_it():
     ]
 
 
-def test_a_measured_rank_without_records_is_an_empty_row():
+def test_rank_without_records_is_an_empty_row():
     schedule = build_schedule("1f1b", 2, 2)
     spans = [spans_of(schedule, 1.0)[0], []]
     measured = measured_timeline(schedule, spans, "measured", "")
@@ -62,8 +63,8 @@ def test_a_measured_rank_without_records_is_an_empty_row():
     assert measured_timeline(schedule, [[], []], "nothing", "").end == 0
 
 
-def test_two_timelines_share_the_axis_and_the_kinds():
-    """The lower run took twice as long: its bars are twice as wide, and it alone fills the width."""
+def test_two_timelines_share_time_axis_and_legend():
+    """The lower run takes twice as long, so its bars start at twice the time."""
     schedule = build_schedule("1f1b", 2, 2)
     lower = measured_timeline(schedule, spans_of(schedule, 2.0), "measured & drawn", "note")
     above, below = draw_timelines(simulated(schedule), lower).axes
@@ -77,7 +78,7 @@ def test_two_timelines_share_the_axis_and_the_kinds():
     assert below.get_legend() is None
 
 
-def test_text_has_a_cell_for_the_shortest_bar():
+def test_text_timeline_has_a_cell_for_the_shortest_bar():
     rows, missing = draw_rows(simulated(build_schedule("1f1b", 2, 2)), 200)
     assert missing == 0
     assert "".join(text for text, _, _ in rows[0]).split()[:4] == ["rank", "0", "F0", "F1"]

@@ -1,4 +1,4 @@
-"""Trackers: the curves are the events; one that fails, hangs or lags is switched off and the run goes on."""
+"""Trackers: curves equal the events; a tracker that fails, hangs or lags is disabled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVERS = ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI")
 
 
 class Recorder:
-    """A tracker that remembers, and does something when asked to log."""
+    """A tracker that records its calls and runs ``log`` in each one."""
 
     def __init__(self, log=lambda: None) -> None:
         self.calls: list[object] = []
@@ -45,11 +45,12 @@ class Recorder:
 
 
 def feed(tracker: GuardedTracker) -> None:
+    """Send all events to the tracker."""
     for event in EVENTS:
         tracker.feed(event)
 
 
-def test_figures_of_rank_0_become_curves():
+def test_scalars_are_those_of_rank_0():
     assert scalars_of(STEPS[0]) == {"loss/train": 5.0, "optimizer/lr": 0.1}
     assert scalars_of({**STEPS[0], "rank": 1}) == {}
     assert scalars_of({"event": "eval", "rank": 0, "step": 3, "loss": 3.5}) == {"loss/eval": 3.5}
@@ -57,7 +58,7 @@ def test_figures_of_rank_0_become_curves():
     assert scalars_of({"event": "ready", "rank": 0, "step": 0}) == {}
 
 
-def test_a_figure_without_a_name_of_its_own_has_a_curve_too():
+def test_unknown_numeric_field_becomes_a_scalar():
     event = {**STEPS[0], "skipped": True, "new_figure": 8.5, "note": "text", "tokens": 9, "step_s": 1.0}
     assert scalars_of(event) == {
         "loss/train": 5.0,
@@ -67,7 +68,7 @@ def test_a_figure_without_a_name_of_its_own_has_a_curve_too():
     }
 
 
-def test_all_calls_come_in_order_from_one_thread():
+def test_tracker_calls_are_ordered_and_from_one_thread():
     threads = set()
     recorder, warnings = Recorder(lambda: threads.add(threading.get_ident())), []
     tracker = GuardedTracker("T", recorder, warnings.append)
@@ -87,7 +88,7 @@ def test_all_calls_come_in_order_from_one_thread():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such host\nmore"), SystemExit(3)])
-def test_one_that_raises_is_switched_off_with_one_warning(error):
+def test_failing_tracker_is_disabled_with_one_warning(error):
     def fail() -> None:
         raise error
 
@@ -95,11 +96,11 @@ def test_one_that_raises_is_switched_off_with_one_warning(error):
     tracker = GuardedTracker("T", recorder, warnings.append)
     feed(tracker)
     tracker.close(ENDING)
-    assert len([call for call in recorder.calls if isinstance(call, tuple)]) == 1, "not asked again"
+    assert len([call for call in recorder.calls if isinstance(call, tuple)]) == 1, "not called again"
     assert warnings == [f"T failed: {str(error).splitlines()[0]}; disabled, training continues"]
 
 
-def test_one_that_hangs_delays_nothing_and_is_given_up():
+def test_hanging_tracker_is_disabled():
     release, warnings = threading.Event(), []
     tracker = GuardedTracker("T", Recorder(release.wait), warnings.append)
     feed(tracker)
@@ -108,7 +109,7 @@ def test_one_that_hangs_delays_nothing_and_is_given_up():
     assert warnings == ["T did not finish within 0 s; disabled, training continues"]
 
 
-def test_one_that_lags_too_far_behind_is_given_up(monkeypatch):
+def test_lagging_tracker_is_disabled(monkeypatch):
     monkeypatch.setattr(trackers, "QUEUE_LENGTH", 2)
     release, warnings = threading.Event(), []
     tracker = GuardedTracker("T", Recorder(release.wait), warnings.append)
@@ -119,13 +120,13 @@ def test_one_that_lags_too_far_behind_is_given_up(monkeypatch):
     assert warnings == ["T is 2 steps behind; disabled, training continues"]
 
 
-def test_a_job_becomes_dotted_keys():
+def test_flatten_gives_dotted_keys():
     assert flatten({"a": 1, "b": {"c": {"d": "x"}}}) == [("a", 1), ("b.c.d", "x")]
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """No server, no account."""
+def offline(monkeypatch):
+    """No tracking server and no account in the environment."""
     for name in SERVERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -133,6 +134,7 @@ def alone(monkeypatch):
 
 
 def run_tracker(name, tracker, page) -> list[str]:
+    """Feed all events to a tracker and close it; returns the warnings."""
     page.write_text("<html></html>")
     warnings: list[str] = []
     guarded = GuardedTracker(name, tracker, warnings.append)
@@ -142,8 +144,8 @@ def run_tracker(name, tracker, page) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_keeps_the_run_in_its_folder(plan, tmp_path, alone):
-    """Read back with MLflow's own client."""
+def test_mlflow_stores_the_run_in_its_folder(plan, tmp_path, offline):
+    """The test reads it with MLflow's client."""
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     assert run_tracker("MLflow", MlflowTracker("exp", plan.job, tmp_path), tmp_path / "report.html") == []
@@ -161,7 +163,7 @@ def test_mlflow_keeps_the_run_in_its_folder(plan, tmp_path, alone):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_writes_offline_into_the_folder(plan, tmp_path, alone):
+def test_wandb_writes_an_offline_run(plan, tmp_path, offline):
     pytest.importorskip("wandb")
     assert (
         run_tracker("W&B", WandbTracker("proj", plan.job, tmp_path, pytest.fail), tmp_path / "report.html")
@@ -177,7 +179,7 @@ def test_wandb_writes_offline_into_the_folder(plan, tmp_path, alone):
 
 
 class FakeRun:
-    """Remembers what W&B would have been told."""
+    """Records what W&B would receive."""
 
     def __init__(self, folder) -> None:
         self.dir, self.summary, self.logged, self.ended = str(folder), {}, [], None
@@ -199,31 +201,31 @@ class FakeRun:
         ({"WANDB_MODE": "disabled"}, True, ["disabled"]),
     ],
 )
-def test_wandb_is_offline_unless_asked_and_when_out_of_reach(
-    plan, tmp_path, alone, monkeypatch, environment, reached, modes
+def test_wandb_is_offline_without_a_key_or_server(
+    plan, tmp_path, offline, monkeypatch, environment, reached, modes
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    asked, run = [], FakeRun(tmp_path)
+    requested_modes, run = [], FakeRun(tmp_path)
     fake = types.ModuleType("wandb")
     fake.errors = types.SimpleNamespace(CommError=type("CommError", (Exception,), {}))
     fake.Settings = lambda **settings: settings
 
     def init(**settings):
-        asked.append(settings["mode"])
+        requested_modes.append(settings["mode"])
         if settings["mode"] == "online" and not reached:
             raise fake.errors.CommError("no such host")
         return run
 
     fake.init = init
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    said: list[str] = []
+    warnings: list[str] = []
     source = tmp_path / "elsewhere"
     source.mkdir()
-    tracker = WandbTracker("proj", plan.job, tmp_path, said.append)
+    tracker = WandbTracker("proj", plan.job, tmp_path, warnings.append)
     assert run_tracker("W&B", tracker, source / "report.html") == []
-    assert asked == modes
-    assert bool(said) is not reached
+    assert requested_modes == modes
+    assert bool(warnings) is not reached
     assert run.logged[0] == (1, {"loss/train": 5.0, "optimizer/lr": 0.1})
     assert run.logged[-1] == (3, {"loss/eval": 3.5})
     assert (run.ended, run.summary["eval_loss"], "losses" in run.summary) == (0, 3.5, False)

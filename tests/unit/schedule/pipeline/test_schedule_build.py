@@ -1,4 +1,4 @@
-"""Generated orders: proved for every size, with the textbook's bubbles and peaks."""
+"""Built schedules: proved for every size, with the published bubbles and peaks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
 def bubble_of(name: str, pp: int, micro_batches: int, virtual_stages: int | None = None) -> float:
+    """The bubble of a schedule with equal stage times and no transfers."""
     schedule = build_schedule(name, pp, micro_batches, virtual_stages)
     return walk_schedule(schedule, StageTimes()).bubble
 
@@ -33,7 +34,7 @@ def bubble_of(name: str, pp: int, micro_batches: int, virtual_stages: int | None
     rest=st.integers(0, 9),
     virtual_stages=st.integers(2, 4),
 )
-def test_every_generated_schedule_is_proved(name, pp, groups, rest, virtual_stages):
+def test_every_built_schedule_is_proved(name, pp, groups, rest, virtual_stages):
     interleaved = name == "interleaved"
     micro_batches = pp * groups if interleaved else groups + rest + (2 * pp if name == "dualpipe-v" else 0)
     schedule = build_schedule(name, pp, micro_batches, virtual_stages if interleaved else None)
@@ -42,19 +43,19 @@ def test_every_generated_schedule_is_proved(name, pp, groups, rest, virtual_stag
     assert proof.actions == schedule.stages * micro_batches * len(schedule.kinds())
 
 
-def test_naive_model_parallelism_on_four_stages_idles_three_quarters():
-    """One micro-batch: only one rank works at a time."""
+def test_one_micro_batch_on_four_stages_has_a_bubble_of_three_quarters():
+    """Only one rank works at a time."""
     assert bubble_of("gpipe", 4, 1) == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 2), (4, 8), (8, 64), (5, 3)])
-def test_bubble_of_gpipe_and_1f1b_is_the_textbooks(name, pp, micro_batches):
+def test_bubble_of_gpipe_and_1f1b_equals_the_formula(name, pp, micro_batches):
     assert bubble_of(name, pp, micro_batches) == pytest.approx((pp - 1) / (micro_batches + pp - 1))
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (8, 32)])
-def test_1f1b_holds_at_most_pp_micro_batches_where_gpipe_holds_all(pp, micro_batches):
+def test_1f1b_has_at_most_pp_micro_batches_in_flight(pp, micro_batches):
     one = prove_schedule(build_schedule("1f1b", pp, micro_batches))
     all_first = prove_schedule(build_schedule("gpipe", pp, micro_batches))
     assert one.peak_in_flight == tuple(min(micro_batches, pp - rank) for rank in range(pp))
@@ -62,84 +63,87 @@ def test_1f1b_holds_at_most_pp_micro_batches_where_gpipe_holds_all(pp, micro_bat
 
 
 @pytest.mark.parametrize("virtual_stages", [2, 3, 4])
-def test_interleaving_divides_the_bubble_over_the_work_by_the_stages_a_rank(virtual_stages):
-    """Of the same model: each of v stages takes 1/v of the time."""
+def test_interleaving_divides_the_bubble_by_the_virtual_stages(virtual_stages):
+    """The model is the same: each of v stages takes 1/v of the time."""
     plain = walk_schedule(build_schedule("1f1b", 4, 8), StageTimes())
     part = 1 / virtual_stages
     schedule = build_schedule("interleaved", 4, 8, virtual_stages)
-    cut = walk_schedule(schedule, StageTimes(part, part, part))
-    assert sum(cut.work_s) == pytest.approx(sum(plain.work_s))
-    assert cut.bubble_overhead == pytest.approx(plain.bubble_overhead / virtual_stages)
+    interleaved = walk_schedule(schedule, StageTimes(part, part, part))
+    assert sum(interleaved.work_s) == pytest.approx(sum(plain.work_s))
+    assert interleaved.bubble_overhead == pytest.approx(plain.bubble_overhead / virtual_stages)
 
 
-def test_interleaving_costs_activations():
-    """Rank 0 holds more than 1F1B's pp micro-batches, counted in whole ranks' activations."""
+def test_interleaving_has_more_activations_in_flight():
+    """Rank 0 has more than pp micro-batches in flight, counted in activations of a whole rank."""
     proof = prove_schedule(build_schedule("interleaved", 4, 8, 2))
     assert proof.peak_in_flight[0] / 2 > 4
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 8), (4, 16), (8, 64)])
-def test_zero_bubble_schedules_leave_a_third_and_next_to_nothing(pp, micro_batches):
-    """Equal F, B, W: ZB-H1 has a third of 1F1B's bubble, ZBV only the last rank's wait for its first work."""
+def test_bubbles_of_zb_h1_zbv_and_dualpipe_v(pp, micro_batches):
+    """With equal F, B and W, ZB-H1 has a third of 1F1B's bubble.
+
+    ZBV has only the wait of the last rank for its first input.
+    """
     plain = walk_schedule(build_schedule("1f1b", pp, micro_batches), StageTimes())
     h1 = walk_schedule(build_schedule("zb-h1", pp, micro_batches), StageTimes())
-    vee = walk_schedule(build_schedule("zbv", pp, micro_batches), StageTimes(0.5, 0.5, 0.5))
+    zbv = walk_schedule(build_schedule("zbv", pp, micro_batches), StageTimes(0.5, 0.5, 0.5))
     dual = walk_schedule(build_schedule("dualpipe-v", pp, micro_batches), StageTimes(0.5, 0.5, 0.5))
     assert h1.makespan_s - max(h1.work_s) == pytest.approx((plain.makespan_s - max(plain.work_s)) / 3)
-    assert vee.makespan_s - max(vee.work_s) == pytest.approx((pp - 1) * 0.5)
-    assert dual.makespan_s == pytest.approx(vee.makespan_s)
+    assert zbv.makespan_s - max(zbv.work_s) == pytest.approx((pp - 1) * 0.5)
+    assert dual.makespan_s == pytest.approx(zbv.makespan_s)
 
 
-def test_zero_bubble_is_close_to_none():
-    """With 64 micro-batches on 8 ranks, of a bubble of 10% of 1F1B not 2% are left."""
-    plain, vee, dual = (
+def test_zbv_and_dualpipe_v_have_a_bubble_below_2_percent():
+    """The size is 64 micro-batches on 8 ranks, where 1F1B has 10%."""
+    plain, zbv, dual = (
         walk_schedule(build_schedule(name, 8, 64), StageTimes()).bubble
         for name in ("1f1b", "zbv", "dualpipe-v")
     )
     assert plain == pytest.approx(7 / 71)
-    assert max(vee, dual) < 0.02
+    assert max(zbv, dual) < 0.02
 
 
-def test_dualpipe_v_holds_half_a_micro_batch_more_than_rank_0_of_1f1b():
+def test_dualpipe_v_peak_is_half_a_micro_batch_above_1f1b():
     proof = prove_schedule(build_schedule("dualpipe-v", 6, 24))
     assert [peak / 2 for peak in proof.peak_in_flight] == [6.5] * 6
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zbv"])
-def test_zero_bubble_holds_no_more_than_rank_0_of_1f1b(name):
+def test_zero_bubble_peak_equals_rank_0_of_1f1b(name):
     proof = prove_schedule(build_schedule(name, 6, 24))
     per_rank = 2 if name == "zbv" else 1
     assert max(proof.peak_in_flight) / per_rank == 6
 
 
-def test_order_of_1f1b_on_the_middle_rank():
+def test_1f1b_order_on_the_middle_rank():
     row = build_schedule("1f1b", 3, 4).ranks[1]
     assert " ".join(f"{a.kind}{a.micro_batch}" for a in row) == "F0 F1 B0 F2 B1 F3 B2 B3"
 
 
-def test_interleaved_goes_round_the_ranks_in_groups_of_pp():
+def test_interleaved_runs_groups_of_pp_micro_batches_per_stage():
     row = build_schedule("interleaved", 2, 4, 2).ranks[0]
     forwards = [(a.stage, a.micro_batch) for a in row if a.kind is Kind.FORWARD]
     assert forwards == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
 
 
-def test_stages_of_a_vee_come_back_to_rank_0():
+def test_v_schedule_has_first_and_last_stage_on_rank_0():
     assert v_shaped_ranks(3) == (0, 1, 2, 2, 1, 0)
     assert loop_ranks(3, 2) == (0, 1, 2, 0, 1, 2)
-    vee = build_schedule("zbv", 3, 6)
-    assert (vee.pp, vee.stages, vee.virtual_stages) == (3, 6, 2)
-    assert (vee.stages_of(0), vee.stages_of(2)) == ((0, 5), (2, 3))
-    assert [vee.rank_of(stage) for stage in range(6)] == list(v_shaped_ranks(3))
+    zbv = build_schedule("zbv", 3, 6)
+    assert (zbv.pp, zbv.stages, zbv.virtual_stages) == (3, 6, 2)
+    assert (zbv.stages_of(0), zbv.stages_of(2)) == ((0, 5), (2, 3))
+    assert [zbv.rank_of(stage) for stage in range(6)] == list(v_shaped_ranks(3))
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_a_result_that_another_stage_needs_names_the_action_that_needs_it(name):
+def test_consumer_of_is_the_inverse_of_producer_of(name):
     """Producer and consumer are the same pairs, read from either end."""
     schedule = build_schedule(name, 3, 6)
     pairs = {(producer_of(a, schedule.stages), a) for row in schedule.ranks for a in row}
-    travels = {(p, a) for p, a in pairs if p is not None and p.stage != a.stage}
+    sent = {(p, a) for p, a in pairs if p is not None and p.stage != a.stage}
     mirrored = {(a, consumer_of(a, schedule.stages)) for row in schedule.ranks for a in row}
-    assert {pair for pair in mirrored if pair[1] is not None} == travels
+    assert {pair for pair in mirrored if pair[1] is not None} == sent
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_a_result_that_another_stage_needs_names_the_action_that_needs_it(name):
         (("gpipe", 1000, MAX_ACTIONS), "schedule-size", "Use 2000 or fewer"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_those_that_do(arguments, code, says):
+def test_invalid_sizes_are_refused_with_valid_ones(arguments, code, says):
     with pytest.raises(UserError) as refused:
         build_schedule(*arguments)
     (problem,) = refused.value.problems
@@ -166,5 +170,5 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do(arguments, code, s
     assert says in str(problem)
 
 
-def test_an_action_reads_as_words():
+def test_action_as_a_string():
     assert str(Action(Kind.BACKWARD, 3, 7)) == "B(stage 3, micro-batch 7)"

@@ -1,4 +1,4 @@
-"""Our orders beside torch's own of the same name."""
+"""Built schedules equal those of torch with the same name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.schedule.pipeline.actions import Action, Kind
 from meshwright.schedule.pipeline.build import build_schedule
 
 OURS = {"F": (Kind.FORWARD,), "B": (Kind.BACKWARD, Kind.WEIGHT), "I": (Kind.BACKWARD,), "W": (Kind.WEIGHT,)}
-"""Torch's letters of a split schedule, where B is the whole backward pass."""
+"""Torch's letters of a split schedule: B is the full backward, I the input gradient."""
 
 
-def in_our_words(ops, split: bool) -> tuple[tuple[Action, ...], ...]:
-    """Torch's actions one by one: both of those that it runs at once, and both parts of a whole backward."""
+def convert_actions(ops, split: bool) -> tuple[tuple[Action, ...], ...]:
+    """Convert torch's actions. Overlapped pairs and full backwards become separate actions."""
     rows = []
     for row in ops:
         single = [part for op in row if op is not None for part in op.sub_actions or (op,)]
@@ -30,6 +30,6 @@ def in_our_words(ops, split: bool) -> tuple[tuple[Action, ...], ...]:
     ("name", "torchs"), [("interleaved", "Interleaved1F1B"), ("dualpipe-v", "DualPipeV")]
 )
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (3, 9), (4, 8), (5, 20), (8, 16)])
-def test_published_orders_are_torchs_action_by_action(name, torchs, pp, micro_batches):
+def test_built_schedule_equals_torchs_action_by_action(name, torchs, pp, micro_batches):
     ours = build_schedule(name, pp, micro_batches)
-    assert ours.ranks == in_our_words(get_schedule_ops(torchs, pp, micro_batches), ours.split_backward)
+    assert ours.ranks == convert_actions(get_schedule_ops(torchs, pp, micro_batches), ours.split_backward)

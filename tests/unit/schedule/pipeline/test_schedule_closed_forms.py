@@ -1,4 +1,4 @@
-"""Closed forms against the walk: time within 0.5% and peaks equal, over a wide grid."""
+"""Closed forms against the simulation: times within 0.5% and equal peaks over many sizes."""
 
 from __future__ import annotations
 
@@ -24,56 +24,58 @@ WIDE = [(1, 4), (2, 2), (2, 16), (3, 9), (4, 8), (4, 32), (5, 20), (8, 16), (8, 
 FEW = [(4, 1), (4, 2), (6, 6), (8, 4), (8, 12)]
 
 
-def walked(name, pp, m, v, times, transfer=0.0, overlap=True) -> float:
+def simulated_s(name, pp, m, v, times, transfer=0.0, overlap=True) -> float:
+    """The makespan of the simulated schedule."""
     return walk_schedule(build_schedule(name, pp, m, v), StageTimes(*times), transfer, overlap).makespan_s
 
 
 def stages_of(name: str) -> list[int]:
+    """The virtual stages that the schedule is tested with."""
     return {"interleaved": [2, 3], "zbv": [2], "dualpipe-v": [2]}.get(name, [1])
 
 
-def fitting(name: str, pp: int, m: int) -> int:
-    """As many micro-batches, or a few more, that the schedule takes."""
+def valid_micro_batches(name: str, pp: int, m: int) -> int:
+    """The smallest number of micro-batches that is at least ``m`` and valid for the schedule."""
     return {"interleaved": -(-m // pp) * pp, "dualpipe-v": max(m, 2 * pp)}.get(name, m)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("pp", "m"), WIDE)
-def test_time_without_transfers_is_the_walks(name, pp, m):
-    m = fitting(name, pp, m)
+def test_time_without_transfers_equals_the_simulation(name, pp, m):
+    m = valid_micro_batches(name, pp, m)
     for v in stages_of(name):
         for times in TIMES:
-            expected = walked(name, pp, m, v, times)
+            expected = simulated_s(name, pp, m, v, times)
             assert float(pipeline_time(name, pp, v, m, *times)) == pytest.approx(expected, rel=0.005), times
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize(("pp", "m"), FEW)
-def test_time_with_few_micro_batches_is_the_walks(name, pp, m):
+def test_time_with_few_micro_batches_equals_the_simulation(name, pp, m):
     for times in TIMES:
         assert float(pipeline_time(name, pp, 1, m, *times)) == pytest.approx(
-            walked(name, pp, m, 1, times), rel=0.005
+            simulated_s(name, pp, m, 1, times), rel=0.005
         )
 
 
 @pytest.mark.parametrize(("pp", "m"), FEW)
-def test_time_of_zbv_with_fewer_than_two_pp_micro_batches_is_near(pp, m):
-    """Its steady state is not reached there; the form is then held to 3%."""
+def test_time_of_zbv_with_few_micro_batches_is_within_3_percent(pp, m):
+    """ZBV does not reach its steady state with fewer than 2 pp micro-batches."""
     for times in TIMES:
         assert float(pipeline_time("zbv", pp, 2, m, *times)) == pytest.approx(
-            walked("zbv", pp, m, 2, times), rel=0.03
+            simulated_s("zbv", pp, m, 2, times), rel=0.03
         )
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize(("pp", "m"), [*WIDE, (6, 13), (7, 30), (3, 2)])
-def test_time_with_transfers_is_the_walks(name, pp, m, overlap):
+def test_time_with_transfers_equals_the_simulation(name, pp, m, overlap):
     m = m if name != "interleaved" else -(-m // pp) * pp
     for v in stages_of(name):
         for times in TIMES:
             for transfer in (0.01, 0.1, 0.5):
-                expected = walked(name, pp, m, v, times, transfer, overlap)
+                expected = simulated_s(name, pp, m, v, times, transfer, overlap)
                 form = float(pipeline_time(name, pp, v, m, *times, transfer, overlap))
                 assert form == pytest.approx(expected, rel=0.005), (v, times, transfer)
 
@@ -81,22 +83,22 @@ def test_time_with_transfers_is_the_walks(name, pp, m, overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe-v"])
 @pytest.mark.parametrize(("pp", "m"), [(2, 8), (4, 16), (8, 16), (8, 64)])
-def test_time_of_split_schedules_with_transfers_is_near(name, pp, m, overlap):
-    """From two micro-batches a rank on, for transfers up to a quarter of W: within 2%."""
+def test_time_of_split_backward_with_transfers_is_within_2_percent(name, pp, m, overlap):
+    """This holds from two micro-batches per rank and for transfers up to a quarter of W."""
     for times in TIMES:
         for transfer in (0.01, 0.05, 0.15):
-            expected = walked(name, pp, m, None, times, transfer, overlap)
+            expected = simulated_s(name, pp, m, None, times, transfer, overlap)
             form = float(pipeline_time(name, pp, 2, m, *times, transfer, overlap))
             assert form == pytest.approx(expected, rel=0.02), (times, transfer)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-h1", "zbv", "dualpipe-v"])
 @pytest.mark.parametrize(("pp", "m"), [(2, 8), (4, 16), (8, 32)])
-def test_time_with_transfers_longer_than_a_pass_is_near(name, pp, m):
-    """No layout to choose, but one that must not look good: within 5% with overlap."""
+def test_time_with_very_long_transfers_is_within_5_percent(name, pp, m):
+    """Such a layout must not look good to the search."""
     for times in TIMES:
         for transfer in (1.0, 2.0, 4.0):
-            expected = walked(name, pp, m, None, times, transfer)
+            expected = simulated_s(name, pp, m, None, times, transfer)
             form = float(pipeline_time(name, pp, 2, m, *times, transfer))
             assert form == pytest.approx(expected, rel=0.05), (times, transfer)
 
@@ -109,18 +111,18 @@ def test_time_with_transfers_longer_than_a_pass_is_near(name, pp, m):
     rest=st.integers(0, 8),
     times=st.tuples(*[st.floats(0.2, 3.0)] * 3),
 )
-def test_time_of_any_size_and_times_is_the_walks(name, pp, groups, rest, times):
-    m = fitting(name, pp, groups * pp + rest)
+def test_time_of_random_sizes_equals_the_simulation(name, pp, groups, rest, times):
+    m = valid_micro_batches(name, pp, groups * pp + rest)
     v = stages_of(name)[0]
     assert float(pipeline_time(name, pp, v, m, *times)) == pytest.approx(
-        walked(name, pp, m, v, times), rel=0.005
+        simulated_s(name, pp, m, v, times), rel=0.005
     )
 
 
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(NAMES), pp=st.integers(1, 9), groups=st.integers(1, 4), v=st.integers(2, 4))
-def test_peaks_are_the_provers(name, pp, groups, v):
-    m = fitting(name, pp, groups * 3)
+def test_in_flight_peak_equals_the_proof(name, pp, groups, v):
+    m = valid_micro_batches(name, pp, groups * 3)
     stages = v if name == "interleaved" else stages_of(name)[0]
     proof = prove_schedule(build_schedule(name, pp, m, stages))
     assert tuple(peak_in_flight(name, np.arange(pp), pp, stages, m)) == proof.peak_in_flight
@@ -139,26 +141,26 @@ def test_arrays_of_schedules_and_sizes_broadcast():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "dualpipe-v"])
-def test_only_interleaved_reads_the_stages_a_rank(name):
-    """So that one array of layouts may carry a number for all of them."""
+def test_only_interleaved_depends_on_virtual_stages(name):
+    """One array of layouts can therefore have a value for all schedules."""
     one, three = (pipeline_time(name, 4, v, 8, 1, 1, 1, slowest_s=7.0) for v in (1, 3))
     assert one == three
     assert pipeline_bubble(name, 4, 1, 8) == pipeline_bubble(name, 4, 3, 8)
 
 
-def test_a_number_gives_a_number():
+def test_scalar_arguments_give_a_scalar():
     assert pipeline_time("1f1b", 4, 1, 8, 1, 1, 1).shape == ()
     assert float(pipeline_time("1f1b", 4, 1, 8, 1, 1, 1)) == 33
 
 
-def test_a_schedule_without_a_form_is_refused():
+def test_unknown_schedule_raises():
     with pytest.raises(ValueError, match="no closed form for dapple"):
         encode("dapple")
     with pytest.raises(ValueError, match="not in 0 to 5"):
         pipeline_time(np.array([0, 6]), 4, 1, 8, 1, 1, 1)
 
 
-def test_bubbles_are_the_textbooks():
+def test_bubbles_equal_the_published_formulas():
     assert float(pipeline_bubble("gpipe", 4, 1, 1)) == pytest.approx(0.75)
     assert float(pipeline_bubble("1f1b", 4, 1, 8)) == pytest.approx(3 / 11)
     assert float(pipeline_bubble("interleaved", 4, 2, 8)) == pytest.approx(3 / 19)
@@ -167,8 +169,11 @@ def test_bubbles_are_the_textbooks():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"])
 @pytest.mark.parametrize("slow", [0, -1])
-def test_a_slower_first_or_last_stage_sets_the_pace(name, slow):
-    """Twice the work in one stage, 8 micro-batches a rank: within 5%; exact for 1F1B if it is the last."""
+def test_slow_first_or_last_stage_determines_the_time(name, slow):
+    """One stage has twice the work and each rank 8 micro-batches.
+
+    The error is at most 5%; a slow last stage of 1F1B is exact.
+    """
     schedule = build_schedule(name, 4, 32)
     each = np.ones(schedule.stages)
     each[slow] = 2

@@ -1,4 +1,4 @@
-"""The order of an evaluation: proved wherever the stages are, as fast as the pipeline can be."""
+"""The forward-only order of an evaluation: proved for any placement of stages, with the shortest time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 @settings(max_examples=60, deadline=None)
 @given(homes=st.lists(st.integers(0, 3), min_size=1, max_size=8), micro_batches=st.integers(1, 9))
-def test_forward_passes_are_proved_wherever_the_stages_are(homes, micro_batches):
+def test_forward_order_is_proved_for_any_stage_placement(homes, micro_batches):
     names = sorted(set(homes))
     schedule = PipelineSchedule("any", 1, tuple(names.index(home) for home in homes), (), False)
     order = order_forward(schedule, micro_batches)
@@ -25,11 +25,11 @@ def test_forward_passes_are_proved_wherever_the_stages_are(homes, micro_batches)
     assert proof.violations == ()
     assert proof.actions == len(homes) * micro_batches
     assert {a.kind for row in order.ranks for a in row} == {Kind.FORWARD}
-    assert set(proof.peak_in_flight) == {1}, "nothing is kept for a backward pass"
+    assert set(proof.peak_in_flight) == {1}, "activations are not kept for a backward pass"
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_an_evaluation_keeps_the_homes_of_the_stages(name):
+def test_forward_order_keeps_the_ranks_of_the_stages(name):
     schedule = build_schedule(name, 4, 8)
     order = order_forward(schedule, 3)
     assert order.stage_ranks == schedule.stage_ranks
@@ -38,13 +38,13 @@ def test_an_evaluation_keeps_the_homes_of_the_stages(name):
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 3), (4, 1), (4, 8), (8, 3)])
-def test_forward_passes_fill_the_pipeline_once(pp, micro_batches):
-    """The last micro-batch starts after all others on the first stage and goes through all of them."""
+def test_forward_time_is_micro_batches_plus_pp_minus_1(pp, micro_batches):
+    """The last micro-batch starts after all others and then passes all stages."""
     walk = walk_schedule(order_forward(build_schedule("1f1b", pp, micro_batches)), StageTimes())
     assert walk.makespan_s == micro_batches + pp - 1
 
 
-def test_a_forward_pass_that_is_missing_or_a_backward_pass_that_is_there_is_named():
+def test_missing_forward_and_stray_backward_are_reported():
     order = order_forward(build_schedule("1f1b", 2, 2))
     short = replace(order, ranks=(order.ranks[0], order.ranks[1][:-1]))
     (missing,) = prove_schedule(short).violations

@@ -1,4 +1,4 @@
-"""What is in flight on a pp rank, held to a walk through its actions one by one."""
+"""In-flight activations of a pp rank against a count through its actions."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SIZES = [
 OWN = """0F0,1F0,0F1,3F0,1F1,3B0,3F1,1B0,3B1,0B0,1B1,0B1
 2F0,2F1,2B0,2B1
 """
-"""Stages 0, 1 and 3 on one rank; written by hand."""
+"""A schedule file with stages 0, 1 and 3 on one rank."""
 
 
 def read_state(passes: str, micro_batches: int, split: bool) -> StageState:
-    """The state of a stage after some passes: a string of F, B and W."""
+    """The state of a stage after some passes, given as a string of F, B and W."""
     whole = "W" if split else "B"
     grads = WeightGrads.NONE
     if "B" in passes:
@@ -52,7 +52,7 @@ def read_state(passes: str, micro_batches: int, split: bool) -> StageState:
 
 
 def walk(schedule: PipelineSchedule, rank: int) -> list[tuple[object, ...]]:
-    """Every action of a rank with what is alive when it runs."""
+    """Every action of a rank with the live tensors at its start."""
     row, stages = schedule.ranks[rank], schedule.stages_of(rank)
     releases, needed = find_releases(schedule, rank), list_needed(schedule, rank)
     receives = [at for at, a in enumerate(row) if producer_of(a, schedule.stages) in needed]
@@ -84,6 +84,7 @@ def walk(schedule: PipelineSchedule, rank: int) -> list[tuple[object, ...]]:
 
 
 def check(schedule: PipelineSchedule) -> None:
+    """Compare the table of every rank with the count."""
     for rank, found in enumerate(count_in_flight(schedule)):
         first: dict[str, tuple[object, ...]] = {}
         for held, counts, micro_batch in walk(schedule, rank):
@@ -99,18 +100,18 @@ def check(schedule: PipelineSchedule) -> None:
 
 
 @pytest.mark.parametrize(("name", "pp", "micro_batches", "stages"), SIZES)
-def test_the_table_has_each_row_of_a_walk_once_with_its_first_action(name, pp, micro_batches, stages):
+def test_table_has_each_distinct_state_once(name, pp, micro_batches, stages):
     check(build_schedule(name, pp, micro_batches, stages))
 
 
-def test_a_rank_may_hold_any_stages(tmp_path):
+def test_any_stages_on_a_rank_are_counted(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text(OWN, encoding="utf-8")
     check(load_schedule(path))
 
 
-def test_a_long_schedule_has_few_rows():
-    """Twice the micro-batches repeat the steady state and add no row."""
+def test_more_micro_batches_add_no_rows():
+    """Twice the micro-batches repeat the steady state."""
     short, long = (count_in_flight(build_schedule("zbv", 4, count, 2)) for count in (40, 80))
     assert [len(rank.state) for rank in short] == [len(rank.state) for rank in long]
 
@@ -128,8 +129,11 @@ def test_a_long_schedule_has_few_rows():
         ("dualpipe-v", 2),
     ],
 )
-def test_a_long_step_has_the_rows_of_one_that_repeats_its_steady_state_less_often(name, stages, pp):
-    """What is alive does not grow with a step's micro-batches, except with GPipe, which is counted whole."""
+def test_long_step_has_the_rows_of_a_shorter_one(name, stages, pp):
+    """Live tensors do not grow with the micro-batches of a step.
+
+    GPipe is an exception and counted in full.
+    """
     rounds = [7 * pp, 13 * pp] if name == "interleaved" else [7 * pp, 7 * pp + 1, 9 * pp - 1, 13 * pp]
     for micro_batches in rounds:
         fewer = steady_state_from(name, pp, micro_batches)

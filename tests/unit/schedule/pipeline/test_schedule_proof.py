@@ -1,4 +1,4 @@
-"""The prover names what is planted: missing, doubled, stray and early actions, and deadlocks."""
+"""The proof reports missing, repeated, stray and early actions, and deadlocks."""
 
 from __future__ import annotations
 
@@ -18,41 +18,45 @@ from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
 def with_row(schedule: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:
+    """The schedule with another row of actions for a rank."""
     rows = list(schedule.ranks)
     rows[rank] = tuple(row)
     return replace(schedule, ranks=tuple(rows))
 
 
-def found(schedule: PipelineSchedule) -> dict[ViolationKind, list[tuple[int, Action]]]:
+def violations_of(schedule: PipelineSchedule) -> dict[ViolationKind, list[tuple[int, Action]]]:
+    """The violations of a schedule by kind."""
     named: dict[ViolationKind, list[tuple[int, Action]]] = {}
     for violation in prove_schedule(schedule).violations:
         named.setdefault(violation.kind, []).append((violation.rank, violation.action))
     return named
 
 
-def test_a_missing_action_is_named_with_the_ranks_that_wait_for_it():
+def test_missing_action_is_reported_with_the_waiting_ranks():
     good = build_schedule("1f1b", 3, 4)
     gone = Action(Kind.FORWARD, 1, 2)
     broken = with_row(good, 1, [a for a in good.ranks[1] if a != gone])
-    named = found(broken)
+    named = violations_of(broken)
     assert named[ViolationKind.MISSING] == [(1, gone)]
     assert (2, Action(Kind.FORWARD, 2, 2)) in named[ViolationKind.DEADLOCK]
     says = [v.message for v in prove_schedule(broken).violations if v.rank == 2]
     assert says == ["waits for F(stage 1, micro-batch 2), which no rank runs"]
 
 
-def test_a_missing_weight_gradient_blocks_nobody_and_is_still_named():
+def test_missing_weight_gradient_is_reported_without_a_deadlock():
     good = build_schedule("zb-h1", 3, 4)
     gone = Action(Kind.WEIGHT, 2, 3)
-    assert found(with_row(good, 2, [a for a in good.ranks[2] if a != gone])) == {
+    assert violations_of(with_row(good, 2, [a for a in good.ranks[2] if a != gone])) == {
         ViolationKind.MISSING: [(2, gone)]
     }
 
 
-def test_a_doubled_action_is_named_once():
+def test_repeated_action_is_reported_once():
     good = build_schedule("1f1b", 2, 3)
     twice = Action(Kind.BACKWARD, 0, 1)
-    assert found(with_row(good, 0, [*good.ranks[0], twice, twice])) == {ViolationKind.DOUBLED: [(0, twice)]}
+    assert violations_of(with_row(good, 0, [*good.ranks[0], twice, twice])) == {
+        ViolationKind.DOUBLED: [(0, twice)]
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,64 +69,64 @@ def test_a_doubled_action_is_named_once():
     ],
 )
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_an_action_that_does_not_belong_is_named(name, action):
+def test_stray_action_is_reported(name, action):
     good = build_schedule(name, 2, 3)
     if name == "zbv" and action.kind is Kind.WEIGHT:
         action = Action(Kind.WEIGHT, 0, 3)
-    named = found(with_row(good, 0, [*good.ranks[0], action]))
+    named = violations_of(with_row(good, 0, [*good.ranks[0], action]))
     assert named[ViolationKind.STRAY] == [(0, action)]
 
 
-def test_an_action_on_the_wrong_rank_is_named():
+def test_action_on_the_wrong_rank_is_reported():
     good = build_schedule("gpipe", 2, 1)
     moved = Action(Kind.BACKWARD, 0, 0)
     broken = with_row(with_row(good, 0, [Action(Kind.FORWARD, 0, 0)]), 1, [*good.ranks[1], moved])
-    assert found(broken)[ViolationKind.STRAY] == [(1, moved)]
+    assert violations_of(broken)[ViolationKind.STRAY] == [(1, moved)]
 
 
-def test_a_backward_pass_before_its_own_forward_pass_is_an_order_that_cannot_run():
+def test_backward_before_its_forward_is_an_order_violation():
     good = build_schedule("1f1b", 2, 2)
     row = list(good.ranks[1])
     row[0], row[1] = row[1], row[0]
-    named = found(with_row(good, 1, row))
+    named = violations_of(with_row(good, 1, row))
     assert named[ViolationKind.ORDER] == [(1, Action(Kind.BACKWARD, 1, 0))]
 
 
-def test_a_weight_gradient_before_its_backward_pass_is_an_order_that_cannot_run():
+def test_weight_gradient_before_its_backward_is_an_order_violation():
     good = build_schedule("zb-h1", 1, 1)
     forward, backward, weight = good.ranks[0]
-    assert found(with_row(good, 0, [forward, weight, backward]))[ViolationKind.ORDER] == [(0, weight)]
+    assert violations_of(with_row(good, 0, [forward, weight, backward]))[ViolationKind.ORDER] == [(0, weight)]
 
 
-def test_ranks_that_wait_for_each_other_are_a_deadlock_of_both():
-    """Each row is fine alone: rank 0 wants micro-batch 0 back first, rank 1 works on micro-batch 1 first."""
+def test_ranks_that_wait_for_each_other_are_a_deadlock():
+    """Each row alone is valid. Rank 0 waits for micro-batch 0, rank 1 runs micro-batch 1 first."""
     f, b = Kind.FORWARD, Kind.BACKWARD
     good = build_schedule("1f1b", 2, 2)
     upper = [Action(f, 0, 0), Action(b, 0, 0), Action(f, 0, 1), Action(b, 0, 1)]
     lower = [Action(f, 1, 1), Action(b, 1, 1), Action(f, 1, 0), Action(b, 1, 0)]
     broken = with_row(with_row(good, 0, upper), 1, lower)
     proof = prove_schedule(broken)
-    assert found(broken) == {ViolationKind.DEADLOCK: [(0, Action(b, 0, 0)), (1, Action(f, 1, 1))]}
+    assert violations_of(broken) == {ViolationKind.DEADLOCK: [(0, Action(b, 0, 0)), (1, Action(f, 1, 1))]}
     assert str(proof.violations[0]) == (
         "rank 0, B(stage 0, micro-batch 0): waits for B(stage 1, micro-batch 0), which rank 1 does not "
         "reach: it is blocked at F(stage 1, micro-batch 1)"
     )
 
 
-def test_a_rank_without_a_row_is_missing_throughout():
+def test_rank_without_actions_is_reported():
     good = build_schedule("1f1b", 2, 1)
-    named = found(replace(good, ranks=good.ranks[:1]))
+    named = violations_of(replace(good, ranks=good.ranks[:1]))
     assert {rank for rank, _ in named[ViolationKind.MISSING]} == {1}
     assert named[ViolationKind.DEADLOCK] == [(0, Action(Kind.BACKWARD, 0, 0))]
 
 
-def test_the_walk_refuses_what_is_not_proved():
+def test_simulating_an_unproved_schedule_raises():
     good = build_schedule("1f1b", 2, 2)
     with pytest.raises(ValueError, match="prove the schedule first"):
         walk_schedule(with_row(good, 1, list(reversed(good.ranks[1]))), StageTimes())
 
 
-def test_a_schedule_that_is_wrong_throughout_has_a_short_list():
+def test_violations_are_limited():
     good = build_schedule("gpipe", 2, 100)
     violations = prove_schedule(replace(good, ranks=((), ()))).violations
     assert len(violations) == MAX_VIOLATIONS
@@ -130,18 +134,18 @@ def test_a_schedule_that_is_wrong_throughout_has_a_short_list():
 
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(BUILT), pp=st.integers(2, 5), data=st.data())
-def test_any_one_action_taken_away_is_missed(name, pp, data):
+def test_any_removed_action_is_reported_as_missing(name, pp, data):
     good = build_schedule(name, pp, 2 * pp)
     rank = data.draw(st.integers(0, pp - 1))
     row = list(good.ranks[rank])
     gone = row.pop(data.draw(st.integers(0, len(row) - 1)))
-    assert found(with_row(good, rank, row))[ViolationKind.MISSING] == [(rank, gone)]
+    assert violations_of(with_row(good, rank, row))[ViolationKind.MISSING] == [(rank, gone)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(BUILT), pp=st.integers(1, 5), data=st.data())
-def test_a_rank_that_needs_its_own_later_result_is_found_whatever_the_order(name, pp, data):
-    """Rows shuffled at random: proved exactly if the walk comes to its end."""
+def test_shuffled_row_is_proved_if_it_can_be_simulated(name, pp, data):
+    """The proof of a randomly shuffled row agrees with the simulation."""
     good = build_schedule(name, pp, 2 * pp)
     rank = data.draw(st.integers(0, pp - 1))
     broken = with_row(good, rank, data.draw(st.permutations(good.ranks[rank])))
@@ -155,7 +159,7 @@ def test_a_rank_that_needs_its_own_later_result_is_found_whatever_the_order(name
     assert walked == proof.proved or (walked and weights_late and broken.split_backward)
 
 
-def test_peaks_are_counted_by_rank_and_by_stage():
+def test_in_flight_peaks_are_counted_by_rank_and_stage():
     proof = prove_schedule(build_schedule("interleaved", 2, 2, 2))
     assert proof.peak_in_flight == (4, 3)
     assert len(proof.peak_by_stage) == 4
@@ -163,9 +167,9 @@ def test_peaks_are_counted_by_rank_and_by_stage():
 
 
 def can_run(schedule: PipelineSchedule) -> bool:
-    """The same question asked of a graph: each action once and at home, and no circle of what must be before.
+    """Whether each action occurs once on its rank and the dependency graph has no cycle.
 
-    Nothing of the prover is used: dependencies are written out again.
+    This uses nothing of the proof: the dependencies are written again.
     """
     kinds, last = schedule.kinds(), schedule.stages - 1
     wanted = Counter(
@@ -199,8 +203,8 @@ def can_run(schedule: PipelineSchedule) -> bool:
 @pytest.mark.parametrize("mutation", ["swap", "drop", "double", "move", "exchange"])
 @settings(max_examples=40, deadline=None)
 @given(name=st.sampled_from(BUILT), pp=st.integers(2, 4), data=st.data())
-def test_a_mutated_schedule_is_proved_exactly_if_it_can_run(mutation, name, pp, data):
-    """Swapped within a rank, left out, done twice, moved to another rank, exchanged between two."""
+def test_mutated_schedule_is_proved_if_and_only_if_it_can_run(mutation, name, pp, data):
+    """Actions are swapped, removed, repeated, moved to another rank or exchanged between ranks."""
     good = build_schedule(name, pp, 2 * pp)
     assert can_run(good)
     rows = [list(row) for row in good.ranks]
@@ -223,8 +227,8 @@ def test_a_mutated_schedule_is_proved_exactly_if_it_can_run(mutation, name, pp, 
     assert prove_schedule(mutated).proved == can_run(mutated)
 
 
-def test_mutations_leave_schedules_of_both_sorts():
-    """Else the test above would compare nothing: of all swaps of neighbours some can run and some cannot."""
+def test_mutations_give_valid_and_invalid_schedules():
+    """Swapping neighbouring actions gives both kinds, so the test above can fail in both directions."""
     good = build_schedule("zbv", 3, 6)
     verdicts = Counter()
     for rank, row in enumerate(good.ranks):

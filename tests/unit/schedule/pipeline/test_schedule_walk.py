@@ -1,4 +1,4 @@
-"""The walk: times of small schedules worked out by hand, uneven stages, transfers, and what idles."""
+"""The simulation: times of small schedules by hand, uneven stages, transfers and idle time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
 def test_two_ranks_and_two_micro_batches_by_hand():
-    """F takes 1, B takes 2. Rank 0: F0 F1, waits, B0 B1. Rank 1: F0 B0 F1 B1."""
+    """F takes 1 and B takes 2. Rank 0 runs F0 F1, waits, then B0 B1. Rank 1 runs F0 B0 F1 B1."""
     walk = walk_schedule(build_schedule("1f1b", 2, 2), StageTimes(1.0, 1.5, 0.5))
     assert walk.start_s == ((0, 1, 4, 7), (1, 2, 4, 5))
     assert walk.end_s == ((1, 2, 6, 9), (2, 4, 5, 7))
@@ -24,7 +24,7 @@ def test_two_ranks_and_two_micro_batches_by_hand():
     assert walk.bubble_overhead == pytest.approx(1 / 2)
 
 
-def test_a_transfer_delays_the_receiver_and_with_blocking_the_sender_too():
+def test_transfer_delays_the_receiver_and_without_overlap_the_sender():
     schedule = build_schedule("gpipe", 2, 2)
     free = walk_schedule(schedule, StageTimes(1.0, 1.0, 0.0), 0.25)
     blocked = walk_schedule(schedule, StageTimes(1.0, 1.0, 0.0), 0.25, overlap=False)
@@ -34,21 +34,21 @@ def test_a_transfer_delays_the_receiver_and_with_blocking_the_sender_too():
     assert blocked.makespan_s == free.makespan_s + 0.5
 
 
-def test_nothing_is_sent_where_the_next_stage_is_on_the_same_rank():
-    """The turn of the vee, from stage 1 to stage 2, is within rank 1."""
+def test_stages_on_one_rank_need_no_transfer():
+    """In this V schedule stages 1 and 2 are both on rank 1."""
     walk = walk_schedule(build_schedule("zbv", 2, 1), StageTimes(), 10.0)
     assert walk.start_s[1][:2] == (11, 12)
 
 
-def test_each_border_may_have_its_own_transfer():
+def test_each_stage_boundary_may_have_its_own_transfer_time():
     walk = walk_schedule(build_schedule("gpipe", 3, 1), StageTimes(1.0, 1.0, 0.0), [0.5, 2.0])
     assert [row[0] for row in walk.start_s] == [0.0, 1.5, 4.5]
     assert walk.makespan_s == 6 + 2 * 2.5
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_the_slowest_stage_sets_the_pace(name):
-    """A last stage that takes three times as long: fill and drain once, then its work alone."""
+def test_slowest_stage_determines_the_time(name):
+    """The last stage takes three times as long. The time is one fill and drain plus its remaining work."""
     times = StageTimes([1, 1, 3], [1, 1, 3], np.array([1.0, 1.0, 3.0]))
     walk = walk_schedule(build_schedule(name, 3, 10), times)
     assert walk.makespan_s == pytest.approx((3 + 3 + 9) + 9 * 9)
@@ -63,7 +63,7 @@ def test_the_slowest_stage_sets_the_pace(name):
     overlap=st.booleans(),
     data=st.data(),
 )
-def test_no_action_begins_before_what_it_needs_has_arrived(name, pp, groups, overlap, data):
+def test_no_action_starts_before_its_input_arrives(name, pp, groups, overlap, data):
     schedule = build_schedule(name, pp, pp * (groups + (name == "dualpipe-v")))
     draw = st.lists(st.floats(0.1, 3.0), min_size=schedule.stages, max_size=schedule.stages)
     times = StageTimes(data.draw(draw), data.draw(draw), data.draw(draw))
@@ -72,7 +72,7 @@ def test_no_action_begins_before_what_it_needs_has_arrived(name, pp, groups, ove
     started, ended = {}, {}
     for row, starts, ends in zip(schedule.ranks, walk.start_s, walk.end_s, strict=True):
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), (
-            "a rank does two things"
+            "actions of a rank overlap"
         )
         started |= dict(zip(row, starts, strict=True))
         ended |= dict(zip(row, ends, strict=True))
@@ -84,6 +84,6 @@ def test_no_action_begins_before_what_it_needs_has_arrived(name, pp, groups, ove
     assert walk.makespan_s >= max(walk.work_s) - 1e-9
 
 
-def test_times_of_the_wrong_length_are_refused():
+def test_stage_times_of_the_wrong_length_raise():
     with pytest.raises(ValueError, match=r"forward_s has the shape \(2,\); give one number, or 3"):
         walk_schedule(build_schedule("1f1b", 3, 3), StageTimes([1.0, 2.0]))
