@@ -1,4 +1,4 @@
-"""The options of ``make test-all``: shards partition the tests, and a resumed run repeats nothing."""
+"""The options of ``make test-all``: shards partition the tests, and a resumed run repeats no passed test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_number(number):
 def run_tests(tmp_path: Path):
     """Run pytest on twelve small tests with the plugin; returns its last line.
 
-    Its exit status must be 1 where a test fails, and else 0.
+    Its exit status must be 1 if a test fails, otherwise 0.
     """
 
     def run(*options: str, failing: int = -1) -> str:
@@ -48,19 +48,19 @@ def test_every_test_is_in_exactly_one_shard(run_tests):
     assert {shard_of(f"test_{n}", 8) for n in range(200)} == set(range(1, 9))
 
 
-def test_a_resumed_run_skips_what_has_passed_and_repeats_what_has_failed(run_tests, tmp_path):
+def test_resumed_run_skips_passed_tests_and_repeats_failed_ones(run_tests, tmp_path):
     resume = ("--resume-file", str(tmp_path / "passed"))
     assert run_tests(*resume, failing=5).startswith("1 failed, 11 passed")
     assert run_tests(*resume).startswith("1 passed, 11 deselected")
     assert run_tests(*resume).startswith("12 deselected")
 
 
-def test_results_of_other_sources_are_not_taken(run_tests, tmp_path):
+def test_results_of_other_sources_are_ignored(run_tests, tmp_path):
     (tmp_path / "passed").write_text("other sources\ntest_numbers.py::test_number[0]\n")
     assert run_tests("--resume-file", str(tmp_path / "passed")).startswith("12 passed")
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", ""])
-def test_a_bad_shard_is_refused(text):
+def test_invalid_shard_is_refused(text):
     with pytest.raises(pytest.UsageError, match="3/8"):
         read_shard(text)

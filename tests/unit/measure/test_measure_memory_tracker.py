@@ -46,8 +46,8 @@ GPT = dict(text.split("=") for text in gpt_overrides(max_positions=64))
     ],
     ids=str,
 )
-def test_predicted_peak_is_within_five_per_cent(job_file, shape, micro_batches, precision):
-    """The torch-free ledger against every tensor that one eager step really holds; the state to the byte."""
+def test_predicted_peak_is_within_5_percent(job_file, shape, micro_batches, precision):
+    """The ledger is compared with all live tensors of one eager step. State is exact."""
     overrides = [f"{k}={v}" for k, v in shape.items()] + [f"train.precision={precision}"]
     job = load_job(str(job_file), overrides)
     model = build_model(job, torch.device("cpu"))

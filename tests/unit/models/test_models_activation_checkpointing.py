@@ -1,4 +1,4 @@
-"""Activation checkpointing changes what is saved, never what is computed."""
+"""Activation checkpointing changes the saved tensors, not the results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def step(model: DecoderModel, recompute: str, compiled: bool = False, low: bool 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", [SHAPE, GPT], ids=["llama", "gpt"])
-def test_every_mode_gives_the_same_bits_and_saves_less_than_the_one_before(model, low):
+def test_every_mode_is_bit_identical_and_saves_less(model, low):
     loss, gradients, kept = step(model, "none", low=low)
     sizes = [kept]
     for mode in ("selective", "full"):
@@ -62,7 +62,7 @@ def test_every_mode_gives_the_same_bits_and_saves_less_than_the_one_before(model
 
 
 def test_selective_recomputes_no_gemm():
-    """Each GEMM of a block's forward pass runs once; with ``full`` all but the last run twice."""
+    """Each GEMM of the forward pass of a block runs once. With ``full`` all but the last run twice."""
     flops = {}
     for mode in ("none", "selective", "full"):
         with FlopCounterMode(display=False) as counter:
@@ -76,8 +76,8 @@ def test_selective_recomputes_no_gemm():
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_compiled_blocks_compute_the_same(mode):
-    """Traced and differentiated ahead of time (``aot_eager``), in each mode."""
+def test_compiled_blocks_match_eager_in_every_mode(mode):
+    """The compile backend is ``aot_eager``."""
     torch.compiler.reset()
     loss, gradients, _ = step(SHAPE, "none")
     again, regained, _ = step(SHAPE, mode, compiled=True)

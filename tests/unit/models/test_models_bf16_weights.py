@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def build(model: DecoderModel, recompute: str = "none", copied: bool = True) -> Decoder:
+    """A decoder with bf16 weight copies."""
     net = Decoder(model, LENGTH, 8, recompute)
     weights = RandomWeights(dataclasses.replace(model, init_std=0.2), 0)
     fill(net, [name for name, _ in net.named_parameters()], weights, torch.device("cpu"))
@@ -39,6 +40,7 @@ def build(model: DecoderModel, recompute: str = "none", copied: bool = True) -> 
 
 
 def step(net: Decoder) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step."""
     tokens = torch.randint(0, 50, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
         loss = net(tokens[:, :-1].clone(), tokens[:, 1:].clone()) / tokens.numel()
@@ -47,7 +49,7 @@ def step(net: Decoder) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def test_gradients_reach_each_master_weight_in_float32():
-    """As from three float32 GEMMs of the same rounded weights, split by rows."""
+    """They equal those of three float32 GEMMs with the same rounded weights, split by rows."""
     torch.manual_seed(0)
     masters = [nn.Parameter(torch.randn(rows, 8)) for rows in (16, 4, 4)]
     low = torch.cat([master.detach() for master in masters]).bfloat16()
@@ -64,7 +66,7 @@ def test_gradients_reach_each_master_weight_in_float32():
 
 
 def test_merged_linears_match_single_ones():
-    """Forward to the bit, gradients within 16-bit rounding."""
+    """The forward pass is bit-identical. Gradients are within 16-bit rounding."""
     torch.manual_seed(0)
     products = [Linear(8, width, bias=False) for width in (16, 4)]
     low = torch.cat([product.weight.detach() for product in products]).bfloat16()
@@ -86,8 +88,8 @@ def test_merged_linears_match_single_ones():
 @pytest.mark.parametrize(
     ("model", "recompute"), [(LLAMA, "none"), (LLAMA, "selective"), (LLAMA, "full"), (GPT, "none")]
 )
-def test_a_step_with_copies_matches_one_without(model, recompute):
-    """Within 16-bit rounding; with merged linears, and with biases, which are not merged."""
+def test_step_with_weight_copies_matches_one_without(model, recompute):
+    """The results are within 16-bit rounding, with merged linears and with biases, which are not merged."""
     plain, expected = step(build(model, copied=False))
     net = build(model, recompute)
     assert (net.blocks["0"].attention.qkv is None) == model.attention_bias
@@ -100,7 +102,7 @@ def test_a_step_with_copies_matches_one_without(model, recompute):
 
 
 def test_selective_checkpointing_of_a_compiled_block_saves_its_gemm_outputs():
-    """To the byte: input, q, k, v, attention and its log-sum-exp, output of wo, gate and up."""
+    """It saves exactly input, q, k, v, attention with its log-sum-exp, the output of wo, gate and up."""
     net = build(LLAMA, "selective")
     net.weight_copies.refresh()
     block, tokens, width = net.blocks["0"], SAMPLES * LENGTH, LLAMA.hidden_size

@@ -1,4 +1,4 @@
-"""The decoder: planned parameters, initial weights that depend on names only, and its mathematics."""
+"""The decoder: planned parameters, initial weights that depend on names only, and its computation."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ GPT = {**GPT_PARTS, "num_kv_heads": 4, "max_positions": 24, "tied_embeddings": T
     ],
     ids=str,
 )
-def test_parameters_are_the_planned_ones_in_order(changes):
-    """layout.parameters lists, without torch, exactly what torch registers."""
+def test_decoder_parameters_are_the_planned_ones_in_order(changes):
+    """layout.parameters lists, without torch, exactly the parameters that torch registers."""
     model = small(**changes)
     planned = [(p.name, p.shape) for p in list_parameters(model)]
     assert [(n, tuple(p.shape)) for n, p in Decoder(model, 16).named_parameters()] == planned
 
 
 def test_initial_weights_depend_on_seed_and_name_only():
-    """Other parameters and their order do not change a parameter's initial values."""
+    """Other parameters and their order do not change the initial values of a parameter."""
     deep, shallow = built(small(num_layers=4)), built(small(num_layers=1))
     torch.testing.assert_close(
         deep.blocks["0"].ffn.up.weight, shallow.blocks["0"].ffn.up.weight, rtol=0, atol=0
@@ -71,13 +71,13 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 
 def test_initial_weights_are_frozen():
-    """The generator's seed is part of the contract: a change would silently change every run."""
+    """The generator's seed is part of the contract. A change would silently change every run."""
     assert parameter_seed(0, "embed.weight") == 922937692374169618
     expected = [0.009152090176939964, -0.002937102457508445, -0.01635526679456234]
     assert built(small()).embed.weight.flatten()[:3].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_global_random_state_is_neither_used_nor_touched():
+def test_initialization_does_not_use_the_global_random_state():
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = small()
@@ -87,7 +87,7 @@ def test_global_random_state_is_neither_used_nor_touched():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_no_position_sees_the_future():
+def test_attention_is_causal():
     net = built(small())
     tokens = torch.randint(0, 50, (1, 16), generator=torch.Generator().manual_seed(3))
     changed = tokens.clone()
@@ -96,8 +96,8 @@ def test_no_position_sees_the_future():
     assert not torch.allclose(net(tokens)[0, 10:], net(changed)[0, 10:])
 
 
-def test_grouped_queries_equal_repeated_keys():
-    """Two query heads on one key head are the same as two copies of that key head."""
+def test_grouped_query_attention_equals_repeated_kv_heads():
+    """Two query heads on one key-value head equal two copies of that head."""
     grouped, full = small(num_kv_heads=2), small(num_kv_heads=4)
     one, other = built(grouped), built(full)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_loss_is_a_sum_without_ignored_targets():
     )
 
 
-def test_tied_head_is_the_embedding():
+def test_tied_head_uses_the_embedding_weight():
     net = built(small(tied_embeddings=True))
     assert net.head.weight is net.embed.weight
     assert sum(p.numel() for p in net.parameters()) == sum(
@@ -154,8 +154,8 @@ def test_tied_head_is_the_embedding():
 @pytest.mark.parametrize(
     "changes", [{}, {"positions": "learned", "max_positions": 16}], ids=["rope", "learned"]
 )
-def test_packed_documents_equal_the_same_documents_alone(changes):
-    """With the document mask no document attends to another and positions restart: the losses add up."""
+def test_packed_documents_have_the_losses_of_separate_ones(changes):
+    """With the document mask no document attends to another and positions restart."""
     net = built(small(**changes))
     documents = [torch.randint(0, 50, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 4, 5)]
     packed = torch.cat(documents).view(1, -1)
@@ -181,7 +181,7 @@ def test_biases_start_at_zero_and_norms_at_one():
 
 
 def test_low_rope_frequencies_are_scaled_and_high_ones_are_not():
-    """Llama 3.1's rule: below the low factor a frequency is divided, above the high one it is not."""
+    """Llama 3.1 divides frequencies below the low factor and keeps those above the high one."""
     plain, longer = small(head_dim=8), small(head_dim=8, rope_factor=8.0, rope_original_positions=64)
     frequencies = torch.tensor([1.0, 0.2, 0.01, 0.0001], dtype=torch.float64)
     scaled = scale_rope_frequencies(longer, frequencies)
@@ -193,7 +193,7 @@ def test_low_rope_frequencies_are_scaled_and_high_ones_are_not():
 
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_packed_rows_of_a_dataset_train_as_separate_documents(positions, tmp_path):
-    """Loss and gradients of packed rows, against one document per row."""
+    """Loss and gradients of packed rows equal those of one document per row."""
     rng = np.random.default_rng(0)
     with ShardWriter(tmp_path, ByteTokenizer(), has_loss_mask=True) as writer:
         for size in (5, 3, 20, 1, 9, 12, 2):

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out, held against transformers itself."""
+"""Import and export of Hugging Face folders, compared with transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LLAMA = {
     **TOKENS,
 }
 GPT2 = {"vocab_size": 320, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 128, **TOKENS}
-STRETCHED = {
+SCALED_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5e3,
     "factor": 8.0,
@@ -57,13 +57,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("Llama", LLAMA),
     "tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     "biased": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3}),
-    "stretched": ("Llama", {**LLAMA, "rope_parameters": STRETCHED}),
+    "scaled rope": ("Llama", {**LLAMA, "rope_parameters": SCALED_ROPE}),
     "long": (
         "Llama",
         {
             **LLAMA,
             "max_position_embeddings": 4096,
-            "rope_parameters": {**STRETCHED, "original_max_position_embeddings": 512},
+            "rope_parameters": {**SCALED_ROPE, "original_max_position_embeddings": 512},
         },
     ),
     "wide heads": ("Llama", {**LLAMA, "head_dim": 16}),
@@ -85,18 +85,18 @@ Save = Callable[..., tuple[Any, Path]]
 
 @pytest.fixture
 def saved(tmp_path) -> Save:
-    """``saved("gpt2", max_shard_size="20KB")``: a random model of transformers, and its folder."""
+    """``saved("gpt2", max_shard_size="20KB")``: a random model of transformers and its folder."""
 
     def save(kind: str, **options: Any) -> tuple[Any, Path]:
         name, settings = KINDS[kind]
         torch.manual_seed(1)
         model = getattr(transformers, HEADS[name])(getattr(transformers, f"{name}Config")(**settings)).eval()
-        with torch.no_grad():  # zero biases and norms of one would hide a mistake
+        with torch.no_grad():  # zero biases and norms of one would hide errors
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape))
         folder = tmp_path / "folder"
         model.to(options.pop("dtype", torch.float32)).save_pretrained(folder, **options)
-        # Read back: its rotary frequencies would otherwise be rounded with the weights.
+        # Load it again: otherwise the RoPE frequencies would be rounded with the weights.
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), folder
 
     return save
@@ -115,28 +115,30 @@ def job_of(job_file) -> Callable[..., Any]:
 
 
 def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of either kind of model."""
     with torch.no_grad():
         found = model(tokens)
     return found if isinstance(found, torch.Tensor) else found.logits
 
 
-def some_tokens() -> torch.Tensor:
+def random_tokens() -> torch.Tensor:
+    """Two random sequences."""
     return torch.randint(0, 320, (2, SEQ_LEN), generator=torch.Generator().manual_seed(2))
 
 
 def assert_same_logits(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(
-        logits_of(ours, some_tokens()), logits_of(theirs, some_tokens()), atol=1e-5, rtol=1e-5
+        logits_of(ours, random_tokens()), logits_of(theirs, random_tokens()), atol=1e-5, rtol=1e-5
     )
 
 
-def from_hf(job: Any) -> Any:
-    """Our model with the weights of the job's folder."""
+def build_from_hf(job: Any) -> Any:
+    """The Meshwright model with the weights of the job's folder."""
     return build_model(job, torch.device("cpu"), find_weight_source(job, from_hf=True))
 
 
 def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
-    """A checkpoint of a model as it stands, with the byte tokenizer and the files of its folder."""
+    """A checkpoint of a model, with the byte tokenizer and the files of its folder."""
     root.mkdir()
     ByteTokenizer().save(root)
     files = {"tokenizer.json": (root / "tokenizer.json").read_bytes()}
@@ -157,40 +159,43 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_of_transformers_gives_the_same_logits_here(saved, job_of, kind):
-    """Every position to the end of the stretch, within 1e-5 in float32; parameters lie row by row."""
+def test_imported_model_has_the_logits_of_transformers(saved, job_of, kind):
+    """Logits of all positions, also with scaled RoPE, agree within 1e-5 in float32.
+
+    Parameters are contiguous.
+    """
     theirs, folder = saved(kind)
-    ours = from_hf(job_of(folder))
+    ours = build_from_hf(job_of(folder))
     assert all(parameter.is_contiguous() for parameter in ours.parameters())
     assert_same_logits(ours, theirs)
 
 
-def test_long_positions(saved, job_of):
-    """Two thousand positions of stretched rotations, four times the original ones."""
+def test_scaled_rope_of_long_sequences_matches_transformers(saved, job_of):
+    """The sequence has 2,048 positions, four times the original maximum."""
     theirs, folder = saved("long")
     job = dataclasses.replace(job_of(folder), data=dataclasses.replace(job_of(folder).data, seq_len=2048))
-    ours = from_hf(job)
+    ours = build_from_hf(job)
     tokens = torch.randint(0, 320, (1, 2048), generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["grouped", "mixtral", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_shards_of_low_precision_are_widened(saved, job_of, kind, dtype):
-    """Several files of bf16 or fp16: exactly the numbers that transformers has, in float32."""
+def test_bf16_and_fp16_shards_are_loaded_as_float32(saved, job_of, kind, dtype):
+    """The values are exactly those that transformers loads."""
     theirs, folder = saved(kind, max_shard_size="20KB", dtype=dtype)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    ours = from_hf(job_of(folder))
+    ours = build_from_hf(job_of(folder))
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     assert_same_logits(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_and_out_again_is_bit_identical_and_gives_the_same_logits(saved, job_of, tmp_path, kind):
-    """Import, checkpoint, export: the same tensors to the bit, and a config that means the same model."""
+def test_import_and_export_are_bit_identical(saved, job_of, tmp_path, kind):
+    """The exported config describes the same model, with the same logits."""
     theirs, folder = saved(kind)
     job = job_of(folder)
-    ours = from_hf(job)
+    ours = build_from_hf(job)
     out = tmp_path / "out"
     export_checkpoint(checkpoint_of(ours, job, tmp_path / "run"), out, "float32", 10**9)
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
@@ -202,11 +207,11 @@ def test_in_and_out_again_is_bit_identical_and_gives_the_same_logits(saved, job_
     assert job_of(out).model == dataclasses.replace(job.model, hf=str(out))
 
 
-def test_export_in_shards_and_in_low_precision(saved, job_of, tmp_path):
-    """No file over the limit, all of them named in the index; bf16 is the float32 weights rounded."""
+def test_export_in_shards_and_bf16(saved, job_of, tmp_path):
+    """No file exceeds the limit and the index names all files. bf16 weights are rounded float32 weights."""
     theirs, folder = saved("gpt2")
     job = job_of(folder)
-    ours = from_hf(job)
+    ours = build_from_hf(job)
     out = tmp_path / "out"
     done = export_checkpoint(checkpoint_of(ours, job, tmp_path / "run"), out, "bfloat16", 30_000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -227,10 +232,10 @@ def test_export_in_shards_and_in_low_precision(saved, job_of, tmp_path):
     assert_same_logits(again.float().eval(), theirs.bfloat16().float())
 
 
-def test_weights_that_leave_the_range_of_fp16_are_not_written(saved, job_of, tmp_path):
+def test_export_of_weights_beyond_the_fp16_range_is_refused(saved, job_of, tmp_path):
     _, folder = saved("grouped")
     job = job_of(folder)
-    ours = from_hf(job)
+    ours = build_from_hf(job)
     with torch.no_grad():
         ours.norm.weight.fill_(1e6)
     checkpoint = checkpoint_of(ours, job, tmp_path / "run")
@@ -241,8 +246,8 @@ def test_weights_that_leave_the_range_of_fp16_are_not_written(saved, job_of, tmp
     assert not list(tmp_path.glob("*out*")), "nothing is left behind"
 
 
-def test_files_of_older_versions_load(saved, job_of):
-    """Buffers are skipped, the prefix of a bare model and a tied head under the other name are understood."""
+def test_files_of_older_transformers_versions_load(saved, job_of):
+    """Buffers are skipped. The prefix of a base model and a tied head under the other name are accepted."""
     theirs, folder = saved("gpt2")
     tensors = load_file(folder / "model.safetensors")
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -250,14 +255,14 @@ def test_files_of_older_versions_load(saved, job_of):
     old["h.0.attn.bias"] = torch.ones(1, 1, 128, 128, dtype=torch.uint8)
     old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(old, folder / "model.safetensors")
-    assert_same_logits(from_hf(job_of(folder)), theirs)
+    assert_same_logits(build_from_hf(job_of(folder)), theirs)
 
 
 TEXTS = ["", " ", "hello world", "  tab\t\n\nend ", "\x00\x7f\xad é 漢字 😀", "it's 3.14 a.b"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_byte_tokenizer_has_a_form_that_transformers_reads(tmp_path, text):
+def test_exported_byte_tokenizer_loads_in_transformers(tmp_path, text):
     (tmp_path / "tokenizer.json").write_text(hf_tokenizer_text(ByteTokenizer()), encoding="utf-8")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     assert theirs(text)["input_ids"] == ByteTokenizer().encode(text)
@@ -270,7 +275,7 @@ def test_the_byte_tokenizer_has_a_form_that_transformers_reads(tmp_path, text):
     )
 
 
-def test_a_folder_writes_text(saved):
+def test_generate_runs_a_hf_folder(saved):
     """`generate` takes a Hugging Face folder as it is."""
     theirs, folder = saved("grouped")
     (folder / "tokenizer.json").write_text(hf_tokenizer_text(ByteTokenizer()), encoding="utf-8")
@@ -282,8 +287,8 @@ def test_a_folder_writes_text(saved):
     assert greedy == ByteTokenizer().decode(ids[3:])
 
 
-def test_trained_here_loaded_there(train, corpus, tmp_path):
-    """A real run with a trained BPE vocabulary, exported: transformers has its logits and its tokens."""
+def test_exported_training_run_loads_in_transformers(train, corpus, tmp_path):
+    """The run has a trained BPE tokenizer. transformers has the same logits and tokens."""
     trained = train(f"data.path={corpus}", "data.tokenizer=bpe:320", "model.vocab_size=384", "train.steps=2")
     out = tmp_path / "out"
     checkpoint = Path(trained.result["checkpoint"])

@@ -1,4 +1,4 @@
-"""The chunked cross-entropy is the plain one, and never holds the logits of the whole batch."""
+"""The chunked cross-entropy equals the plain one and never holds the logits of the whole batch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def operands(dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[
     return x, weight, targets
 
 
-def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def plain_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits = (x @ weight.to(x.dtype).T).float()
     return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 36, 37, 1000])
-def test_loss_and_gradients_are_those_of_the_plain_form(chunk):
-    """Also with a short last chunk, and when the loss is scaled afterwards."""
+def test_chunked_loss_and_gradients_equal_the_plain_ones(chunk):
+    """The cases include a short last chunk and a loss that is scaled afterwards."""
     x, weight, targets = operands()
-    expected = plain(x, weight, targets)
+    expected = plain_loss(x, weight, targets)
     wanted = torch.autograd.grad(expected * 3.0, (x, weight))
     loss = linear_cross_entropy(x, weight, targets, chunk)
     found = torch.autograd.grad(loss * 3.0, (x, weight))
@@ -44,20 +44,20 @@ def test_loss_and_gradients_are_those_of_the_plain_form(chunk):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
-def test_sixteen_bit_operands_keep_a_float32_loss_and_weight_gradient(dtype, tolerance):
+def test_bf16_operands_keep_float32_loss_and_weight_gradient(dtype, tolerance):
     x, weight, targets = operands(dtype)
     loss = linear_cross_entropy(x, weight, targets, 8)
     loss.backward()
     assert (loss.dtype, x.grad.dtype, weight.grad.dtype) == (torch.float32, dtype, torch.float32)
     exact_x = x.detach().float().requires_grad_()
-    exact = plain(exact_x, weight.detach().requires_grad_(), targets)
+    exact = plain_loss(exact_x, weight.detach().requires_grad_(), targets)
     exact.backward()
     assert loss.item() == pytest.approx(exact.item(), rel=tolerance)
     difference = (x.grad.float() - exact_x.grad).norm() / exact_x.grad.norm()
     assert difference.item() < tolerance
 
 
-def test_ignored_targets_alone_give_zero_and_no_gradient():
+def test_only_ignored_targets_give_zero_loss_and_gradient():
     x, weight, targets = operands()
     loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE_INDEX), 8)
     loss.backward()
@@ -66,8 +66,8 @@ def test_ignored_targets_alone_give_zero_and_no_gradient():
     assert not weight.grad.any()
 
 
-def test_the_logits_of_the_whole_batch_are_never_held():
-    """The plain form holds them three times, the chunked one never; forward, backward, evaluation."""
+def test_chunked_loss_never_holds_all_logits():
+    """The plain loss holds them three times. The test covers forward, backward and evaluation."""
     x, weight, targets = operands(tokens=4096)
     logits_bytes = 4096 * WORDS * 4
 
@@ -85,13 +85,13 @@ def test_the_logits_of_the_whole_batch_are_never_held():
             linear_cross_entropy(x, weight, targets, 64)
 
     gradients = 2 * (x.nbytes + weight.nbytes)
-    assert growth(lambda: plain(x, weight, targets).backward()) > 2 * logits_bytes
+    assert growth(lambda: plain_loss(x, weight, targets).backward()) > 2 * logits_bytes
     x.grad = weight.grad = None
     assert growth(chunked) < gradients + logits_bytes / 8
     assert growth(evaluated) < logits_bytes / 8
 
 
-def test_the_weight_gradient_is_not_copied():
+def test_weight_gradient_is_not_copied():
     x, weight, targets = operands()
     loss = linear_cross_entropy(x, weight, targets, 8)
     made = loss.grad_fn.gradients[1].data_ptr()
@@ -100,16 +100,16 @@ def test_the_weight_gradient_is_not_copied():
 
 
 @pytest.fixture
-def uncompiled(monkeypatch):
-    """The fused loss without compilation, which takes seconds."""
+def without_compile(monkeypatch):
+    """The fused loss without compilation, which would take seconds."""
     monkeypatch.setattr(losses, "_compile_softmax_loss", lambda: losses.fused_softmax_loss)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 36, 1000])
-def test_the_fused_loss_is_the_plain_one(uncompiled, chunk):
-    """In float32, with ignored targets, a short last chunk, and without gradients."""
+def test_fused_loss_equals_the_plain_one(without_compile, chunk):
+    """The dtype is float32. The cases have ignored targets, a short last chunk and no gradients."""
     x, weight, targets = operands()
-    expected = plain(x, weight, targets)
+    expected = plain_loss(x, weight, targets)
     wanted = torch.autograd.grad(expected * 3.0, (x, weight))
     loss = linear_cross_entropy(x, weight, targets, chunk, fused=True)
     found = torch.autograd.grad(loss * 3.0, (x, weight))
@@ -121,8 +121,8 @@ def test_the_fused_loss_is_the_plain_one(uncompiled, chunk):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["copy kept", "copy made"])
-def test_the_fused_16_bit_loss_matches_the_eager_one(uncompiled, kept):
-    """Both round the logits to 16 bits: losses agree in float32, gradients to one rounding."""
+def test_fused_bf16_loss_matches_the_eager_one(without_compile, kept):
+    """Both round the logits to 16 bits. Losses agree in float32 and gradients to one rounding."""
     x, weight, targets = operands(torch.bfloat16)
     low = weight.detach().to(torch.bfloat16) if kept else None
     eager = linear_cross_entropy(x, weight, targets, 8)
@@ -135,8 +135,8 @@ def test_the_fused_16_bit_loss_matches_the_eager_one(uncompiled, kept):
         assert (ours.float() - theirs.float()).norm() < 2**-8 * theirs.float().norm()
 
 
-def test_gemms_read_the_weight_copy():
-    """In eager mode too: with a copy of zeros all tokens are equally likely, whatever the weight."""
+def test_loss_gemms_read_the_bf16_weight_copy():
+    """This holds in eager mode too. With a copy of zeros all tokens are equally likely."""
     x, weight, targets = operands(torch.bfloat16)
     low = torch.zeros_like(weight, dtype=torch.bfloat16, requires_grad=False)
     loss = linear_cross_entropy(x, weight, targets, 8, weight_copy_VD=low)
@@ -144,7 +144,7 @@ def test_gemms_read_the_weight_copy():
     assert loss.item() == pytest.approx(counted * torch.tensor(float(WORDS)).log().item(), rel=1e-5)
 
 
-def test_the_fused_loss_of_ignored_targets_alone_is_zero(uncompiled):
+def test_fused_loss_of_only_ignored_targets_is_zero(without_compile):
     x, weight, targets = operands(torch.bfloat16)
     loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE_INDEX), 8, fused=True)
     loss.backward()
@@ -171,7 +171,7 @@ def test_fused_logits_are_never_held_in_float32(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_fused_loss_compiles():
+def test_fused_loss_compiles():
     x, weight, targets = operands(torch.bfloat16)
     eager = linear_cross_entropy(x, weight, targets, 20)
     wanted = torch.autograd.grad(eager, (x, weight))

@@ -1,4 +1,4 @@
-"""Mixture of experts against a naive reference: every token through every expert, masked."""
+"""Mixture of experts against a dense reference that runs every token through every expert."""
 
 import dataclasses
 import math
@@ -26,11 +26,13 @@ MODEL = DecoderModel(
 BATCH, LENGTH = 3, 8
 
 
-def shaped(**changes):
+def model_with(**changes):
+    """The model with changed fields."""
     return dataclasses.replace(MODEL, **changes)
 
 
-def filled(module, seed=0):
+def randomize(module, seed=0):
+    """Fill the parameters of a module with random values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -38,11 +40,13 @@ def filled(module, seed=0):
     return module
 
 
-def mixture(model):
-    return filled(MixtureOfExperts(model))
+def build_moe(model):
+    """An MoE layer with random weights."""
+    return randomize(MixtureOfExperts(model))
 
 
-def stream(seed=1):
+def residual(seed=1):
+    """A random residual stream."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(BATCH, LENGTH, MODEL.hidden_size, generator=generator, requires_grad=True)
 
@@ -52,9 +56,9 @@ def one_expert(layer, model, number, x):
 
     def linear(part, x, outer):
         rows = slice(number * outer, (number + 1) * outer)
-        product = getattr(layer.experts, part)
+        expert_linear = getattr(layer.experts, part)
         return functional.linear(
-            x, product.weight[rows], None if product.bias is None else product.bias[rows]
+            x, expert_linear.weight[rows], None if expert_linear.bias is None else expert_linear.bias[rows]
         )
 
     up = linear("up", x, model.expert_width)
@@ -66,14 +70,15 @@ def one_expert(layer, model, number, x):
     return linear("down", inner, model.hidden_size)
 
 
-def naive_scores(layer, model, x):
+def reference_scores(layer, model, x):
+    """Router logits and scores of the reference."""
     logits = x @ layer.router.weight.T
     return logits, logits.softmax(-1) if model.router == "softmax" else logits.sigmoid()
 
 
-def naive(layer, model, x, capacity=None, bias=0.0):
-    """Every token through every expert; also the counts per expert, and the dropped pairs."""
-    _, scores = naive_scores(layer, model, x)
+def reference_moe(layer, model, x, capacity=None, bias=0.0):
+    """The output of the reference, the chosen experts and the dropped pairs."""
+    _, scores = reference_scores(layer, model, x)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(
         -1, (scores + bias).topk(model.experts_per_token, dim=-1).indices, True
     )
@@ -91,6 +96,7 @@ def naive(layer, model, x, capacity=None, bias=0.0):
 
 
 def gradients_of(layer, x, out):
+    """The gradients of the input and of all parameters."""
     parameters = dict(layer.named_parameters())
     found = torch.autograd.grad(out.square().sum(), [x, *parameters.values()])
     return dict(zip(["x", *parameters], found, strict=True))
@@ -102,7 +108,7 @@ SHAPES = {
     "shared": {"shared_experts": 2, "expert_ffn_size": 20},
     "gelu with biases": {"activation": "gelu", "ffn_bias": True},
     "swiglu with biases": {"ffn_bias": True},
-    "one expert a token": {"experts_per_token": 1},
+    "one expert per token": {"experts_per_token": 1},
     "all experts": {"experts_per_token": 4},
     "dropping": {"capacity_factor": 0.6},
     "hardly dropping": {"capacity_factor": 1.3, "router": "sigmoid"},
@@ -110,31 +116,31 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_output_and_gradients_match_the_naive_reference(changes):
-    """With and without a capacity."""
-    model = shaped(**changes)
-    layer, x = mixture(model), stream()
+def test_output_and_gradients_match_the_reference(changes):
+    """The cases include layers with and without a capacity."""
+    model = model_with(**changes)
+    layer, x = build_moe(model), residual()
     capacity = None
     if model.capacity_factor:
         capacity = math.ceil(model.capacity_factor * LENGTH * model.experts_per_token / model.num_experts)
-    expected, _, dropped = naive(layer, model, x, capacity)
+    expected, _, dropped = reference_moe(layer, model, x, capacity)
     found = layer(x, torch.full((BATCH,), 1 / BATCH))
-    assert dropped.any() == (model.capacity_factor is not None), "the case is what its name says"
+    assert dropped.any() == (model.capacity_factor is not None), "the case drops tokens as intended"
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     wanted = gradients_of(layer, x, expected)
     for name, gradient in gradients_of(layer, x, found).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-def test_generation_has_no_capacity():
-    model = shaped(capacity_factor=0.25)
-    layer, x = mixture(model), stream()
-    torch.testing.assert_close(layer(x), naive(layer, model, x)[0], rtol=1e-5, atol=1e-5)
+def test_generation_ignores_the_capacity():
+    model = model_with(capacity_factor=0.25)
+    layer, x = build_moe(model), residual()
+    torch.testing.assert_close(layer(x), reference_moe(layer, model, x)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_capacity_counts_one_sequence_and_drops_its_last_tokens():
-    """A sequence is routed the same whatever else is in its micro-batch."""
-    layer, x = mixture(shaped(capacity_factor=0.6)), stream()
+def test_capacity_applies_per_sequence_and_drops_its_last_tokens():
+    """The routing of a sequence does not depend on the other sequences of its micro-batch."""
+    layer, x = build_moe(model_with(capacity_factor=0.6)), residual()
     together = layer(x, torch.ones(BATCH))
     for row in range(BATCH):
         alone = layer(x[row : row + 1], torch.ones(1))
@@ -146,19 +152,19 @@ def test_a_capacity_counts_one_sequence_and_drops_its_last_tokens():
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("balance", "z"), [(0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
-def test_the_auxiliary_losses_have_the_gradients_of_their_formulas(router, balance, z):
-    """Against autograd of the explicit losses; the third sequence is padding."""
-    model = shaped(router=router)
-    layer, x = mixture(model), stream()
+def test_auxiliary_losses_have_the_gradients_of_their_formulas(router, balance, z):
+    """The reference is autograd of the explicit losses. The third sequence is padding."""
+    model = model_with(router=router)
+    layer, x = build_moe(model), residual()
     weights = torch.tensor([0.25, 0.25, 0.0])
     plain = gradients_of(layer, x, layer(x, weights))
     scale = torch.tensor(8.0)
     layer.router.auxiliary = AuxiliaryLosses(balance, z, lambda: scale)
     layer.router.load, layer.router.is_counting = torch.zeros(7, dtype=torch.float64), True
     found = gradients_of(layer, x, layer(x, weights))
-    logits, scores = naive_scores(layer, model, x)
+    logits, scores = reference_scores(layer, model, x)
     probabilities = scores / scores.sum(-1, keepdim=True)
-    _, chosen, _ = naive(layer, model, x)
+    _, chosen, _ = reference_moe(layer, model, x)
     frequency = chosen.float().mean(1) / model.experts_per_token
     balances = model.num_experts * (frequency * probabilities.mean(1)).sum(-1)
     zs = logits.logsumexp(-1).square().mean(1)
@@ -173,16 +179,16 @@ def test_the_auxiliary_losses_have_the_gradients_of_their_formulas(router, balan
             torch.testing.assert_close(found[name], plain[name], msg=name)
 
 
-def test_a_selection_bias_changes_the_experts_and_not_the_weights():
-    layer, x = mixture(MODEL), stream()
+def test_selection_bias_changes_experts_but_not_weights():
+    layer, x = build_moe(MODEL), residual()
     layer.router.selection_bias = torch.tensor([0.0, 5.0, 0.0, 0.0])
-    expected, chosen, _ = naive(layer, MODEL, x, bias=layer.router.selection_bias)
+    expected, chosen, _ = reference_moe(layer, MODEL, x, bias=layer.router.selection_bias)
     assert chosen[..., 1].all(), "everybody visits the favoured expert"
     torch.testing.assert_close(layer(x, torch.ones(BATCH)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_expert_without_tokens_has_a_zero_gradient():
-    layer, x = mixture(shaped(ffn_bias=True)), stream()
+def test_expert_without_tokens_has_a_zero_gradient():
+    layer, x = build_moe(model_with(ffn_bias=True)), residual()
     layer.router.choose = lambda scores, chosen: torch.tensor([0, 2]).expand_as(chosen)
     layer(x, torch.ones(BATCH)).sum().backward()
     for name, parameter in layer.named_parameters():
@@ -192,16 +198,16 @@ def test_an_expert_without_tokens_has_a_zero_gradient():
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_the_router_of_a_single_choice_has_a_gradient_of_exactly_zero(router):
-    """Its weight is 1 whatever the scores are. AdamW would turn a rounding error into a full update."""
-    layer = mixture(shaped(router=router, experts_per_token=1))
-    layer(stream(), torch.ones(BATCH)).square().sum().backward()
+def test_top_1_router_has_a_gradient_of_exactly_zero(router):
+    """Its weight is 1 for all scores. AdamW would turn a rounding error into a full update."""
+    layer = build_moe(model_with(router=router, experts_per_token=1))
+    layer(residual(), torch.ones(BATCH)).square().sum().backward()
     assert (layer.router.weight.grad == 0).all()
 
 
-def test_a_layer_without_tokens_has_gradients():
-    """With expert parallelism a rank may receive no tokens."""
-    layer = mixture(MODEL)
+def test_layer_without_tokens_has_gradients():
+    """With expert parallel a rank may receive no tokens."""
+    layer = build_moe(MODEL)
     out = layer.experts(torch.empty(0, MODEL.hidden_size, requires_grad=True), [0, 0, 0, 0])
     out.sum().backward()
     assert all((p.grad == 0).all() for p in layer.experts.parameters())
@@ -209,12 +215,15 @@ def test_a_layer_without_tokens_has_gradients():
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("changes", [{}, {"shared_experts": 1, "capacity_factor": 0.8}])
-def test_activation_checkpointing_changes_nothing_and_counts_once(recompute, changes):
-    """Loss, gradients and the load of each layer; evaluation and zero-weight samples count nothing."""
-    model = shaped(dense_layers=1, num_layers=3, **changes)
+def test_activation_checkpointing_keeps_results_and_expert_load(recompute, changes):
+    """Loss, gradients and the load of each layer are the same.
+
+    Evaluation and zero-weight samples count no load.
+    """
+    model = model_with(dense_layers=1, num_layers=3, **changes)
 
     def run(mode):
-        decoder = filled(Decoder(model, LENGTH, recompute=mode))
+        decoder = randomize(Decoder(model, LENGTH, recompute=mode))
         loads = []
         for block in decoder.list_blocks():
             if block.is_moe:
@@ -240,15 +249,15 @@ def test_activation_checkpointing_changes_nothing_and_counts_once(recompute, cha
 
 
 @pytest.mark.parametrize("changes", [{}, {"shared_experts": 1, "ffn_bias": True, "activation": "gelu"}])
-def test_parameters_are_those_of_the_plan(changes):
-    model = shaped(dense_layers=1, **changes)
+def test_moe_parameters_are_the_planned_ones(changes):
+    model = model_with(dense_layers=1, **changes)
     listed = [(p.name, p.shape) for p in list_parameters(model)]
     assert [(n, tuple(p.shape)) for n, p in Decoder(model, LENGTH).named_parameters()] == listed
 
 
-def test_low_precision_rounds_gemms_and_not_the_routing():
-    model = shaped(shared_experts=1)
-    layer, x = mixture(model), stream()
+def test_bf16_rounds_gemms_but_not_the_routing():
+    model = model_with(shared_experts=1)
+    layer, x = build_moe(model), residual()
     exact, choices = layer(x, torch.ones(BATCH)), []
     layer.router.choose = lambda scores, chosen: choices.append(chosen) or chosen
     with torch.autocast("cpu", torch.bfloat16):

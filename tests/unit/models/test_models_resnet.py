@@ -1,4 +1,4 @@
-"""ResNet in one process: parameters, loss, norms, and memory against the ledger."""
+"""ResNet in one process: parameters, loss, norms, and memory compared with the ledger."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def job_of(model: dict[str, Any], precision: str = "fp32", recompute: str = "none") -> Job:
+    """A job for this model, precision and activation checkpointing."""
     job = build_job(
         {
             "model": model,
@@ -57,6 +58,7 @@ def job_of(model: dict[str, Any], precision: str = "fp32", recompute: str = "non
 
 
 def build(model: dict[str, Any]) -> tuple[ResNet, ResNetModel]:
+    """The network and the model section of a job."""
     job = job_of(model)
     network = build_model(job, torch.device("cpu"))
     assert isinstance(network, ResNet)
@@ -65,14 +67,15 @@ def build(model: dict[str, Any]) -> tuple[ResNet, ResNetModel]:
 
 
 def batch_of(model: ResNetModel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first synthetic images and labels."""
     shape = ImageShape(model.channels, model.image_size, model.num_classes)
     images, labels = open_images(SYNTHETIC_IMAGES, "train", shape, None).read(np.arange(count))
     return torch.from_numpy(images), torch.from_numpy(labels)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_plan_lists_the_parameters_that_torch_registers(shape):
-    """Names, shapes and order; the statistics of batch norms as well."""
+def test_planned_parameters_are_those_of_torch(shape):
+    """Names, shapes and order are equal, and so are the statistics of batch norms."""
     network, model = build(shape)
     assert [(n, tuple(p.shape)) for n, p in network.named_parameters()] == [
         (p.name, p.shape) for p in list_parameters(model)
@@ -82,8 +85,8 @@ def test_the_plan_lists_the_parameters_that_torch_registers(shape):
     assert all(bool((p == 1).all()) for p in norms)
 
 
-def test_the_loss_is_a_sum_over_labels_that_count():
-    """Ignored images add nothing; the rest is torch's cross-entropy."""
+def test_loss_is_a_sum_without_ignored_images():
+    """The reference is torch's cross-entropy."""
     network, model = build(SHAPES["pooled"])
     images, labels = batch_of(model, 6)
     logits = network(images)
@@ -95,7 +98,7 @@ def test_the_loss_is_a_sum_over_labels_that_count():
 
 
 def test_checkpointing_and_autocast_give_the_same_gradients():
-    """``full`` to the bit; bf16 and fp16 close to float32."""
+    """``full`` is bit-identical. bf16 and fp16 are close to float32."""
     gradients: dict[tuple[str, str], torch.Tensor] = {}
     for precision, recompute in (("fp32", "none"), ("fp32", "full"), ("bf16", "full"), ("fp16", "none")):
         job = job_of(SHAPES["bottleneck"], precision, recompute)
@@ -112,7 +115,7 @@ def test_checkpointing_and_autocast_give_the_same_gradients():
         assert float((gradients[key] - exact).norm() / exact.norm()) < 0.05, key
 
 
-def test_our_batch_norm_is_torchs_without_the_count():
+def test_batch_norm_equals_torchs():
     ours, theirs = BatchNorm(4, 1e-5), nn.BatchNorm2d(4)
     nn.init.ones_(ours.weight)
     nn.init.zeros_(ours.bias)
@@ -124,16 +127,16 @@ def test_our_batch_norm_is_torchs_without_the_count():
     assert torch.equal(ours.eval()(x), theirs.eval()(x))
 
 
-def test_group_norm_keeps_samples_apart_and_batch_norm_does_not():
-    for name, apart in (("pooled", True), ("batch norm", False)):
+def test_group_norm_treats_samples_independently():
+    for name, independent in (("pooled", True), ("batch norm", False)):
         network, model = build(SHAPES[name])
         images, _ = batch_of(model, 4)
         together, alone = network(images)[:2], network(images[:2])
-        assert torch.allclose(together, alone, atol=1e-5) == apart, name
+        assert torch.allclose(together, alone, atol=1e-5) == independent, name
 
 
-def test_a_small_net_learns_the_synthetic_images():
-    """Forty steps halve the loss of guessing among four classes."""
+def test_small_resnet_learns_synthetic_images():
+    """40 steps halve the loss of guessing among four classes."""
     network, model = build({**SHAPES["basic"], "num_classes": 4})
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
     images, labels = batch_of(model, 64)
@@ -145,8 +148,11 @@ def test_a_small_net_learns_the_synthetic_images():
     assert loss.item() < 0.5 * float(np.log(4))
 
 
-def test_batches_are_padded_with_images_that_weigh_nothing():
-    """Five images over two ranks in micro-batches of two: each once, and two shapes alike."""
+def test_image_batches_are_padded_with_zero_weight_images():
+    """Two ranks read five images in micro-batches of two.
+
+    Each image is read once and all shapes are equal.
+    """
     data = open_images(SYNTHETIC_IMAGES, "train", ImageShape(3, 8, 5), None)
     samples, seen = np.arange(10, 15), []
     for rank in range(2):
@@ -162,10 +168,10 @@ def test_batches_are_padded_with_images_that_weigh_nothing():
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("precision", "recompute"), [("fp32", "none"), ("bf16", "none"), ("bf16", "full")])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_predicted_memory_is_what_an_eager_step_holds(shape, micro_batches, precision, recompute):
-    """Activations and peak within 1% (5% is promised), state to the byte, for one and six images.
+def test_predicted_memory_matches_an_eager_step(shape, micro_batches, precision, recompute):
+    """State is exact. Activations and peak are within 1%, for one and six images.
 
-    As in the loop, a micro-batch is read while the last one still lives: that is the narrow net's peak.
+    As in the training loop, a micro-batch is read while the last one is live: the peak of the narrow net.
     """
     if shape.get("norm") == "batch":
         recompute = "none"

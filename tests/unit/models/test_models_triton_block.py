@@ -1,4 +1,4 @@
-"""Triton blocks with explicit backward passes: as close to float32 as the torch modules, whatever is saved.
+"""Triton blocks with explicit backward passes are as close to float32 as the torch modules.
 
 On CPUs torch operations replace the Triton kernels, so these tests check how the passes are composed.
 ``tests/gpu/test_triton_kernels_on_gpu.py`` compares the kernels with these operations.
@@ -59,7 +59,7 @@ def overall(off: dict[str, float]) -> float:
 @pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
 def test_gradients_are_as_close_to_float32_as_those_of_torch_modules(uses_fp8, residual_dtype, model, masked):
-    """Both round, in different places. An extra rounding or a missing term shows in the overall error."""
+    """Both round in different places. An extra rounding or a missing term shows in the overall error."""
     exact = step(build(model, triton=False, copies=False), masked=masked, low=False)
     modules = distances(
         step(build(model, residual_dtype, triton=False, uses_fp8=uses_fp8), masked=masked), exact
@@ -74,7 +74,7 @@ def test_gradients_are_as_close_to_float32_as_those_of_torch_modules(uses_fp8, r
 
 @pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("residual_dtype", [EXACT, LOW], ids=["fp32", "bf16"])
-def test_checkpointing_changes_no_bit_and_evaluation_gives_the_same_loss(residual_dtype, uses_fp8):
+def test_checkpointing_is_bit_identical_and_evaluation_has_the_same_loss(residual_dtype, uses_fp8):
     modes = ("none", "selective", "full")
     nets = {mode: build(residual_dtype=residual_dtype, recompute=mode, uses_fp8=uses_fp8) for mode in modes}
     found = {mode: step(net, masked=True) for mode, net in nets.items()}
@@ -87,8 +87,8 @@ def test_checkpointing_changes_no_bit_and_evaluation_gives_the_same_loss(residua
             assert nets[mode](tokens, targets, documents).item() == expected, mode
 
 
-def test_a_recomputed_block_uses_the_same_attention_backend(monkeypatch):
-    """The backend preference around the forward pass does not cover the backward pass."""
+def test_recomputed_block_uses_the_same_attention_backend(monkeypatch):
+    """The preferred backend of the forward pass does not apply during the backward pass."""
     preferred = functools.partial(sdpa_kernel, [SDPBackend.MATH])
     monkeypatch.setattr(triton_block, "prefer_fast_attention", lambda device: preferred())
     net, (tokens, targets, _) = build(recompute="full"), batch()
@@ -98,15 +98,15 @@ def test_a_recomputed_block_uses_the_same_attention_backend(monkeypatch):
     assert net.blocks["0"].attention.wq.weight.grad.count_nonzero() > 0
 
 
-def test_recomputed_swiglu_equals_the_first():
-    """To the bit, as on GPUs: so saving it or recomputing it gives the same gradients."""
+def test_recomputed_swiglu_is_bit_identical():
+    """Saving it and recomputing it therefore give the same gradients."""
     both = draw(200, 200)
     assert torch.equal(kernels.swiglu_backward(both, both[:, :100])[1], kernels.swiglu(both, EXACT).values)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_gradients_of_micro_batches_accumulate(recompute):
-    """To the bit; also the embedding, which is reached through the residual stream. No two share memory."""
+    """The sum is bit-identical, also for the embedding. No two gradients share memory."""
     first = step(build(recompute=recompute))[1]
     second = step(build(recompute=recompute), seed=3)[1]
     net = build(recompute=recompute)
@@ -123,7 +123,7 @@ def test_gradients_of_micro_batches_accumulate(recompute):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("uses_fp8", [False, True], ids=["bf16", "fp8"])
 def test_bf16_weight_gradients_are_the_float32_ones_rounded(uses_fp8, recompute):
-    """Weight gradients of the blocks; norms, embedding and head stay float32. Nothing else changes."""
+    """Only weight gradients of the blocks change. Norms, embedding and head stay float32."""
     loss, wide = step(build(uses_fp8=uses_fp8, recompute=recompute))
     found, narrow = step(build(uses_fp8=uses_fp8, recompute=recompute, grad_dtype=LOW))
     assert found == loss
@@ -157,7 +157,10 @@ def test_logits_match_the_loss():
     ("recompute", "residual_dtype"), [("selective", LOW), ("selective", EXACT), ("none", LOW)]
 )
 def test_saved_bytes_of_a_block_are_exact(recompute, residual_dtype):
-    """Residual stream, inverse RMS, q, k, v, attention, log-sum-exp, gate, up; for none also GEMM inputs."""
+    """A block saves residual stream, inverse RMS, q, k, v, attention, log-sum-exp, gate and up.
+
+    Without checkpointing it also saves GEMM inputs.
+    """
     net = build(residual_dtype=residual_dtype, recompute=recompute)
     net.weight_copies.refresh()
     tokens, width, inner = SAMPLES * LENGTH, SHAPE.hidden_size, SHAPE.ffn_size
@@ -186,6 +189,7 @@ def rotated_forward(q, k, v, cos, sin):
 
 
 def without_the_residual_gradient(grad, total, inverse, weight, beside, normed=True):
+    """The norm's gradient without the gradient of the residual stream."""
     return NORM_BACKWARD(grad, total, inverse, weight, None, normed)
 
 
@@ -198,13 +202,14 @@ def without_the_mean(grad, total, inverse, weight, beside, normed=True):
     return came._replace(residual_ND=stream.to(total.dtype), delta_ND=stream.to(grad.dtype))
 
 
-def swapped(both, grad, inner=True):
-    """Gradients of gate and up, swapped."""
+def gate_and_up_swapped(both, grad, inner=True):
+    """The gradients of gate and up, swapped."""
     out, again = SWIGLU_BACKWARD(both, grad, inner)
     return torch.cat(out.chunk(2, dim=-1)[::-1], dim=-1), again
 
 
 def with_a_constant_sigmoid(both, grad, inner=True):
+    """The gradient of SwiGLU with a constant sigmoid."""
     gate, up = both.float().chunk(2, dim=-1)
     out, again = SWIGLU_BACKWARD(both, grad, inner)
     to_gate = (grad.float() * up * torch.sigmoid(gate)).to(both.dtype)
@@ -223,12 +228,12 @@ def with_a_wrong_inner(both, grad, inner=True):
         ("rope_backward", rotated_forward),
         ("rms_norm_backward", without_the_residual_gradient),
         ("rms_norm_backward", without_the_mean),
-        ("swiglu_backward", swapped),
+        ("swiglu_backward", gate_and_up_swapped),
         ("swiglu_backward", with_a_constant_sigmoid),
         ("swiglu_backward", with_a_wrong_inner),
     ],
 )
-def test_a_planted_defect_is_detected(monkeypatch, name, wrong):
+def test_injected_defect_is_detected(monkeypatch, name, wrong):
     """One wrong term exceeds the bounds above many times."""
     exact = step(build(triton=False, copies=False), low=False)
     right = distances(step(build()), exact)
@@ -247,7 +252,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_token_counts_not_divisible_by_16_use_a_bf16_weight_gradient():
-    """FP8 operands need multiples of 16 in both dims."""
+    """FP8 operands need multiples of 16 in both dimensions."""
     matrix = triton_block.LinearGemms(draw(32, 48).to(LOW), True, True, (16, 16))
     for tokens, least, most in ((24, 0.0, 0.005), (32, 0.01, 0.06)):
         grad, x = draw(tokens, 32, seed=1).to(LOW), draw(tokens, 48, seed=2).to(LOW)
@@ -258,7 +263,7 @@ def test_token_counts_not_divisible_by_16_use_a_bf16_weight_gradient():
 
 @pytest.mark.parametrize("added", [True, False], ids=["added", "alone"])
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "norm alone"])
-def test_a_norm_and_its_gradients_match_autograd(added, beside):
+def test_norm_and_its_gradients_match_autograd(added, beside):
     x, delta = draw(10, 12).requires_grad_(), draw(10, 12, seed=1)
     grad, other, eps = draw(10, 12, seed=2), draw(10, 12, seed=3), 0.1
     weight = draw(12, seed=4).requires_grad_()
@@ -294,7 +299,7 @@ def test_swiglu_and_its_gradients_match_autograd():
 
 
 def test_rope_matches_the_model_and_its_backward_is_the_gradient():
-    """Queries and keys are rotated in place beside the values; gradients may have any layout."""
+    """Queries and keys are rotated in place next to the values. Gradients may have any memory layout."""
     samples, length, size, queries, keys = 2, 5, 8, 4, 2
     angles = draw(length, size // 2).repeat(1, 2)
     rope = angles.cos(), angles.sin()
@@ -312,7 +317,7 @@ def test_rope_matches_the_model_and_its_backward_is_the_gradient():
 
 
 def test_fp8_rows_and_columns_are_within_their_rounding():
-    """Three mantissa bits: each value within 1/16, down to a small share of its row's largest."""
+    """With three mantissa bits each value is within 1/16, down to a small share of the largest of its row."""
     x = draw(32, 48) * torch.logspace(-6, 6, 32).unsqueeze(1)
     by_rows, by_columns = kernels.cast_rows(x), kernels.cast_columns(x)
     assert by_rows.values.dtype == by_columns.values.dtype == fp8.E4M3
@@ -350,7 +355,7 @@ def test_fused_column_amax_equals_that_of_the_cast():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_casts_keep_nan_and_infinity_visible(value):
+def test_casts_keep_nan_and_infinity(value):
     """A diverging run is detected by its loss."""
     x, other, weight = draw(16, 32), draw(16, 32, seed=1), draw(32, seed=2)
     x[3, 4] = value
@@ -387,7 +392,7 @@ def test_scale_multiplies_in_place():
 
 @pytest.mark.parametrize("expected", [1.0, 1 / 256, 0.1, 3.0])
 def test_gradients_do_not_depend_on_the_expected_loss_gradient(expected):
-    """A stand-in for the GPU kernel that uses it; the backward pass starts with 1/7."""
+    """A fake replaces the GPU kernel that uses it. The backward pass starts with 1/7."""
 
     def in_place(logits, targets, wanted):
         loss, gradient = losses.softmax_loss(logits, targets, wanted)
@@ -405,8 +410,8 @@ def test_gradients_do_not_depend_on_the_expected_loss_gradient(expected):
 
 
 @pytest.mark.parametrize("expected", [1 / 64, 100.0])
-def test_the_expected_loss_gradient_changes_nothing_on_a_cpu(expected):
-    """No CPU kernel uses it. The head stores it; a stage without a head ignores it."""
+def test_expected_loss_gradient_has_no_effect_on_a_cpu(expected):
+    """No CPU kernel uses it. The head stores it, and a stage without a head ignores it."""
     net = build()
     net.set_expected_loss_grad(expected)
     assert net.head.expected_loss_grad == expected

@@ -1,4 +1,4 @@
-"""All axes are applied to a model in one order, by modules that replace others properly."""
+"""All parallelism axes are applied to a model in one order, and replaced modules keep their parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDER = [
 
 
 def test_axes_are_applied_from_the_innermost_to_the_outermost(job_file, monkeypatch):
-    """pp, cp, tp, ep, then activation checkpointing and the block backend, then data parallelism."""
+    """The order is pp, cp, tp, ep, activation checkpointing, the block backend, then data parallel."""
     called = []
 
     def record(name):
@@ -50,7 +50,7 @@ class OneRank:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_tensor_parallel_linears_take_the_parameters_and_keep_nothing_else(bias):
-    """Real modules with their own state: hooks and later settings of the replaced module do not leak."""
+    """Hooks and other settings of the replaced module are not copied."""
     torch.manual_seed(1)
     linear = Linear(8, 6, bias=bias)
     x = torch.randn(3, 8)
@@ -68,8 +68,8 @@ def test_tensor_parallel_linears_take_the_parameters_and_keep_nothing_else(bias)
         assert seen == [True]
 
 
-def test_a_vocab_parallel_embedding_stays_tied():
-    """A head that shares the embedding's parameter still does after the replacement."""
+def test_vocab_parallel_embedding_stays_tied():
+    """A head that shares the embedding's parameter still shares it after the replacement."""
     table = nn.Embedding(5, 4)
     embedding = VocabParallelEmbedding(table, OneRank())
     assert embedding.weight is table.weight

@@ -1,4 +1,4 @@
-"""Tensors are compared whole and by the one-process model's names."""
+"""Comparison of full tensors by the parameter names of the one-process model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from meshwright.verify.prove import compare_tensors
         ("_orig_mod", ""),
     ],
 )
-def test_names_lose_what_wrappers_add(wrapped, plain):
+def test_parameter_names_lose_wrapper_prefixes(wrapped, plain):
     assert canonical_name(wrapped) == plain
 
 
-def test_a_plain_tensor_is_itself_and_a_sharded_one_is_gathered():
+def test_plain_tensor_is_returned_and_a_sharded_one_is_gathered():
     tensor = torch.arange(6.0, requires_grad=True)
     assert full_tensor(tensor).data_ptr() == tensor.data_ptr()
     assert not full_tensor(tensor).requires_grad
@@ -44,7 +44,7 @@ def test_a_plain_tensor_is_itself_and_a_sharded_one_is_gathered():
     assert torch.equal(whole, tensor.detach())
 
 
-def test_a_comparison_has_the_norm_and_the_factor():
+def test_comparison_has_norm_and_factor():
     expected = torch.tensor([3.0, 4.0])
     same = compare_tensors(expected.clone(), expected)
     assert same.difference == 0
@@ -57,5 +57,5 @@ def test_a_comparison_has_the_norm_and_the_factor():
 
 
 @pytest.mark.parametrize("found", [torch.zeros(3), torch.tensor([1.0, float("nan")])])
-def test_another_shape_or_a_nan_has_no_difference(found):
+def test_other_shape_or_nan_has_no_numeric_difference(found):
     assert compare_tensors(found, torch.ones(2)).difference is None

@@ -13,7 +13,7 @@ ALONE = Mesh(0, 1, torch.device("cpu"))
 
 
 def test_local_values_come_last_and_are_not_summed():
-    """Of any dtype and without a gradient; NaN stays NaN."""
+    """They may have any dtype and have no gradient. NaN stays NaN."""
     norm = torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True)
     values = [1, torch.tensor(0.5), torch.tensor(4, dtype=torch.int64)]
     assert ALONE.all_reduce_scalars(values) == [1.0, 0.5, 4.0]
@@ -28,8 +28,8 @@ def test_local_values_come_last_and_are_not_summed():
     assert math.isnan(last)
 
 
-def test_sums_and_what_is_beside_them_are_read_together(monkeypatch):
-    """One tensor is copied to the CPU: every copy would synchronize the device."""
+def test_sums_and_local_values_are_copied_to_the_cpu_together(monkeypatch):
+    """Every copy would synchronize the device, so there is one tensor."""
     read, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(tensor) or tolist(tensor))
     for name in ("item", "__float__"):

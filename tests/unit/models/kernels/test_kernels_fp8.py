@@ -31,7 +31,7 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.float() - exact.float()).norm() / exact.float().norm())
 
 
-def passes(linear, x, weight, grad):
+def forward_backward(linear, x, weight, grad):
     """The output of a linear and its two gradients."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     out = linear(x, weight)
@@ -44,10 +44,10 @@ def scaled(x, weight, fp8_weight_grad=True):
 
 
 @pytest.mark.parametrize("weight_gradient", [True, False], ids=["all three", "weight gradient in bf16"])
-def test_output_and_gradients_are_close_to_exact_ones(weight_gradient):
+def test_fp8_output_and_gradients_are_close_to_exact_ones(weight_gradient):
     x, weight, grad = draw(4, 16, 96), draw(48, 96, seed=1), draw(4, 16, 48, seed=2)
-    exact = passes(lambda x, w: x @ w.T, x, weight, grad)
-    found = passes(lambda x, w: scaled(x, w, weight_gradient), x, weight, grad)
+    exact = forward_backward(lambda x, w: x @ w.T, x, weight, grad)
+    found = forward_backward(lambda x, w: scaled(x, w, weight_gradient), x, weight, grad)
     assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, torch.float32]
     distances = [distance(a, b) for a, b in zip(found, exact, strict=True)]
     assert max(distances) < NEAR
@@ -55,12 +55,14 @@ def test_output_and_gradients_are_close_to_exact_ones(weight_gradient):
     assert (distances[2] > 0.01) == weight_gradient
 
 
-def test_scales_of_tokens_and_outputs_may_differ_widely():
-    """One scale per tensor would lose all but the largest rows; the gradient folds in the other scales."""
+def test_row_scales_handle_rows_of_very_different_size():
+    """One scale per tensor would lose all but the largest rows. The gradient includes the other scales."""
     by_token, by_output = torch.logspace(-4, 4, 64)[:, None], torch.logspace(-4, 4, 48)[:, None]
     x, weight, grad = draw(64, 96), draw(48, 96, seed=1), draw(64, 48, seed=2)
-    exact = passes(lambda x, w: x @ w.T, x, weight, grad)
-    out, grad_x, grad_weight = passes(scaled, x * by_token, weight * by_output, grad / by_token / by_output.T)
+    exact = forward_backward(lambda x, w: x @ w.T, x, weight, grad)
+    out, grad_x, grad_weight = forward_backward(
+        scaled, x * by_token, weight * by_output, grad / by_token / by_output.T
+    )
     found = (out / by_token / by_output.T, grad_x * by_token, grad_weight * by_output)
     assert max(distance(a, b) for a, b in zip(found, exact, strict=True)) < NEAR
 
@@ -68,8 +70,8 @@ def test_scales_of_tokens_and_outputs_may_differ_widely():
 def test_zeros_and_the_smallest_gradients_have_a_scale():
     x, weight, grad = draw(16, 32), draw(16, 32, seed=1), draw(16, 16, seed=2) * 1e-20
     x[3], grad[5] = 0, 0
-    found = passes(scaled, x, weight, grad)
-    exact = passes(lambda x, w: x @ w.T, x, weight, grad)
+    found = forward_backward(scaled, x, weight, grad)
+    exact = forward_backward(lambda x, w: x @ w.T, x, weight, grad)
     assert all(t.isfinite().all() for t in found)
     assert found[0][3].count_nonzero() == 0
     assert found[1][5].count_nonzero() == 0
@@ -77,8 +79,8 @@ def test_zeros_and_the_smallest_gradients_have_a_scale():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_nan_and_infinity_stay_visible(value):
-    """A diverging run is detected by its loss: a cast must not hide it."""
+def test_fp8_casts_keep_nan_and_infinity(value):
+    """A diverging run is detected by its loss, so a cast must not hide them."""
     x = draw(16, 32)
     x[3, 4] = value
     out = scaled(x, draw(16, 32, seed=1))
@@ -88,8 +90,8 @@ def test_nan_and_infinity_stay_visible(value):
 
 def test_token_counts_not_divisible_by_16_use_a_bf16_weight_gradient():
     x, weight, grad = draw(10, 32), draw(16, 32, seed=1), draw(10, 16, seed=2)
-    exact = passes(lambda x, w: x @ w.T, x, weight, grad)
-    found = passes(scaled, x, weight, grad)
+    exact = forward_backward(lambda x, w: x @ w.T, x, weight, grad)
+    found = forward_backward(scaled, x, weight, grad)
     assert distance(found[0], exact[0]) < NEAR
     assert distance(found[2], exact[2]) < 0.005
 

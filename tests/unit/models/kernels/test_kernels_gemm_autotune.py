@@ -1,6 +1,6 @@
-"""GEMM autotuning: picks the algorithm with the best sustained speed, caches it, and uses it where it fits.
+"""GEMM autotuning picks the algorithm with the best sustained speed, caches it and uses it.
 
-CPUs have no cuBLASLt: candidates here are names with given times, and stand-ins compute the GEMMs.
+CPUs have no cuBLASLt. Candidates here are names with given times, and fake algorithms compute the GEMMs.
 ``tests/gpu/test_gemm_autotune_on_gpu.py`` uses the library.
 """
 
@@ -38,7 +38,7 @@ ALGORITHM = bytes(range(64))
 
 
 def measure(default: float, others: dict[str, tuple[float, float]]):
-    """Pick among candidates, by name with their seconds in a short burst and sustained."""
+    """Autotune over candidates given as name to seconds, in a short burst and sustained."""
     timed = []
 
     def sustained_s(name, settle_s, measure_s):
@@ -49,13 +49,13 @@ def measure(default: float, others: dict[str, tuple[float, float]]):
     return *pick_fastest("default", list(others), sustained_s), timed
 
 
-def test_sustained_speed_counts_not_burst_speed():
+def test_choice_uses_sustained_speed_instead_of_burst_speed():
     best, gain, _ = measure(1.0, {"burst": (0.8, 1.01), "steady": (1.05, 0.9), "slower": (1.04, 0.97)})
     assert best == "steady"
     assert gain == pytest.approx(0.1)
 
 
-def test_a_gain_within_the_noise_does_not_count():
+def test_gain_within_the_noise_is_rejected():
     assert measure(1.0, {"equal": (1.0, 0.9985)})[:2] == ("default", 0.0)
     assert measure(1.0, {})[:2] == ("default", 0.0), "a library may propose nothing"
 
@@ -68,8 +68,8 @@ def test_slow_candidates_are_timed_once():
     )
 
 
-def test_a_candidate_that_is_best_by_chance_is_rejected():
-    """Nine equal candidates with noise of 0.5%: the best one rarely passes the second measurement."""
+def test_candidate_that_is_best_by_chance_is_rejected():
+    """Nine equal candidates have 0.5% noise. The best one rarely passes the second measurement."""
     noise = random.Random(0)
     gains = []
     for _ in range(50):
@@ -101,7 +101,7 @@ def refuse(out, wanted):
     ],
     ids=["equal", "rounded", "a row left out", "half of it wrong", "refused"],
 )
-def test_an_algorithm_must_compute_the_whole_output(call, right):
+def test_algorithm_must_compute_the_whole_output(call, right):
     wanted = torch.randn(32, 16)
     out = wanted.clone()
     assert is_correct(lambda: call(out, wanted), out, wanted) is right
@@ -109,7 +109,7 @@ def test_an_algorithm_must_compute_the_whole_output(call, right):
 
 @pytest.fixture
 def job():
-    """Compiled, on one H200."""
+    """A job with compiled blocks on one H200."""
     sizes = {"num_layers": 12, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192}
     return build_job(
         {
@@ -137,7 +137,7 @@ def test_every_gemm_shape_of_a_step_is_autotuned_once(job):
     }
 
 
-def test_bf16_weight_gradients_are_autotuned_as_such_except_the_heads(job):
+def test_bf16_weight_gradients_are_autotuned_in_bf16_except_the_head(job):
     narrow = dataclasses.replace(job, train=dataclasses.replace(job.train, grad_dtype="bf16"))
     shapes = count_gemm_shapes(narrow)
     assert {s.outputs for s in shapes if s.kind == "weight" and not s.same_dtype_out} == {128256}
@@ -154,7 +154,7 @@ def test_fp8_gemms_are_not_autotuned(job):
     assert {shape.outputs for shape in count_gemm_shapes(whole)} == {128256}, "the head stays in 16 bits"
 
 
-def test_a_gain_is_weighted_by_flops():
+def test_gain_is_weighted_by_flops():
     small, large = FORWARD, GemmShape("weight", LOW, 64, 32, 192)
     results = {small: TunedAlgorithm(ALGORITHM, 0.1), large: TunedAlgorithm(None, 0.0)}
     assert estimate_gain(results, {small: 2, large: 1}) == pytest.approx(0.05)
@@ -178,14 +178,14 @@ def test_results_are_cached_and_read_again(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", '{"v": 3}', '{"v": 3, "gemms": 3}', '{"v": 2, "gemms": []}']
 )
-def test_a_damaged_cache_file_is_ignored(tmp_path, text):
+def test_damaged_cache_file_is_ignored(tmp_path, text):
     file = tmp_path / "gemms.json"
     assert read_cache(file) == {}
     file.write_text(text)
     assert read_cache(file) == {}
 
 
-def test_a_damaged_row_is_skipped(tmp_path):
+def test_damaged_cache_row_is_skipped(tmp_path):
     file = tmp_path / "gemms.json"
     other = GemmShape("input", LOW, 64, 32, 96)
     write_cache(file, {FORWARD: TunedAlgorithm(ALGORITHM, 0.1), other: TunedAlgorithm(None, 0.0)})
@@ -203,7 +203,7 @@ def test_results_of_another_run_stay_in_the_cache(tmp_path):
     assert read_cache(file) == {FORWARD: TunedAlgorithm(ALGORITHM, 0.1), other: TunedAlgorithm(None, 0.0)}
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
+def test_unwritable_cache_is_not_an_error(tmp_path):
     (tmp_path / "taken").write_text("")
     write_cache(tmp_path / "taken" / "gemms.json", {FORWARD: TunedAlgorithm(None, 0.0)})
     write_cache(None, {FORWARD: TunedAlgorithm(None, 0.0)})
@@ -231,7 +231,7 @@ def autotuned(monkeypatch, tmp_path):
         return TunedAlgorithm(ALGORITHM, 0.1)
 
     def by(shape, algorithm):
-        return StandIn(shape)
+        return FakeAlgorithm(shape)
 
     monkeypatch.setattr(gemm_autotune, "find_cache_file", lambda: tmp_path / "gemms.json")
     monkeypatch.setattr(gemm_autotune, "_warm_up", lambda shape: None)
@@ -276,20 +276,20 @@ def test_out_of_memory_keeps_torchs_default_for_this_run(job, autotuned, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["forward", "input"])
-def test_a_cached_algorithm_is_compared_with_torch_again(monkeypatch, kind):
-    """As autotuning does, here with operands on a CPU."""
+def test_cached_algorithm_is_checked_against_torch(monkeypatch, kind):
+    """The check is that of autotuning, with operands on a CPU."""
     shape = GemmShape(kind, LOW, 64, 32, 96)
     sizes = (shape.left, shape.right)
     drawn = (*(torch.randn(size).to(LOW) for size in sizes), torch.empty(shape.out, dtype=LOW))
     monkeypatch.setattr(gemm_autotune, "_random_operands", lambda shape: drawn)
-    monkeypatch.setattr(gemm_autotune, "_bind", lambda shape, algorithm: StandIn(shape))
+    monkeypatch.setattr(gemm_autotune, "_bind", lambda shape, algorithm: FakeAlgorithm(shape))
     assert gemm_autotune._is_still_correct(shape, TunedAlgorithm(ALGORITHM, 0.1))
     assert gemm_autotune._is_still_correct(shape, TunedAlgorithm(None, 0.0)), "torch's own"
     monkeypatch.setattr(gemm_autotune, "_bind", lambda shape, algorithm: lambda left, right, out, add: None)
     assert not gemm_autotune._is_still_correct(shape, TunedAlgorithm(ALGORITHM, 0.1))
 
 
-def test_a_job_without_autotuning_uses_torch_and_says_why(job):
+def test_job_without_autotuning_uses_torch_with_a_reason(job):
     events = Events()
     assert (autotune_gemms(job, CPU, events), events) == (gemm.TORCH_GEMMS, [])
     eager = dataclasses.replace(job.train, gemm_autotune=True, block_backend="eager")
@@ -297,7 +297,7 @@ def test_a_job_without_autotuning_uses_torch_and_says_why(job):
     assert events == [{"event": "gemm_autotune_skipped", "reason": SKIPPED_REASON}]
 
 
-def test_a_torch_without_the_library_says_so(monkeypatch):
+def test_torch_without_cublaslt_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     cublas._library.cache_clear()
     with pytest.raises(UserError, match="needs cuBLASLt") as caught:
@@ -305,8 +305,8 @@ def test_a_torch_without_the_library_says_so(monkeypatch):
     assert caught.value.problems[0].code == "train-gemm-autotune"
 
 
-class StandIn:
-    """Computes a GEMM as torch does, and counts its calls."""
+class FakeAlgorithm:
+    """Computes a GEMM like torch and counts its calls."""
 
     def __init__(self, shape):
         self.shape, self.calls = shape, 0
@@ -322,8 +322,8 @@ class StandIn:
         out.copy_(out + product if add else product)
 
 
-def tune_all(monkeypatch, *, narrow: bool = False) -> tuple[Gemms, dict[GemmShape, StandIn]]:
-    """Stand-ins for every GEMM of the small model, whose loss has chunks of 24, 24 and 16 tokens."""
+def tune_all(monkeypatch, *, narrow: bool = False) -> tuple[Gemms, dict[GemmShape, FakeAlgorithm]]:
+    """Fake algorithms for every GEMM of the small model. Its loss has chunks of 24, 24 and 16 tokens."""
     monkeypatch.setattr(gemm, "ALIGNED_BYTES", 1)
     linears = [(64, 32, 64), (64, 32, 32), (64, 32, 192), (64, 96, 32), (24, 32, 128), (16, 32, 128)]
     shapes = [
@@ -331,14 +331,14 @@ def tune_all(monkeypatch, *, narrow: bool = False) -> tuple[Gemms, dict[GemmShap
         for kind in ("forward", "input", "weight")
         for sizes in linears
     ]
-    stands = {shape: StandIn(shape) for shape in shapes}
+    stands = {shape: FakeAlgorithm(shape) for shape in shapes}
     return Gemms(stands, CPU), stands
 
 
 @pytest.mark.parametrize("kept", [torch.float32, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_every_gemm_of_a_block_uses_its_algorithm(monkeypatch, recompute, kept):
-    """With the same arithmetic the step is the same to the bit, for either gradient dtype."""
+    """With the same arithmetic the step is bit-identical, for either gradient dtype."""
     expected = step(build(recompute=recompute, grad_dtype=kept))
     gemms, stands = tune_all(monkeypatch, narrow=kept == LOW)
     loss, gradients = step(build(recompute=recompute, grad_dtype=kept, gemms=gemms))
@@ -351,8 +351,8 @@ def test_every_gemm_of_a_block_uses_its_algorithm(monkeypatch, recompute, kept):
     assert {stand.shape.tokens: stand.calls for stand in of_head} == {24: 2, 16: 1}
 
 
-def test_the_heads_weight_gradient_accumulates(monkeypatch):
-    """The CPU loss accumulates itself; this calls what a GPU calls."""
+def test_head_weight_gradient_accumulates(monkeypatch):
+    """The CPU loss accumulates by itself, so the test calls the function that a GPU calls."""
     gemms, stands = tune_all(monkeypatch)
     grad, x, total = torch.ones(24, 128, dtype=LOW), torch.ones(24, 32, dtype=LOW), torch.full((128, 32), 7.0)
     for expected, first in ((24.0, True), (48.0, False)):
@@ -361,7 +361,7 @@ def test_the_heads_weight_gradient_accumulates(monkeypatch):
     assert stands[GemmShape("weight", LOW, 24, 32, 128)].calls == 2
 
 
-def test_operands_that_are_not_contiguous_use_torch(monkeypatch):
+def test_non_contiguous_operands_use_torch(monkeypatch):
     gemms, stands = tune_all(monkeypatch)
     x, weight = torch.randn(32, 24).to(LOW).T, torch.randn(128, 32).to(LOW)
     torch.testing.assert_close(gemms.forward(x, weight), x @ weight.T)
@@ -372,7 +372,7 @@ def test_operands_that_are_not_contiguous_use_torch(monkeypatch):
     assert stands[GemmShape("forward", LOW, 24, 32, 128)].calls == 1, "of another precision"
 
 
-def test_mismatched_operands_are_an_error(monkeypatch):
+def test_mismatched_operands_raise(monkeypatch):
     """An algorithm would read out of bounds."""
     gemms, stands = tune_all(monkeypatch)
     x, weight = torch.ones(24, 32, dtype=LOW), torch.ones(128, 32, dtype=LOW)

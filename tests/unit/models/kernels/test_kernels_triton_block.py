@@ -1,6 +1,6 @@
-"""Triton kernels in Triton's interpreter, if it is installed, against torch operations.
+"""Triton kernels in Triton's interpreter, if Triton is installed, against torch operations.
 
-No part of torch for CPUs; where torch comes with it, this needs no GPU.
+Torch for CPUs does not include Triton. If it is installed, this test needs no GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CASES = Path(__file__).parents[3] / "kernel_cases.py"
 
 
 def test_kernels_match_torch_operations():
-    """In float32, in a subprocess: Triton reads the variable on import."""
+    """The dtype is float32. A subprocess is used because Triton reads the variable on import."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
