@@ -52,7 +52,7 @@ ALONE = Axis("", 1)
 
 
 def joined(job):
-    """The axes that a run communicates over and that are none of the dense mesh's own."""
+    """The axes of a run that are not axes of the dense mesh."""
     return [name for name in list_group_axes(job) if name not in AXES]
 
 
@@ -107,7 +107,7 @@ def test_experts_are_sharded_over_ep_shard(degrees, experts, shards, sums):
 
 
 def test_groups_of_ranks_by_hand():
-    """16 ranks: two replicas of dp_shard=2 x cp=2 x tp=2; experts over runs of ep x etp = 4."""
+    """16 ranks are two replicas of dp_shard=2 x cp=2 x tp=2. Experts use groups of ep x etp = 4."""
     layout = Layout(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=2, etp=2, zero=1)
     assert list_rank_groups(layout, "dp_shard+cp")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert list_rank_groups(layout, "dp_replicate+dp_shard+cp")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
@@ -120,7 +120,7 @@ def test_groups_of_ranks_by_hand():
     ]  # fmt: skip
 
 
-def test_a_pipeline_is_the_outermost_axis_of_both_meshes():
+def test_pp_is_the_outermost_axis_of_both_meshes():
     layout = Layout(pp=2, dp_shard=2, tp=2, ep=2, zero=3)
     assert list_rank_groups(layout, "pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert list_rank_groups(layout, "ep_shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -177,11 +177,11 @@ def test_state_is_sharded_if_ranks_hold_different_parts(make_job, degrees, cut):
     assert is_sharded(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2})) is cut
 
 
-# What ranks hold
+# Parameters of a rank
 
 
-def test_a_rank_holds_some_columns_of_some_experts():
-    """E=4, F=8, D=8 over ep=2 x etp=2: two experts, four columns of each; the router is whole."""
+def test_rank_holds_some_columns_of_some_experts():
+    """E=4, F=8, D=8 over ep=2 x etp=2: two experts with four columns each. The router is not sharded."""
     tables = {"model": EXPERTS, "layout": {"dp_shard": 4, "ep": 2, "etp": 2, "micro_batch": 2}}
     shapes = {p.name: p.shape for p in list_parameters(local_model(build(tables)))}
     assert shapes["blocks.1.ffn.experts.gate.weight"] == (2 * 4, 8)
@@ -231,7 +231,7 @@ def test_buckets_do_not_mix_separate_experts_with_dense_parameters():
 
 
 def build(tables):
-    """A job of 16 ranks at most."""
+    """A job with at most 16 ranks."""
     tree = {
         "name": "small",
         "cluster": {"preset": "h100-sxm", "nodes": 2},
@@ -243,7 +243,7 @@ def build(tables):
 
 @functools.cache
 def legal_jobs():
-    """Every legal layout of a model with experts and biases on 16 ranks at most; degrees up to four."""
+    """All legal layouts of an MoE model with biases on at most 16 ranks, with degrees up to four."""
     asked, found = build({"model": EXPERTS, "layout": {"micro_batch": 1}}), []
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "zero")
     for values in itertools.product((1, 2), (1, 2), *[(1, 2, 4)] * 5, range(4)):
@@ -258,14 +258,14 @@ def legal_jobs():
 
 
 def jobs():
-    """Some of them."""
+    """A sample of them."""
     return st.deferred(lambda: st.sampled_from(legal_jobs()))
 
 
 @settings(max_examples=60, deadline=None)
 @given(job=jobs())
 def test_every_element_of_the_state_is_owned_once_in_every_replica(job):
-    """All ranks' own elements together are the model, as often as it is held: copies of tp, replicas."""
+    """The elements of all ranks together are the model, once per replica and tp copy."""
     layout = job.layout
     whole = {p.name: p.count for p in list_parameters(job.model)}
     owned = Counter()
@@ -292,7 +292,7 @@ def test_every_element_of_the_state_is_owned_once_in_every_replica(job):
 @settings(max_examples=60, deadline=None)
 @given(job=jobs())
 def test_every_row_of_every_expert_is_owned_once_in_every_replica(job):
-    """Rows of the held matrices, by the expert and the column that they are in the whole model."""
+    """Rows are identified by expert and column in the full model."""
     layout, name = job.layout, "blocks.1.ffn.experts.up.weight"
     owners = Counter()
     for rank in range(layout.world_size):
@@ -313,7 +313,7 @@ def test_every_row_of_every_expert_is_owned_once_in_every_replica(job):
 @settings(max_examples=40, deadline=None)
 @given(job=jobs())
 def test_state_bytes_of_all_ranks_follow_from_their_parameters(job):
-    """Optimizer state of all ranks: two moments of what each owns, and a step count a tensor."""
+    """Each rank has two moments per element that it owns and a step count per tensor."""
     for rank in range(0, job.layout.world_size, 3):
         parameters = local_parameters(job, pp_rank_of(job, rank))
         own = sum(count_sharded(job, p, rank) for p in parameters)
@@ -327,7 +327,7 @@ def test_state_bytes_of_all_ranks_follow_from_their_parameters(job):
 @settings(max_examples=40, deadline=None)
 @given(job=jobs())
 def test_groups_of_an_axis_partition_the_ranks(job):
-    """Every rank is in one group, all are equally large, and places in them are the order."""
+    """Every rank is in one group, all groups have the same size, and axis ranks follow the order."""
     layout = job.layout
     for axis in {*list_group_axes(job), "pp", "tp", "cp"}:
         groups = list_rank_groups(layout, axis)

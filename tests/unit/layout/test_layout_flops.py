@@ -16,7 +16,10 @@ def model_of(preset):
 
 
 def test_flops_per_token_depend_on_windows_and_latent_heads():
-    """Dense: 6 for each matrix element and 6 s h a layer; a window cuts it; latent heads are wider."""
+    """A dense model has 6 FLOPs per matrix element and 6 s h per layer.
+
+    A window has fewer, latent heads are wider.
+    """
     model = model_of("llama3-8b")
     dense = 6.0 * (count_parameters(model) - 128256 * 4096)
     assert flops_per_token(model, 8192) == pytest.approx(dense + 6 * 32 * 8192 * 4096)
@@ -29,7 +32,7 @@ def test_flops_per_token_depend_on_windows_and_latent_heads():
 
 
 def test_only_chosen_experts_count_as_active():
-    """Mixtral: 12.9 of 46.7 billion parameters are active as published, the input table not counted."""
+    """Mixtral has 12.9 of 46.7 billion parameters active, without the input embedding, as published."""
     model = model_of("mixtral-8x7b")
     assert count_parameters(model) == pytest.approx(46.7e9, rel=0.005)
     assert count_active_matmul_parameters(model) == pytest.approx(12.9e9 - 32000 * 4096, rel=0.005)

@@ -1,4 +1,4 @@
-"""State and collectives of ZeRO, against torch's sharding rules and counts by hand."""
+"""State and collectives of ZeRO, compared with torch's sharding rules and counted by hand."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def rows_of(job):
 
 @given(rows=st.integers(1, 40), ranks=st.integers(1, 12))
 def test_rows_are_sharded_like_torch_chunk(rows, ranks):
-    """torch.chunk's pieces, then nothing for the ranks that are left over."""
+    """Remaining ranks have no rows."""
     pieces = [len(piece) for piece in torch.arange(rows).chunk(ranks)]
     pieces += [0] * (ranks - len(pieces))
     assert [len(chunk_rows(rows, ranks, rank)) for rank in range(ranks)] == pieces
     assert padded_count(Parameter("x", (rows, 3)), ranks) == max(pieces) * ranks * 3
 
 
-def test_every_parameter_is_in_one_group(job_file):
+def test_every_parameter_is_in_one_fsdp_group(job_file):
     (part,) = list_stages(load_job(str(job_file)))
     grouped = [p for group in list_groups(part) for p in group.parameters]
     assert sorted(p.name for p in grouped) == sorted(p.name for p in list_parameters(part.model))
@@ -39,8 +39,8 @@ def test_every_parameter_is_in_one_group(job_file):
 
 
 @pytest.mark.parametrize(("zero", "parameters", "optimizer"), [(1, 1, 2), (2, 2, 2), (3, 2, 2)])
-def test_state_by_stage_where_rows_divide(job_file, zero, parameters, optimizer):
-    """INTERFACES' formulas: P+G+O/N, and (P+G+O)/N; step counts are not cut."""
+def test_state_by_zero_stage_if_rows_divide(job_file, zero, parameters, optimizer):
+    """The formulas are P+G+O/N and (P+G+O)/N. Step counts are not sharded."""
     job = load_job(str(job_file), ["layout.dp_shard=2", f"layout.zero={zero}"])
     count, tensors = sum(p.count for p in list_parameters(job.model)), len(list_parameters(job.model))
     for rank in (0, 1):
@@ -51,8 +51,8 @@ def test_state_by_stage_where_rows_divide(job_file, zero, parameters, optimizer)
         }
 
 
-def test_uneven_rows_pad_parameters_and_not_moments(job_file):
-    """Three ranks: 64 rows are 22, 22 and 20; together the moments are whole, the parameters are more."""
+def test_uneven_rows_pad_parameters_but_not_moments(job_file):
+    """Three ranks have 22, 22 and 20 of 64 rows. Their moments sum to the whole, their parameters to more."""
     job = load_job(str(job_file), ["layout.dp_shard=3"])
     count, tensors = sum(p.count for p in list_parameters(job.model)), len(list_parameters(job.model))
     states = [sharded_state(job, rank) for rank in range(3)]
@@ -61,8 +61,8 @@ def test_uneven_rows_pad_parameters_and_not_moments(job_file):
     assert states[0]["parameters"] == states[2]["parameters"] > 4 * count / 3
 
 
-def test_gathers_and_reductions_of_each_stage(job_file):
-    """Two blocks and what is around them, two micro-batches: counted by hand."""
+def test_collectives_of_each_zero_stage(job_file):
+    """Two blocks and the root group with two micro-batches are counted by hand."""
     given = ["layout.dp_shard=2", "layout.micro_batch=3", "train.clip=0"]
     stages = {z: rows_of(load_job(str(job_file), [*given, f"layout.zero={z}"])) for z in (1, 2, 3)}
     count = sum(p.count for p in list_parameters(load_job(str(job_file)).model)) * 4
@@ -77,7 +77,10 @@ def test_gathers_and_reductions_of_each_stage(job_file):
 
 
 def test_deferred_reduction_has_one_reduce_scatter_and_unsharded_gradients(job_file):
-    """Three micro-batches: a third of the reduce-scatters, the same gathers; the peak has the gradients."""
+    """Three micro-batches have a third of the reduce-scatters and the same all-gathers.
+
+    The peak includes the gradients.
+    """
     given = ["layout.dp_shard=2", "layout.micro_batch=2"]
     for zero in (2, 3):
         jobs = [
@@ -88,7 +91,7 @@ def test_deferred_reduction_has_one_reduce_scatter_and_unsharded_gradients(job_f
         calls, size = once.pop(("dp_shard", "reduce_scatter", "step"))
         assert often.pop(("dp_shard", "reduce_scatter", "step")) == (3 * calls, 3 * size)
         assert often == once
-        assert sharded_state(jobs[0], 0) == sharded_state(jobs[1], 0), "after the last backward pass"
+        assert sharded_state(jobs[0], 0) == sharded_state(jobs[1], 0), "equal after the last backward pass"
         sharded, deferred = (build_plan(job)[0].ranks[0] for job in jobs)
         lines = {line.name: line.bytes for line in deferred.lines}
         assert deferred.peak_bytes > sharded.peak_bytes
@@ -96,7 +99,7 @@ def test_deferred_reduction_has_one_reduce_scatter_and_unsharded_gradients(job_f
 
 
 def test_bf16_gradients_halve_only_the_reduced_bytes(job_file):
-    """Replicas of 16-bit shards are summed in every micro-batch: partial sums would be rounded."""
+    """Hybrid sharding all-reduces bf16 gradients in every micro-batch. Partial sums would be rounded."""
     given = ["layout.dp_replicate=2", "layout.dp_shard=2", "layout.micro_batch=1"]
     exact = rows_of(load_job(str(job_file), given))
     low = rows_of(load_job(str(job_file), [*given, "compression.kind=bf16"]))
@@ -125,7 +128,7 @@ def test_hybrid_sharding_all_reduces_its_shard_once_per_step(job_file):
     assert first["dp_replicate+dp_shard", "all_reduce", "step"] == (1, count)
 
 
-def test_more_ranks_hold_less_and_the_gathered_blocks_are_in_the_peak(job_file):
+def test_more_ranks_hold_less_state_and_gathered_blocks_are_in_the_peak(job_file):
     plans = {
         zero: build_plan(load_job(str(job_file), ["layout.dp_shard=2", f"layout.zero={zero}"]))[0]
         for zero in (1, 2, 3)
@@ -136,8 +139,8 @@ def test_more_ranks_hold_less_and_the_gathered_blocks_are_in_the_peak(job_file):
     assert sum(lines.values()) == plans[3].ranks[0].peak_bytes
 
 
-def test_the_planner_shards_only_if_no_replica_fits(job_file):
-    """A device with room for the shards and not for the whole state."""
+def test_planner_shards_only_if_no_replica_fits(job_file):
+    """The device has memory for the shards but not for the whole state."""
     given = ["layout.micro_batch=1", "model.num_layers=8", "train.eval_every=0"]
     roomy, _ = build_plan(load_job(str(job_file), given))
     assert roomy.job.layout.dp_shard == 1
@@ -152,7 +155,7 @@ def test_the_planner_shards_only_if_no_replica_fits(job_file):
 
 
 def test_offloading_replaces_optimizer_state_by_staging_buffers(job_file):
-    """Three slots, each as large as the largest bucket that takes it; all state counted once, by kind."""
+    """There are three buffers of the size of their largest bucket. All state is counted once by kind."""
     assert staging_sizes([5, 1, 2, 3, 9]) == [5, 9, 2]
     assert staging_sizes([7]) == [7]
     given = ["layout.dp_replicate=1", "layout.micro_batch=1", "layout.bucket_mb=0.05"]
@@ -172,7 +175,7 @@ def test_offloading_replaces_optimizer_state_by_staging_buffers(job_file):
 
 
 def test_offloaded_gradients_of_a_gpu_are_not_padded(job_file):
-    """They are copied row by row; on a core they stay in what they arrived in, which is padded."""
+    """They are copied row by row. On a CPU they stay in the padded buffer of the reduce-scatter."""
     given = ["layout.dp_shard=3", "layout.offload=all"]
     on_core, on_gpu = (
         sharded_state(load_job(str(job_file), [*given, *more]), 0)

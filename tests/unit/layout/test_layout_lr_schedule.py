@@ -1,4 +1,4 @@
-"""The learning rate of every step: hand-computed points, continuity, and the sentences about scaling."""
+"""The learning rate of every step: points by hand, continuity, and explanations of scaling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 def make(schedule: str, **keys: object) -> Train:
-    """110 steps, the first 10 of them warm-up, to a peak of 1."""
+    """110 steps with 10 steps of warm-up to a peak of 1."""
     return Train(**{"steps": 110, "global_batch": 1, "lr": 1.0, "warmup": 10, "schedule": schedule, **keys})
 
 
@@ -30,7 +30,7 @@ def make(schedule: str, **keys: object) -> Train:
     ],
 )
 def test_learning_rates_match_points_computed_by_hand(schedule, points):
-    """Warm-up of a tenth a step, then the schedule; wsd falls over the last 22 of 110 steps."""
+    """Warm-up adds a tenth per step, then the schedule starts. wsd decays over the last 22 of 110 steps."""
     train = make(schedule)
     assert [lr_at(s, train) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
     assert {s: lr_at(s, train) for s in points} == pytest.approx(points)
@@ -49,8 +49,8 @@ def test_min_lr_and_decay_fraction_come_from_the_job():
     fraction=st.floats(0.01, 1.0),
     floor=st.floats(0.0, 1.0),
 )
-def test_no_schedule_jumps_rises_after_warm_up_or_leaves_its_bounds(schedule, steps, warmup, fraction, floor):
-    """No step differs from the one before by more than the steepest slope, at the seams as elsewhere."""
+def test_schedules_are_continuous_falling_after_warmup_and_bounded(schedule, steps, warmup, fraction, floor):
+    """No two consecutive steps differ by more than the steepest slope."""
     own = {} if schedule == "constant" else {"min_lr_ratio": floor}
     own |= {"decay_fraction": fraction} if schedule == "wsd" else {}
     train = make(schedule, steps=steps, warmup=warmup, **own)
@@ -74,8 +74,8 @@ def test_scaling_rules(rule, factor):
     assert scaled_lr(train) == 0.5 * factor
 
 
-def test_the_plan_explains_the_scaled_learning_rate(make_job):
-    """The sentence with its numbers is among the reasons, and linear scaling without warm-up is warned of."""
+def test_plan_explains_the_scaled_learning_rate(make_job):
+    """The reasons have the numbers. Linear scaling without warm-up gets a warning."""
     scaling = {"lr": 3e-4, "lr_scaling": "linear", "lr_base_batch": 64, "global_batch": 256}
     plan, _ = build_plan(make_job(train=scaling))
     assert "lr 0.0003 x 4 = 0.0012: linear rule, global batch 256 over 64" in plan.reasons

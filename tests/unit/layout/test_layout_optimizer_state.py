@@ -37,7 +37,7 @@ TOTAL, TENSORS = 94_528, 20
     ids=str,
 )
 def test_optimizer_formulas_evaluate_to_their_bytes(make_job, keys, expected):
-    """The ledger's line is the optimizer's own, and its formula, without the words, gives the number."""
+    """The formula of the ledger line, without its labels, gives the bytes."""
     ledger = predict_ledger(make_job(train=keys), 1, 1)
     (line,) = [line for line in ledger.lines if line.name == "optimizer"]
     assert ledger.state_bytes["optimizer"] == line.bytes == expected
@@ -51,7 +51,9 @@ def test_muon_updates_only_the_matrices_of_blocks(make_job):
     assert len(muon) == 14
     assert all(name.startswith("blocks.") and "norm" not in name for name in muon)
     assert {rules[name] for name in ("embed.weight", "head.weight", "norm.weight")} == {"adamw"}
-    assert rule_of("blocks.0.ffn.experts.up.weight", 2, job.train) == "adamw", "experts are many matrices"
+    assert rule_of("blocks.0.ffn.experts.up.weight", 2, job.train) == "adamw", (
+        "expert weights are several matrices"
+    )
     assert rule_of("blocks.0.ffn.shared.up.weight", 2, job.train) == "muon"
 
 
@@ -63,7 +65,7 @@ def test_norms_and_biases_never_decay_and_the_embedding_by_option(make_job):
 
 
 def test_optimizer_cost_counts_memory_passes_and_muon_gemms(make_job):
-    """AdamW reads and writes 7 arrays; Newton-Schulz of an m x n matrix is 5 x 2 (2 m^2 n + m^3) FLOPs."""
+    """AdamW reads and writes 7 arrays. Newton-Schulz of an m x n matrix has 5 x 2 (2 m^2 n + m^3) FLOPs."""
     costs = {name: _cost(make_job(train={"optimizer": name})) for name in OPTIMIZERS}
     assert costs["adamw"].moved_bytes == 28 * TOTAL
     assert costs["sgd"].moved_bytes == 20 * TOTAL
@@ -79,8 +81,8 @@ def _cost(job):
     return predict_optimizer(list_parameters(job.model), job.train)
 
 
-def test_defaults_are_the_optimizers_own_and_are_printed(make_job):
-    """Lion's rate and betas without a word in the job; what is given is not called a default."""
+def test_optimizer_defaults_are_used_and_printed(make_job):
+    """Lion has its own rate and betas. Given values are not printed as defaults."""
     lion = make_job(train={"optimizer": "lion", "beta1": 0.8})
     found = [setting(lion.train, key) for key in ("lr", "weight_decay", "beta1", "beta2")]
     assert found == [1e-4, 0.3, 0.8, 0.99]
@@ -90,14 +92,14 @@ def test_defaults_are_the_optimizers_own_and_are_printed(make_job):
 
 
 def test_overriding_the_optimizer_of_a_plan_uses_the_new_defaults(make_job):
-    """Keys that were left out stay out of the plan's job: none of AdamW's gets in the way of SGD."""
+    """The plan omits keys that the job omits, so no key of AdamW remains for SGD."""
     tree = job_tree(make_job(layout={"dp_replicate": 1}))
     sgd = build_job(tree | {"train": tree["train"] | {"optimizer": "sgd", "schedule": "constant"}})
     assert (setting(sgd.train, "momentum"), setting(sgd.train, "lr")) == (0.9, 0.1)
     assert fill_defaults(sgd.train)["beta1"] is None
 
 
-def test_a_measured_noise_scale_adds_two_values_to_the_control_reduction(make_job):
+def test_noise_scale_adds_two_values_to_the_control_all_reduce(make_job):
     def control(every):
         job = make_job(layout={"dp_replicate": 2}, train={"noise_scale_every": every})
         (row,) = [t for t in build_plan(job)[0].collectives if (t.axis, t.phase) == ("control", "step")]

@@ -1,4 +1,4 @@
-"""Parameters: counts equal the published ones; buckets are an exact, ordered partition."""
+"""Parameter counts equal the published ones; buckets are an exact, ordered partition."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_preset_parameter_counts_equal_the_published_ones(name, count):
 
 @pytest.mark.parametrize("name", ABOUT)
 def test_preset_parameter_counts_are_within_a_percent_of_the_published_ones(name):
-    """What is left out (norms of queries, sinks, biases of routers) weighs less than that.
+    """Parameters that are not modelled (query norms, sinks, router biases) are fewer than that.
 
     Those for each token are published to two digits, and some count the input embedding, so within 3%.
     """
@@ -98,7 +98,7 @@ def test_preset_parameter_counts_are_within_a_percent_of_the_published_ones(name
 
 
 def test_gpt_oss_counts_its_active_parameters_without_the_input_embedding():
-    """OpenAI's 5.1 billion (its card counts so): the embedding's rows are looked up, not multiplied."""
+    """OpenAI publishes 5.1 billion and does not count the embedding, whose rows are looked up."""
     assert count_active_matmul_parameters(preset("gpt-oss-120b")) == pytest.approx(5.13e9, rel=0.01)
 
 
@@ -134,7 +134,7 @@ def test_every_preset_has_a_published_count():
     )
 )
 def test_total_and_active_parameters_of_experts_are_counted(model):
-    """Against a dense model: a layer's feed-forward gives way to experts, shared ones and a router."""
+    """Experts, shared experts and a router replace the feed-forward of a dense layer."""
     dense = dataclasses.replace(
         model,
         num_experts=None,
@@ -184,8 +184,8 @@ def test_latent_attention_has_the_matrices_of_its_paper(queries):
 
 
 @given(models)
-def test_the_count_follows_the_formula(model):
-    """2 VD (1 if tied) + L (2 DQ + 2 DK + 3 DF + 2 D) + D."""
+def test_parameter_count_follows_the_formula(model):
+    """2 VD (VD if tied) + L (2 DQ + 2 DK + 3 DF + 2 D) + D."""
     width, queries, keys = model.hidden_size, model.query_size, model.kv_size
     block = 2 * width * queries + 2 * width * keys + 3 * width * model.ffn_size + 2 * width
     heads = 1 if model.tied_embeddings else 2
@@ -212,7 +212,7 @@ def test_flops_of_a_tied_model_count_the_head_and_only_once():
     assert flops_per_token(preset("tiny"), 32) == 567_168 + 24_576
 
 
-def test_attention_is_linear_in_the_sequence_and_the_rest_does_not_depend_on_it():
+def test_only_attention_flops_depend_on_the_sequence_length():
     model = preset("llama3-8b")
     at = {n: flops_per_token(model, n) for n in (1024, 2048, 4096)}
     assert at[4096] - at[2048] == 2 * (at[2048] - at[1024])
@@ -234,10 +234,12 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_and_close_at_the_cap
         assert sum(size[n] for n in bucket) >= cap, "a bucket closes only when the cap is reached"
     for bucket in buckets:
         assert bucket, "no bucket is empty"
-        assert sum(size[n] for n in bucket[:-1]) < cap or len(bucket) == 1, "and closes at once"
+        assert sum(size[n] for n in bucket[:-1]) < cap or len(bucket) == 1, (
+            "a bucket closes as soon as the cap is reached"
+        )
 
 
-def test_a_bucket_that_is_filled_exactly_is_closed():
+def test_bucket_filled_exactly_is_closed():
     listed = [Parameter(name, (MIB // 4,)) for name in "abc"]
     assert bucket_parameters(listed, 1.0) == [["c"], ["b"], ["a"]]
     assert bucket_parameters(listed, 2.0) == [["c", "b"], ["a"]]

@@ -1,4 +1,4 @@
-"""How far an axis reaches: its first group, on the nodes and racks of the cluster."""
+"""The widest link that an axis crosses, on nodes and racks of the cluster."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from meshwright.spec.legality.table import with_layout
     ],
     ids=str,
 )
-def test_a_group_spans_the_widest_link_of_its_members(make_job, layout, axis, tier):
-    """Eight nodes of eight devices, two nodes per rack; tp is innermost, pp outermost."""
+def test_group_spans_the_widest_link_of_its_members(make_job, layout, axis, tier):
+    """The cluster has eight nodes of eight devices and two nodes per rack. tp is innermost, pp outermost."""
     job = make_job(cluster={"nodes": 8, "nodes_per_rack": 2})
     assert tier_of(with_layout(job, layout), axis) == tier
 

@@ -12,8 +12,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.load import apply_override, build_job, job_tree
 
 
-def asked(job, words):
-    """The job with overrides behind it, its layout left out."""
+def with_overrides(job, words):
+    """The job with these overrides instead of its layout."""
     tree = job_tree(dataclasses.replace(job, layout=Layout()))
     tree.pop("layout")
     for text in words.split():
@@ -25,16 +25,16 @@ def test_printed_overrides_restore_the_layout(make_job):
     job = make_job(model={"preset": "llama3.2-1b"}, train={"global_batch": 32})
     for prediction in search_job(job, top=8).best:
         layout = dataclasses.replace(prediction.layout, stage_layers=None)
-        assert asked(job, layout_overrides(prediction.layout)) == layout
+        assert with_overrides(job, layout_overrides(prediction.layout)) == layout
 
 
-def test_one_process_has_a_text():
+def test_layout_of_one_process_has_a_text():
     layout = Layout("given", micro_batch=4)
     assert describe_layout(layout) == "one device micro_batch=4"
     assert layout_overrides(layout) == "layout.dp_replicate=1 layout.micro_batch=4"
 
 
-def test_settings_other_than_the_default_are_in_the_line():
+def test_non_default_settings_are_in_the_line():
     layout = Layout(
         "given", pp=4, cp=2, tp=8, dp_shard=2, zero=3, schedule="interleaved", virtual_stages=2,
         context="ulysses", sequence_parallel=True, recompute="full", offload="all", micro_batch=1,
@@ -53,7 +53,7 @@ def test_settings_other_than_the_default_are_in_the_line():
     ids=describe_layout,
 )
 def test_overrides_reset_keys_of_another_layout(make_job, layout):
-    """Pasted behind a job that says more than the new layout does."""
+    """They work behind a job file that sets more keys than the new layout."""
     before = Layout(
         "given", dp_shard=2, tp=2, pp=2, zero=3, prefetch=2, sequence_parallel=True, recompute="full",
         schedule="zb-h1", micro_batch=2,

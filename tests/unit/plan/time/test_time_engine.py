@@ -1,4 +1,4 @@
-"""The estimated step time: parts add up, and known costs are visible."""
+"""The estimated step time: parts sum to the step, and known effects are visible."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
 def test_parts_add_up_and_a_grid_equals_its_single_layouts(profile):
-    """No part is negative; what is spread over the grid after counting it once is the same."""
+    """No part is negative. A grid gives the same estimate as each layout alone."""
     given = workload(profile=profile)
     together = estimate_step(given, Grid.of(LAYOUTS))
     assert np.sum(list(together.parts.values()), axis=0) == pytest.approx(together.step_s)
@@ -75,8 +75,8 @@ def test_parts_add_up_and_a_grid_equals_its_single_layouts(profile):
         assert seconds(given, layout)[0] == pytest.approx(together.step_s[place])
 
 
-def test_a_step_is_never_faster_than_its_arithmetic():
-    """At the data sheet's peak, with nothing else to do."""
+def test_step_is_never_faster_than_its_flops_at_peak():
+    """The peak is that of the data sheet."""
     given = workload()
     flops = 6 * 174e9 * given.global_batch * given.seq_len / 1024
     assert (seconds(given, *LAYOUTS[:3]) > flops / 312e12).all()
@@ -91,7 +91,7 @@ def test_full_checkpointing_costs_a_forward_pass_and_selective_much_less():
 
 
 def test_tensor_parallel_across_nodes_is_slower():
-    """Sixteen ranks on nodes of eight reduce over the network: the share of that axis leaps."""
+    """Sixteen ranks on nodes of eight reduce over the network, so the tensor parallel part grows."""
     given = workload()
     given = dataclasses.replace(given, cluster=dataclasses.replace(given.cluster, nic_bytes_per_s=12.5e9))
     one_node, two_nodes = (estimate_step(given, Grid.of([change(PTD, tp=tp, pp=64 // tp)])) for tp in (8, 16))
@@ -110,7 +110,10 @@ def test_oversubscribed_racks_slow_down_groups_that_cross_them():
 
 
 def test_zero_3_throughput_falls_with_devices_as_published():
-    """Narayanan et al. 2021, table 2: 144, 88, 44 TFLOP/s on 384, 768, 1,536 devices, one batch of 1,536."""
+    """Narayanan et al.
+
+    2021, table 2: 144, 88 and 44 TFLOP/s on 384, 768 and 1,536 devices with a batch of 1,536.
+    """
     rates = []
     for devices, micro_batch in ((384, 4), (768, 2), (1536, 1)):
         given = workload(profile="deepspeed-zero", devices=devices, precision="fp16")
@@ -121,7 +124,7 @@ def test_zero_3_throughput_falls_with_devices_as_published():
 
 
 def test_unaligned_head_widths_cost_as_much_as_bloom_reported():
-    """14,400 wide with 96 heads (150 each) against 13,824 (144 each), a token's matrix work being equal."""
+    """14,400 wide with 96 heads (150 each) against 13,824 (144 each), with equal GEMM FLOPs per token."""
     rates = []
     for width in (14400, 13824):
         model = dataclasses.replace(
@@ -135,8 +138,11 @@ def test_unaligned_head_widths_cost_as_much_as_bloom_reported():
     assert 1.10 < rates[1] / rates[0] < 1.40
 
 
-def test_an_unfused_softmax_costs_time_and_kernel_launches():
-    """Megatron's kernel takes heads of a micro-batch by fours; fused attention has no such kernel."""
+def test_unfused_softmax_costs_time_and_kernel_launches():
+    """Megatron's kernel takes heads of a micro-batch in groups of four.
+
+    Fused attention has no such kernel.
+    """
     small = dataclasses.replace(
         GPT_175B, num_layers=8, hidden_size=2048, ffn_size=8192, num_heads=16, num_kv_heads=16
     )
@@ -145,7 +151,7 @@ def test_an_unfused_softmax_costs_time_and_kernel_launches():
         given = workload(small, profile=profile, devices=8, global_batch=16, seq_len=1024)
         rates = dataclasses.replace(rates_of(given), host_s=0.1)
         once, twice = estimate_step(given, Grid.of([two, four]), rates).step_s
-        assert (once > 2.2 * twice) == slower, "twice the micro-batches, and a fifth more kernels in each"
+        assert (once > 2.2 * twice) == slower, "twice the micro-batches with a fifth more kernels each"
 
 
 def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it():
@@ -156,11 +162,11 @@ def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it
     ]
     plain, interleaved, zbv = estimate_step(workload(), Grid.of(layouts)).parts["bubble"]
     assert interleaved == pytest.approx(plain / 4, rel=0.1)
-    assert zbv < plain / 3, "what is left: with recomputation the two halves of a backward pass differ"
+    assert zbv < plain / 3, "a bubble remains, because recomputation makes B longer than W"
 
 
 def test_deduplicated_dispatch_sends_one_copy_per_node():
-    """Dispatch over eight nodes; a stack that sends one copy a node moves less than one that sends all."""
+    """Dispatch over eight nodes with one copy per node moves less than with one copy per expert."""
     layout = Layout(mode="given", pp=4, dp_shard=64, ep=64, zero=1, micro_batch=1)
     times = []
     for profile in ("megatron-core", "megatron-bridge"):
@@ -182,7 +188,7 @@ def test_finer_fp8_scales_lower_the_gemm_rate():
     assert rows < seconds(dataclasses.replace(given, precision="bf16"), PTD)[0]
 
 
-def test_a_window_saves_attention_only_where_it_is_shorter_than_the_sequence():
+def test_window_reduces_attention_only_if_shorter_than_the_sequence():
     long = workload(DEEPSEEK, "H100-80GB-SXM", "megatron-core", seq_len=65536)
     layout = Layout(mode="given", pp=4, dp_shard=32, zero=1, micro_batch=1)
     windowed = dataclasses.replace(DEEPSEEK, window=512, window_every=2)
@@ -193,7 +199,7 @@ def test_a_window_saves_attention_only_where_it_is_shorter_than_the_sequence():
 
 
 def test_etp_ranks_still_exchange_tokens():
-    """Experts cut in eight instead of spread over eight: the tokens still travel."""
+    """Experts split in eight instead of spread over eight still need token exchange."""
     given = workload(DEEPSEEK, "H100-80GB-SXM", "megatron-core", devices=64, seq_len=4096)
     layouts = [
         Layout(mode="given", pp=8, dp_shard=8, zero=1, micro_batch=1, ep=ep, etp=etp)
@@ -206,7 +212,7 @@ def test_etp_ranks_still_exchange_tokens():
 
 @pytest.mark.parametrize(("profile", "lanes"), [("megatron-core", 1), ("meshwright", 8)])
 def test_ring_attention_time_depends_on_chunk_length_and_ulysses_on_the_sequence(profile, lanes):
-    """Chunks of seq_len / cp tokens reach less of attention's rate, and every call has its launch."""
+    """Chunks of seq_len / cp tokens have a lower attention rate, and every call has a launch."""
     given = workload(device="H100-80GB-SXM", profile=profile)
     rates = rates_of(given)
     layouts = [change(PTD, tp=1, pp=1, cp=cp, dp_replicate=1024 // cp) for cp in (1, 8)]
@@ -221,7 +227,10 @@ def test_ring_attention_time_depends_on_chunk_length_and_ulysses_on_the_sequence
 
 
 def test_ring_attention_over_eight_ranks_is_slow_for_short_sequences():
-    """Chunks of 256 tokens take longer than Ulysses' whole sequences; those of 16,384 tokens hardly."""
+    """Chunks of 256 tokens take longer than the whole sequences of Ulysses.
+
+    Chunks of 16,384 tokens hardly do.
+    """
     ring = change(PTD, tp=1, pp=1, cp=8, dp_replicate=128, recompute="none")
     grid, ratios = Grid.of([ring, change(ring, context="ulysses")]), []
     for length in (2048, 131072):

@@ -1,4 +1,4 @@
-"""Estimated steps against steps measured on our machines, with the bundled rates and no probe."""
+"""Estimated steps against measured steps, with the bundled rates and without a probe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNEVEN = {"meshwright-h200-022": 0.2}
 
 
 @pytest.mark.parametrize("case", [case for case in ROWS if case.workload.compiled], ids=lambda case: case.id)
-def test_compiled_steps_are_estimated_within_five_per_cent(case):
+def test_compiled_steps_are_estimated_within_5_percent(case):
     """Half of them are held out from the fit."""
     found = estimate_step(case.workload, Grid.of([case.layout]), rates_of(case.workload))
     assert float(found.step_s[0]) == pytest.approx(case.step_s, rel=UNEVEN.get(case.id, 0.05))
@@ -43,8 +43,8 @@ def job(make_h200_job):
     return make_h200_job()
 
 
-def test_a_compiled_job_is_estimated_like_its_table_row(job):
-    """A job and a row of the table come to the same figure, as does its eager one to that of eager rows."""
+def test_compiled_job_is_estimated_like_its_table_row(job):
+    """The same holds for eager jobs and rows."""
     row = next(case for case in ROWS if case.id == "meshwright-h200-007")
     as_row = estimate_step(row.workload, Grid.of([row.layout]), rates_of(row.workload))
     assert predict(job, job.layout).time.total_s == pytest.approx(float(as_row.step_s[0]), rel=1e-3)

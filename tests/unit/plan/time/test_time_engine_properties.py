@@ -1,4 +1,4 @@
-"""Properties of every layout's estimate: sums, monotonicity, and axes of degree 1 without effect."""
+"""Properties of every estimate: sums, monotonicity, and no effect of axes of degree 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLACK = 1 + 1e-9
 
 @pytest.fixture
 def legal_grid(random_grid: Grid) -> Grid:
-    """The random layouts, changed where settings contradict each other."""
+    """Random layouts, changed if settings contradict each other."""
     grid = random_grid
     pipeline = grid.pp > 1
     several = np.isin(grid.schedule, [2, *ZERO_BUBBLE[1:]])
@@ -42,7 +42,7 @@ def legal_grid(random_grid: Grid) -> Grid:
 
 
 def replace(grid: Grid, **columns: Any) -> Grid:
-    """The layouts with some columns changed; a number stands for all of them."""
+    """The layouts with changed columns. A number applies to all layouts."""
     return dataclasses.replace(
         grid, **{name: np.broadcast_to(np.asarray(value), (len(grid),)) for name, value in columns.items()}
     )
@@ -51,7 +51,7 @@ def replace(grid: Grid, **columns: Any) -> Grid:
 @pytest.mark.parametrize("model", ["gpt", "experts", "latent"])
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
 def test_parts_are_not_negative_and_add_up(make_workload, legal_grid, profile, model):
-    """Of the step and of the memory."""
+    """This covers the parts of the step and the lines of memory."""
     given = make_workload(model, profile)
     step, memory = estimate_step(given, legal_grid), estimate_memory(given, legal_grid)
     assert sum(step.parts.values()) == pytest.approx(step.step_s)
@@ -68,7 +68,7 @@ def test_parts_are_not_negative_and_add_up(make_workload, legal_grid, profile, m
 @pytest.mark.parametrize("model", ["gpt", "experts"])
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
 def test_faster_hardware_is_never_slower(make_workload, legal_grid, profile, model, rate):
-    """One rate doubled. Not of zero-bubble schedules: a shorter weight pass fills less of their bubble."""
+    """One rate is doubled. Zero-bubble schedules are excluded: a shorter W fills less of their bubble."""
     grid = legal_grid.take(~np.isin(legal_grid.schedule, ZERO_BUBBLE))
     slow = make_workload(model, profile)
     cluster = dataclasses.replace(slow.cluster, nodes=64)
@@ -79,8 +79,11 @@ def test_faster_hardware_is_never_slower(make_workload, legal_grid, profile, mod
 
 
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
-def test_an_axis_of_one_rank_changes_nothing(make_workload, legal_grid, profile):
-    """How a sequence that is whole is exchanged, what a state that is whole is sharded by, tp=1's norms."""
+def test_axis_of_one_rank_has_no_effect(make_workload, legal_grid, profile):
+    """Without cp the context method has no effect.
+
+    The ZeRO stage needs shards, and sequence parallel needs tp.
+    """
     given, grid = make_workload("gpt", profile), legal_grid
     same = (
         replace(grid, context=np.where(grid.cp == 1, 1 - grid.context, grid.context)),
@@ -96,7 +99,7 @@ def test_an_axis_of_one_rank_changes_nothing(make_workload, legal_grid, profile)
 
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
 def test_more_activation_checkpointing_is_never_faster(make_workload, legal_grid, profile):
-    """More of it takes no less time, offloading and collectives included."""
+    """Offloading and collectives are included."""
     given = make_workload("llama", profile)
     grid = legal_grid.take(~np.isin(legal_grid.schedule, ZERO_BUBBLE))
     none, selective, full = (estimate_step(given, replace(grid, recompute=n)).step_s for n in range(3))
@@ -106,7 +109,7 @@ def test_more_activation_checkpointing_is_never_faster(make_workload, legal_grid
 
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
 def test_doubling_the_layers_less_than_doubles_compute(make_workload, legal_grid, profile):
-    """The head does not grow with them."""
+    """The head does not grow with the layers."""
     once = make_workload("llama", profile)
     model = dataclasses.replace(once.model, num_layers=2 * once.model.num_layers)
     twice = dataclasses.replace(once, model=model)
@@ -119,7 +122,7 @@ def test_doubling_the_layers_less_than_doubles_compute(make_workload, legal_grid
 
 @pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
 def test_larger_micro_batches_are_not_slower(make_workload, legal_grid, profile):
-    """The same samples in fewer and larger products; a last wave of tiles may cost a percent."""
+    """The same samples need fewer and larger GEMMs. A partial last wave may cost a percent."""
     given = make_workload("llama", profile)
     small, large = (estimate_step(given, replace(legal_grid, micro_batch=n)).parts["compute"] for n in (1, 4))
     even = given.global_batch % (4 * legal_grid.data_degree) == 0
@@ -127,8 +130,8 @@ def test_larger_micro_batches_are_not_slower(make_workload, legal_grid, profile)
     assert (large[even] <= 1.01 * small[even]).all()
 
 
-def test_one_expert_for_every_token_is_nearly_a_dense_model(make_workload, make_grid):
-    """It has as many parameters and products; its tokens are sorted, and its products grouped."""
+def test_one_expert_model_costs_about_as_much_as_a_dense_model(make_workload, make_grid):
+    """It has as many parameters and FLOPs, plus sorting of tokens and grouped GEMMs."""
     dense = make_workload("llama", "megatron-core", global_batch=64)
     model = dataclasses.replace(dense.model, num_experts=1, experts_per_token=1, expert_ffn_size=14336)
     routed = dataclasses.replace(dense, model=model)
@@ -140,7 +143,7 @@ def test_one_expert_for_every_token_is_nearly_a_dense_model(make_workload, make_
 
 
 def test_splitting_experts_over_etp_moves_as_many_bytes(make_workload, make_grid):
-    """A rank then has the tokens of its etp neighbours and a part of the columns."""
+    """A rank then has the tokens of its etp group and a part of the columns."""
     given = make_workload("experts", "megatron-core")
     grid = make_grid(tp=[4, 4], etp=[1, 4], dp_shard=[2, 2], zero=[1, 1])
     times = BlockModel(given, Device.of(given, rates_of(given)), grid).times()
@@ -148,7 +151,7 @@ def test_splitting_experts_over_etp_moves_as_many_bytes(make_workload, make_grid
 
 
 def test_dense_gradients_are_reduced_over_ep_ranks(make_workload, make_grid):
-    """A published run without ZeRO whose experts lie on 8 ranks: all else is the same on them."""
+    """In a published run without ZeRO the experts are on 8 ranks, all with the same dense parameters."""
     given = make_workload("experts", "megatron-lm")
     alone, spread = estimate_step(given, make_grid(dp_shard=[1, 8], ep=[1, 8], tp=[1, 1])).parts[
         "gradient reduction"
@@ -158,7 +161,7 @@ def test_dense_gradients_are_reduced_over_ep_ranks(make_workload, make_grid):
 
 
 def test_offload_transfers_overlap_with_all_gathers(make_workload, make_grid):
-    """Two links at once: no faster than either alone, and no slower than one after the other."""
+    """They use two links: the time is at least that of each and at most their sum."""
     given = make_workload("gpt", "deepspeed-zero", global_batch=64)
     columns = {"dp_shard": [8, 8], "zero": [3, 3], "micro_batch": [1, 1]}
     gathered, both = estimate_step(given, make_grid(**columns, offload=[1, 2])).parts["sharded data parallel"]
@@ -167,8 +170,8 @@ def test_offload_transfers_overlap_with_all_gathers(make_workload, make_grid):
 
 
 @pytest.mark.parametrize("profile", ["megatron-core", "torchtitan"])
-def test_a_v_schedule_holds_no_more_than_gpipe_and_about_as_much_as_1f1b(make_workload, make_grid, profile):
-    """ZBV holds p micro-batches on every rank; 1F1B as many on its first, GPipe all of them."""
+def test_zbv_memory_is_between_1f1b_and_gpipe(make_workload, make_grid, profile):
+    """ZBV has p micro-batches in flight on every rank, 1F1B on its first rank, and GPipe has all of them."""
     given = make_workload("llama", profile, global_batch=64)
     names = ("gpipe", "1f1b", "zbv")
     grid = make_grid(

@@ -30,15 +30,15 @@ def device() -> Device:
 @pytest.mark.parametrize("rows", [128, 2048, 8192])
 @pytest.mark.parametrize("columns", [256, 4096])
 @pytest.mark.parametrize("depth", [64, 8192])
-def test_a_gemm_takes_at_least_the_time_of_its_flops_and_bytes(device, rows, columns, depth):
+def test_gemm_takes_at_least_the_time_of_its_flops_and_bytes(device, rows, columns, depth):
     taken = float(gemm_s(device, rows, columns, depth))
     moved = 2 * (rows * depth + depth * columns + rows * columns)
     assert taken > 2 * rows * columns * depth / device.flops_per_s
     assert taken > moved / device.bytes_per_s
 
 
-def test_a_partial_last_wave_costs_a_full_wave(device):
-    """One column of tiles more than fits the waves of 108 multiprocessors: the rate falls, then recovers."""
+def test_partial_last_wave_costs_a_full_wave(device):
+    """With one more column of tiles than fits on 108 multiprocessors the rate falls, then recovers."""
     columns = np.arange(1, 60) * 256
     rate = 2048 * columns * 8192 / gemm_s(device, 2048, columns, 8192)
     assert rate.max() == pytest.approx(rate[-10:].max(), rel=0.05)
@@ -50,7 +50,7 @@ def test_unaligned_rows_lower_the_gemm_rate(device):
     assert whole / odd == pytest.approx(UNALIGNED, rel=0.1)
 
 
-def test_a_grouped_gemm_is_faster_than_separate_gemms(device):
+def test_grouped_gemm_is_faster_than_separate_gemms(device):
     alone, together = 64 * gemm_s(device, 64, 512, 1024), gemm_s(device, 64, 512, 1024, 64)
     assert together < alone / 2
 
@@ -61,7 +61,7 @@ def group(ranks: int, stride: int, **changes: object):
     return build_group(cluster, rates, np.array([ranks]), np.array([stride])), cluster, rates
 
 
-def test_a_ring_uses_node_links_or_the_network_adapters_of_its_members():
+def test_ring_uses_node_links_or_the_nics_of_its_members():
     inside, cluster, rates = group(8, 1)
     assert inside.bytes_per_s[0] == cluster.link_bytes_per_s * rates.link
     sparse, _, _ = group(8, 8)
@@ -79,7 +79,7 @@ def test_collectives_have_the_bytes_of_a_ring_and_one_rank_has_none():
     wire = ring.all_gather_s(moved) - idle
     assert wire[0] == pytest.approx(1e9 * 7 / 8 / ring.bytes_per_s[0])
     assert ring.all_reduce_s(moved)[0] - idle[0] == pytest.approx(2 * wire[0])
-    assert ring.all_reduce_s(np.array([0.0]))[0] == 0, "nothing to move is no call"
+    assert ring.all_reduce_s(np.array([0.0]))[0] == 0, "zero bytes need no call"
     alone, _, _ = group(1, 1)
     for call in (alone.all_gather_s, alone.all_reduce_s, alone.send_s):
         assert call(moved)[0] == 0
@@ -88,7 +88,10 @@ def test_collectives_have_the_bytes_of_a_ring_and_one_rank_has_none():
 
 @pytest.mark.parametrize(("ranks", "measured"), [(2, 40e-6), (4, 50e-6), (8, 87e-6)])
 def test_latency_grows_with_the_ranks_of_a_node_as_measured(ranks, measured):
-    """nccl-tests on A100 with NVLink 3: an all-reduce of 1 MiB less the time of its bytes at full rate."""
+    """The reference is nccl-tests on A100 with NVLink 3.
+
+    It is an all-reduce of 1 MiB minus the time of its bytes at full rate.
+    """
     rates = merge_rates({**load_calibration(), "device.X": {"link_latency_s": 3.5e-5}}, (), "X")
     ring = build_group(known_devices()["A100-80GB-SXM"], rates, np.array([ranks]), np.array([1]))
     assert ring.latency_s[0] + ring.hops_s[0] == pytest.approx(measured, rel=0.15)
@@ -102,7 +105,7 @@ def test_copies_to_one_node_cross_the_network_once():
     assert once[1] / once[0] == pytest.approx(sent / (3 / 4))
 
 
-def test_sections_override_each_other_from_the_default_to_a_stack_on_a_device():
+def test_rates_of_a_stack_on_a_device_override_the_defaults():
     tables = {section: dict(values) for section, values in load_calibration().items()}
     tables["device.H100"] = {"matmul": 0.1}
     tables["stack.one"] = {"nic": 0.2}

@@ -25,7 +25,7 @@ SMALL = {"num_layers": 16, "hidden_size": 2048, "num_heads": 32}
 LARGE = {"num_layers": 28, "hidden_size": 3072, "num_heads": 24}
 NARROW = {"precision": "fp8", "fp8_weight_grads": True, "gemm_autotune": True}
 MEASURED = (
-    # Model, sequences of tokens, train, layout, step in seconds, peak in bytes.
+    # Model, micro-batch and sequence length, train, layout, step in seconds, peak in bytes.
     (SMALL, (8, 4096), {"gemm_autotune": True}, {}, 0.4817, 50993844224),
     (LARGE, (4, 4096), {"gemm_autotune": True}, {}, 0.6149, 81999692800),
     (SMALL, (8, 4096), NARROW, {}, 0.3996, 50997448704),
@@ -37,23 +37,23 @@ MEASURED = (
 RATE, ATTENTION_RATE, COPY, UPDATE = 7e14, 4e14, 4.2e12, 3e12
 
 
-def product(rows, columns, depth, rate=RATE, precision="bf16"):
+def gemm_time(rows, columns, depth, rate=RATE, precision="bf16"):
     seconds = 2.0 * rows * columns * depth / rate
     return GemmTime(precision, rows, columns, depth, seconds, seconds, seconds)
 
 
-def attention(batch, heads, kv_heads, head_size, seq_len, rate=ATTENTION_RATE, precision="bf16"):
+def attention_time(batch, heads, kv_heads, head_size, seq_len, rate=ATTENTION_RATE, precision="bf16"):
     seconds = 2.0 * batch * heads * seq_len**2 * head_size / rate
     return AttentionTime(precision, batch, heads, kv_heads, head_size, seq_len, seconds, 2.5 * seconds)
 
 
 def constant_rates(**changes) -> Probed:
-    """A device that multiplies, attends, copies and updates at one rate each, whatever the shape."""
+    """A device with one rate each for GEMMs, attention, copies and updates, for every shape."""
     suite = PROBE_SUITES["cuda"]
     probed = Probed(
         device="cuda",
-        gemms=tuple(product(*sizes) for sizes in suite.gemms[:-2]),
-        attention=tuple(attention(*heads) for heads in suite.attention),
+        gemms=tuple(gemm_time(*sizes) for sizes in suite.gemms[:-2]),
+        attention=tuple(attention_time(*heads) for heads in suite.attention),
         copy_bytes_per_s=COPY,
         optimizer_bytes_per_s=UPDATE,
         launch_s=1e-9,
@@ -64,7 +64,7 @@ def constant_rates(**changes) -> Probed:
 
 @pytest.fixture
 def job(make_h200_job):
-    """A Llama-like model that no probe has the shapes of, compiled on one H200."""
+    """A compiled Llama-like model on one H200, with shapes that no probe has."""
     return make_h200_job(layers=12, batch=4)
 
 
@@ -74,23 +74,23 @@ def test_unprobed_shapes_have_the_rate_of_probed_ones(job):
     seen = 6.0 * model.num_layers * 4096 / 2 * 2 * model.query_size
     gemms = flops_per_token(model, 4096) - seen - 6.0 * (2 * model.num_layers + 1) * model.hidden_size
     assert work.gemm_s == pytest.approx(tokens * gemms / RATE, rel=1e-3)
-    # The backward pass of attention is five products for the two of the forward pass.
+    # The backward pass of attention has five GEMMs, the forward pass two.
     assert work.attention_s == pytest.approx(tokens * seen / 3 * 3.5 / ATTENTION_RATE, rel=1e-3)
     assert work.update_s == pytest.approx(1.2e9 * 30 / UPDATE, rel=0.05)
 
 
-def test_a_probed_shape_has_its_measured_time(job):
-    """However far that is from its neighbours."""
+def test_probed_shape_has_its_measured_time(job):
+    """This holds even if it differs much from neighbouring shapes."""
     linear = next(iter(list_linears(job, job.model, 1)))
-    slow = product(linear.rows, linear.columns, linear.depth, RATE / 3)
+    slow = gemm_time(linear.rows, linear.columns, linear.depth, RATE / 3)
     before, after = constant_rates(), constant_rates(gemms=(*constant_rates().gemms, slow))
     took = 3 * 2.0 * linear.rows * linear.columns * linear.depth / RATE * linear.times
     more = count_work(with_probed(job, after), 1, 0).gemm_s
     more -= count_work(with_probed(job, before), 1, 0).gemm_s
-    assert 1.98 * took < more < 4 * took, "its own time, and a little of its neighbours'"
+    assert 1.98 * took < more < 4 * took, "its own time and a little interpolation"
 
 
-def test_a_merged_gemm_is_counted_where_linears_are_merged(job):
+def test_merged_linears_are_counted_as_one_gemm(job):
     joined = {linear.columns for linear in list_linears(job, job.model, 1)}
     assert {2048 + 2 * 512, 2 * 8192, 2048, 128256} == joined
     eager = dataclasses.replace(job, train=dataclasses.replace(job.train, block_backend="eager"))
@@ -115,14 +115,14 @@ def test_checkpointing_costs_a_forward_pass_or_its_cheap_part(job):
     assert full.attention_s == pytest.approx(none.attention_s * 4.5 / 3.5)
 
 
-def test_a_bf16_residual_stream_moves_fewer_bytes(job):
+def test_bf16_residual_stream_moves_fewer_bytes(job):
     wide = dataclasses.replace(job, train=dataclasses.replace(job.train, residual_dtype="fp32"))
     narrow_s, wide_s = (count_work(with_probed(j, constant_rates()), 1, 0).moved_s for j in (job, wide))
     assert 1.1 < wide_s / narrow_s < 1.6
 
 
 def test_bytes_of_triton_blocks_match_a_count_by_hand(job):
-    """Each pass of a block once: what it reads and what it writes of a token, in bytes."""
+    """The count has the bytes that each kernel of a block reads and writes per token."""
     width, inner, turned, all_heads = 2048, 8192, 2048 + 512, 2048 + 2 * 512
     norms = 2 * (2 * 2 + 2 * 2) * width
     forward = norms + 2 * 2 * turned + 3 * 2 * inner
@@ -136,7 +136,7 @@ def test_bytes_of_triton_blocks_match_a_count_by_hand(job):
     cast = 3 * 2048 - 2 * width - inner
     assert block_bytes(fp8, job.model) - block_bytes(job, job.model) == cast
     full = dataclasses.replace(job, layout=dataclasses.replace(job.layout, recompute="full"))
-    first = forward - 2 * 2 * width  # its norm reads the stream alone, and does not write it
+    first = forward - 2 * 2 * width  # its norm only reads the residual stream
     assert block_bytes(full, job.model) == 2 * first + 3 * 2 * width + backward
 
 
@@ -150,11 +150,14 @@ def test_the_block_backend_decides_the_time_of_elementwise_bytes(job):
 
 
 def test_fp8_gemms_have_their_own_times(job):
-    """Those of blocks; the head's and attention stay in 16 bits. Without such times nothing is promised."""
+    """Only GEMMs of blocks run in fp8; head and attention use 16 bits.
+
+    Without fp8 times there is no prediction.
+    """
     fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
     assert not is_probed(with_probed(fp8, constant_rates()))
     twice = tuple(
-        product(*sizes, rate=2 * RATE, precision="fp8") for sizes in PROBE_SUITES["cuda"].fp8_gemms[:-1]
+        gemm_time(*sizes, rate=2 * RATE, precision="fp8") for sizes in PROBE_SUITES["cuda"].fp8_gemms[:-1]
     )
     probed = constant_rates(gemms=(*constant_rates().gemms, *twice))
     assert is_probed(with_probed(fp8, probed))
@@ -169,7 +172,7 @@ def test_fp8_gemms_have_their_own_times(job):
 
 
 def test_autotuned_gemms_are_faster(job):
-    """All of 16 bits, the head's among them."""
+    """This covers all 16-bit GEMMs including those of the head."""
     raced = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
     before, after = (count_work(with_probed(which, constant_rates()), 1, 0) for which in (job, raced))
     assert after.gemm_s == pytest.approx(0.98 * before.gemm_s)
@@ -180,7 +183,7 @@ def test_autotuned_gemms_are_faster(job):
 def test_predicted_steps_on_an_h200_match_measured_ones(
     make_job, model, batch, train, layout, measured_s, measured_bytes
 ):
-    """Of shapes, lengths, precisions and recomputations that the probe did not see."""
+    """The shapes, lengths, precisions and checkpointing modes were not probed."""
     sequences, length = batch
     job = make_job(
         model={"preset": None, **model, "num_kv_heads": 8, "ffn_size": 8192, "vocab_size": 128256},
@@ -211,8 +214,8 @@ def test_cpu_time_is_overlapped_on_a_gpu_and_added_on_a_cpu(job):
     assert on_core.total_s(busy) == pytest.approx(alone + job.model.num_layers)
 
 
-def test_a_plan_for_a_probed_device_uses_its_times_and_interval(job):
-    """And without the table the calibrated estimate."""
+def test_plan_for_a_probed_device_uses_its_times_and_interval(job):
+    """Without the probe it uses the calibrated estimate."""
     probed = with_probed(job, constant_rates())
     step = predict(probed, probed.layout).time
     assert step.total_s == pytest.approx(count_work(probed, 1, 0).total_s(constant_rates()))
@@ -222,7 +225,7 @@ def test_a_plan_for_a_probed_device_uses_its_times_and_interval(job):
 
 
 def test_probed_times_replace_compute_and_optimizer_of_the_engine(job):
-    """Compute and optimizer of the layouts that were probed; the others of a grid keep the counted ones."""
+    """Other layouts of the grid keep the estimate."""
     placed = with_probed(job, constant_rates(step_s=0.5))
     layouts = [placed.layout, dataclasses.replace(placed.layout, tp=2)]
     estimated = estimate_step(Workload.of(placed), Grid.of(layouts))
@@ -236,7 +239,7 @@ def test_probed_times_replace_compute_and_optimizer_of_the_engine(job):
 
 
 def test_probed_cpus_keep_the_communication_time_of_the_engine(make_job):
-    """Two replicas: compute as probed, the all-reduce of gradients as counted from the cluster's links."""
+    """Two replicas have probed compute, and an all-reduce estimated from the links of the cluster."""
     made = constant_rates()
     gemms = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.gemms)
     attended = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.attention)
@@ -278,8 +281,8 @@ def test_unprobed_settings_use_the_calibrated_estimate(job, section, changes):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_fit_recovers_planted_overheads(make_job, device):
-    """Steps of the small models, made up of planted figures."""
+def test_fit_recovers_injected_overheads(make_job, device):
+    """The measured steps are computed from known overheads."""
     suite, preset = PROBE_SUITES[device], {"cuda": "h200-sxm", "cpu": "local"}[device]
     cluster = dataclasses.replace(make_job(cluster={"preset": preset}).cluster, device=device)
     runs = list_runs(suite, dataclasses.replace(cluster, devices_per_node=1))
@@ -287,8 +290,8 @@ def test_the_fit_recovers_planted_overheads(make_job, device):
     law = {"precision": suite.precision}
     plain = Probed(
         device=device,
-        gemms=tuple(product(*sizes, **law) for sizes in list_gemms(suite, jobs)),
-        attention=tuple(attention(*heads, **law) for heads in list_attention(suite, jobs)),
+        gemms=tuple(gemm_time(*sizes, **law) for sizes in list_gemms(suite, jobs)),
+        attention=tuple(attention_time(*heads, **law) for heads in list_attention(suite, jobs)),
         copy_bytes_per_s=COPY,
         optimizer_bytes_per_s=UPDATE,
         launch_s=1e-9,
@@ -306,7 +309,7 @@ def test_the_fit_recovers_planted_overheads(make_job, device):
     assert (found.step_s, found.block_s) == pytest.approx((planted.step_s, planted.block_s), rel=1e-2)
 
 
-def test_the_fit_has_no_negative_overhead(job):
+def test_fit_has_no_negative_overhead(job):
     work = count_work(with_probed(job, constant_rates()), 1, 0)
     found = fit_steps(constant_rates(), [MeasuredStep(job, 1, 0, work.gemm_s / 2)])
     assert found.elementwise > 0

@@ -30,11 +30,11 @@ def homes_of(pp, schedule, stages):
 
 
 def test_layers_are_assigned_to_the_least_loaded_stages():
-    """A head of two layers on the last stage, an embedding of one on the first."""
+    """The head on the last stage costs two layers, the embedding on the first costs one."""
     assert assign_layers(16, (0, 1, 2, 3), 0.0, 0.0) == (4, 4, 4, 4)
     assert assign_layers(13, (0, 1, 2, 3), 1.0, 2.0) == (3, 4, 4, 2)
-    assert assign_layers(17, (0, 1, 2, 3), 0.0, 0.0) == (4, 4, 4, 5), "of equal stages the latest"
-    assert assign_layers(4, (0, 1, 2, 3), 0.0, 50.0) == (1, 1, 1, 1), "one layer at least"
+    assert assign_layers(17, (0, 1, 2, 3), 0.0, 0.0) == (4, 4, 4, 5), "the last of equal stages"
+    assert assign_layers(4, (0, 1, 2, 3), 0.0, 50.0) == (1, 1, 1, 1), "at least one layer"
     assert assign_layers(8, (0, 1, 1, 0), 1.0, 3.0) == (1, 3, 3, 1)
 
 
@@ -81,13 +81,15 @@ def test_stages_are_balanced_by_the_costs_that_the_step_is_predicted_with(make_j
     assert costs == PartCosts.of(step, 0)
     times = stage_times(job, 8, step, 0)
     rows = np.array([times.forward_s, times.backward_input_s, times.backward_weight_s])
-    assert rows.sum() == pytest.approx(4 * float(step.passes.total[0])), "stages add up to the average rank"
+    assert rows.sum() == pytest.approx(4 * float(step.passes.total[0])), (
+        "the stages sum to the average rank times four"
+    )
     assert rows.sum(axis=0)[0] == pytest.approx(layers[0] * costs.block.total_s + costs.embedding.total_s)
     assert rows.sum(axis=0)[-1] == pytest.approx(layers[-1] * costs.block.total_s + costs.head.total_s)
 
 
 def test_bubble_and_transfers_come_from_the_simulation(make_job):
-    """Without transfers the walk has the bubble alone; transfers are what is left of the longer makespan."""
+    """The simulation without transfers gives the bubble. Transfers are the rest of the longer makespan."""
     job = make_job(
         model={"num_layers": 8},
         cluster={"preset": "local", "device": "cpu", "devices_per_node": 4},
@@ -108,7 +110,7 @@ def test_bubble_and_transfers_come_from_the_simulation(make_job):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_transfers_on_the_critical_path_are_the_fill_and_the_drain(make_job, schedule):
-    """Short transfers of equal stages show where nothing hides them: pp - 1 in and out at least."""
+    """With equal stages short transfers are exposed only there: at least pp - 1 in each direction."""
     job = make_job(
         model={"num_layers": 4},
         cluster={"preset": "local", "device": "cpu", "devices_per_node": 4},
@@ -123,7 +125,7 @@ def test_transfers_on_the_critical_path_are_the_fill_and_the_drain(make_job, sch
     assert planned.bubble_s == pytest.approx(books, rel=0.05)
 
 
-def test_a_schedule_too_large_to_simulate_uses_the_closed_form(make_job):
+def test_schedule_too_large_to_simulate_uses_the_closed_form(make_job):
     layout = {"pp": 4, "micro_batch": 1}
     job = make_job(model={"num_layers": 4}, train={"global_batch": 2_000_000}, layout=layout)
     step = predict_step(job, 2_000_000)

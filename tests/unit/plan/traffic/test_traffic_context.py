@@ -1,4 +1,4 @@
-"""Collectives and memory of context parallelism, counted by hand."""
+"""Collectives and memory of context parallel, counted by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARAMETERS = 256 + 2 * (8 + 64 + 32 + 32 + 64 + 8 + 3 * 128) + 8 + 256
 
 @pytest.fixture
 def rows_of(make_job):
-    """Calls and bytes by axis, operation and phase, of a small decoder; micro-batches of 2 x 32 tokens."""
+    """Calls and bytes by axis, op and phase of a small decoder with micro-batches of 2 x 32 tokens."""
 
     def rows(layout, data=None, **tables):
         job = make_job(
@@ -34,9 +34,10 @@ def rows_of(make_job):
 
 
 def test_ring_attention_sends_keys_and_values_to_the_next_rank(rows_of):
-    """Two ranks, 4 micro-batches, 2 blocks; 32 tokens a rank, keys and values 2 x 32 x 4 x 4 bytes.
+    """Two ranks, 4 micro-batches, 2 blocks, 32 tokens per rank: keys and values have 2 x 32 x 4 x 4 bytes.
 
-    Forward one, backward one more, and one of their gradients; each is two sends, as there are two lanes.
+    Keys and values are sent once in forward and once in backward, their gradients once. Each is two sends,
+    one per head chunk.
     """
     rows = rows_of({"cp": 2})
     assert rows["cp", "send", "step"] == (4 * 2 * 3 * 2, 4 * 2 * 3 * 1024)
@@ -45,7 +46,10 @@ def test_ring_attention_sends_keys_and_values_to_the_next_rank(rows_of):
 
 
 def test_ring_gradients_are_sent_in_float32_and_keys_in_bf16(rows_of):
-    """Four ranks: 3 hops forward and backward of 512 bytes in 16 bits, 3 of gradients in 32; two lanes."""
+    """Four ranks have 3 hops of 512 bytes in 16 bits, forward and backward.
+
+    Gradients have 3 hops in 32 bits.
+    """
     rows = rows_of({"cp": 4}, precision="bf16")
     each = 2 * 16 * 4
     assert rows["cp", "send", "step"] == (8 * (6 + 3) * 2, 8 * (6 * each * 2 + 3 * each * 4))
@@ -58,7 +62,10 @@ def test_the_ring_is_repeated_if_attention_is_recomputed(rows_of, recompute, hop
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 3), ("full", 3)])
 def test_ulysses_has_two_all_to_alls_per_pass(rows_of, recompute, passes):
-    """32 tokens x (8 queries + 2 x 4 keys and values), then x 8 results, 4 bytes each; no channel to open."""
+    """32 tokens x (8 query + 2 x 4 key and value) elements, then x 8 output elements, 4 bytes each.
+
+    There are no sends.
+    """
     rows = rows_of({"cp": 2, "context": "ulysses", "recompute": recompute})
     assert rows["cp", "all_to_all", "step"] == (2 * 8 * passes, 8 * passes * 32 * (16 + 8) * 4)
     assert rows["cp", "all_to_all", "eval"] == (2 * 4, 4 * 32 * (16 + 8) * 4)
@@ -66,13 +73,13 @@ def test_ulysses_has_two_all_to_alls_per_pass(rows_of, recompute, passes):
 
 
 def test_ulysses_repeats_key_heads_if_they_are_fewer_than_ranks(rows_of):
-    """Two key heads of width 2 on four ranks: four travel."""
+    """Two key heads of width 2 on four ranks are sent as four."""
     rows = rows_of({"cp": 4, "context": "ulysses"})
     assert rows["cp", "all_to_all", "step"] == (2 * 8 * 2, 8 * 2 * 16 * (16 + 2 * 4 * 2) * 4)
 
 
 def test_cp_ranks_all_reduce_gradients_like_replicas(rows_of):
-    """21 tensors in one bucket; the state is whole, so that one rank saves it alone."""
+    """21 tensors are in one bucket. The state is not sharded, so one rank saves it."""
     rows = rows_of({"cp": 2})
     assert rows["cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
     assert rows["cp", "broadcast", "setup"] == (2, (21 + 1 + 1) * 4)
@@ -82,7 +89,7 @@ def test_cp_ranks_all_reduce_gradients_like_replicas(rows_of):
 
 
 def test_zero_shards_the_state_over_dp_shard_and_cp(rows_of, make_job):
-    """Stage 1 over dp_shard x cp = 4; 8 samples over two ranks of data are 2 micro-batches."""
+    """ZeRO-1 shards over dp_shard x cp = 4. Two data ranks have 2 micro-batches of the 8 samples."""
     rows = rows_of({"dp_shard": 2, "cp": 2, "zero": 1})
     assert rows["dp_shard+cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
     assert rows["dp_shard+cp", "all_gather", "step"] == (1, PARAMETERS * 4)
@@ -95,7 +102,7 @@ def test_zero_shards_the_state_over_dp_shard_and_cp(rows_of, make_job):
 
 
 def test_tp_and_pp_move_only_the_tokens_of_a_cp_rank(rows_of):
-    """Half of the tokens: half of the bytes of what is summed over tp, handed on over pp, sent for keys."""
+    """A cp rank has half of the tokens, so tp all-reduces and pp sends have half of the bytes."""
     for layout in ({"tp": 2}, {"pp": 2, "stage_layers": [1, 1]}):
         alone, shared = rows_of(layout), rows_of({**layout, "cp": 2})
         axis, op = ("tp", "all_reduce") if "tp" in layout else ("pp", "send")
@@ -103,13 +110,13 @@ def test_tp_and_pp_move_only_the_tokens_of_a_cp_rank(rows_of):
             assert shared[axis, op, phase][1] * 2 == alone[axis, op, phase][1]
             assert shared[axis, op, phase][0] == alone[axis, op, phase][0]
     one = rows_of({"tp": 2, "cp": 2})["cp", "send", "step"]
-    assert one == (24, 24 * 512), "a rank of tp has one of two key heads, and one lane"
+    assert one == (24, 24 * 512), "a tp rank has one of two key heads, so one chunk"
 
 
 def test_cp_divides_the_memory_of_activations(make_job):
-    """The block's activations are half; rotary tables are of the own positions.
+    """The activations of a block are half, and RoPE tables cover the positions of the rank.
 
-    Key heads are as many as those of queries: one process would keep fewer repeated on a GPU.
+    There are as many key heads as query heads, so that one process repeats none.
     """
     model = {**MODEL, "num_kv_heads": 4}
     alone, shared = (
@@ -126,7 +133,10 @@ def test_cp_divides_the_memory_of_activations(make_job):
 
 
 def test_ulysses_saves_the_attention_output_twice_and_repeated_key_heads(make_job):
-    """2 blocks, 2 x 8 tokens on each of four ranks: 8 numbers more each, and 2 x (8 - 4) of repeated keys."""
+    """2 blocks with 2 x 8 tokens per rank save 8 more elements per token.
+
+    Repeated key heads add 2 x (8 - 4).
+    """
     kept = {}
     for context in ("ring", "ulysses"):
         job = make_job(
@@ -140,7 +150,7 @@ def test_ulysses_saves_the_attention_output_twice_and_repeated_key_heads(make_jo
 
 @pytest.mark.parametrize(("context", "masks"), [("ring", 0), ("ulysses", 2 * 32 * 32 * 4)])
 def test_ring_attention_saves_no_document_mask(make_job, context, masks):
-    """Whose tokens belong to which document is known of whole sequences: 2 x 16 x 2 + 2 x 32 numbers."""
+    """Document numbers of whole sequences are kept instead: 2 x 16 x 2 + 2 x 32 numbers."""
     job = make_job(
         model=MODEL,
         layout={"cp": 2, "context": context, "micro_batch": 2},

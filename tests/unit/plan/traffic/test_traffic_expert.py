@@ -1,4 +1,4 @@
-"""Collectives of expert parallelism, counted by hand: D=8, E=4, two experts per token, each 8 wide."""
+"""Collectives of expert parallel, counted by hand: D=8, E=4, two experts per token, each 8 wide."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD = 2 * (4 + 3)
 
 @pytest.fixture
 def rows_of(make_job):
-    """Calls and bytes by axis, operation and phase; micro-batches of 2 x 32 tokens."""
+    """Calls and bytes by axis, op and phase, with micro-batches of 2 x 32 tokens."""
 
     def rows(layout, model=None, **train):
         job = make_job(
@@ -38,7 +38,10 @@ def rows_of(make_job):
 
 
 def test_tokens_are_dispatched_and_combined_by_all_to_all(rows_of):
-    """2 micro-batches x 2 blocks; 64 tokens x 2 experts x 8 x 4 bytes each way, 4 split sizes of 8 bytes."""
+    """There are 2 micro-batches x 2 blocks.
+
+    Each direction has 64 tokens x 2 experts x 8 x 4 bytes. There are 4 split sizes of 8 bytes.
+    """
     rows, moved = rows_of({"dp_shard": 2, "ep": 2, "zero": 3}), 64 * 2 * 8 * 4
     assert rows["ep", "all_to_all", "step"] == (4 * 5, 4 * (4 * 8 + 4 * moved))
     assert rows["ep", "all_to_all", "eval"] == (4 * 3, 4 * (4 * 8 + 2 * moved))
@@ -67,7 +70,7 @@ def test_dense_layers_have_no_all_to_all(rows_of):
 
 
 def test_experts_held_by_one_rank_are_neither_gathered_nor_reduced(rows_of):
-    """ZeRO-3 over 2 ranks with ep=2: the rest is, as ever; 2 micro-batches."""
+    """ZeRO-3 over 2 ranks with ep=2 and 2 micro-batches. Dense parameters are gathered as usual."""
     rows = rows_of({"dp_shard": 2, "ep": 2, "zero": 3})
     assert rows["dp_shard", "all_gather", "step"] == (2 * 5, 2 * (4 * BLOCK + AROUND) * 4)
     assert rows["dp_shard", "reduce_scatter", "step"] == (2 * 3, 2 * DENSE * 4)
@@ -75,7 +78,10 @@ def test_experts_held_by_one_rank_are_neither_gathered_nor_reduced(rows_of):
 
 
 def test_experts_are_gathered_over_ep_shard(rows_of):
-    """Four ranks, ep=2: two hold the same two experts, 384 elements a block; one micro-batch, 16 bits."""
+    """With four ranks and ep=2, two ranks hold the same two experts, 384 elements per block.
+
+    There is one micro-batch in 16 bits.
+    """
     rows = rows_of({"dp_shard": 4, "ep": 2, "zero": 3}, precision="bf16")
     assert rows["ep_shard", "all_gather", "step"] == (2 * 2, 2 * 2 * EXPERTS // 2 * 2)
     assert rows["ep_shard", "all_gather", "eval"] == (2, 2 * EXPERTS // 2 * 2)
@@ -86,13 +92,16 @@ def test_experts_are_gathered_over_ep_shard(rows_of):
 
 
 def test_expert_replicas_are_all_reduced_even_if_not_sharded(rows_of):
-    """FSDP2 calls nothing over one rank, but sums over replicas: five groups, once a step."""
+    """FSDP2 runs no collective over one rank but all-reduces over replicas: five groups, once per step."""
     rows = rows_of({"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 3})
     assert rows["dp_replicate", "all_reduce", "step"] == (5, (DENSE // 2 + EXPERTS) * 4)
 
 
 def test_unsharded_expert_gradients_have_their_own_buckets_and_axis(rows_of):
-    """ZeRO-1 on cp=4, ep=2: the rest over 4 ranks, experts over the 2 that hold the same; no DDP."""
+    """ZeRO-1 with cp=4 and ep=2 does not use DDP.
+
+    Dense gradients are reduced over 4 ranks, expert gradients over 2.
+    """
     rows = rows_of({"cp": 4, "ep": 2, "zero": 1})
     assert rows["cp", "all_gather", "step"] == (1, DENSE * 4)
     assert rows["ep_shard", "all_reduce", "step"] == (1, EXPERTS * 4)
@@ -111,7 +120,7 @@ def test_plain_replicas_use_ddp_for_experts(rows_of):
 
 
 def test_tp_ranks_route_their_own_tokens(rows_of):
-    """tp=2: 4 micro-batches of 64 tokens, N D e = 2048 bytes.
+    """tp=2 has 4 micro-batches of 64 tokens, N D e = 2048 bytes.
 
     A block sums attention alone, forward and backward; the embedding and the head once, the loss twice; the
     routers' gradients once a step; results and gradients of the routed path are gathered.
@@ -126,7 +135,10 @@ def test_tp_ranks_route_their_own_tokens(rows_of):
 
 
 def test_sequence_parallel_ranks_route_without_an_extra_split(rows_of):
-    """Gathers and scatters are attention's and the ends'; the router's gradient goes with the norms'."""
+    """Gathers and scatters are those of attention, embedding and head.
+
+    The router's gradient is summed with the norms'.
+    """
     rows = rows_of({"tp": 2, "sequence_parallel": True}, balance_loss=0.0)
     assert rows["tp", "all_gather", "step"] == (4 * (2 * 2 + 2), 4 * (2 * 2 + 2) * 2048)
     whole = 2 * (8 + 8 + 32) + 8
@@ -135,7 +147,7 @@ def test_sequence_parallel_ranks_route_without_an_extra_split(rows_of):
 
 @pytest.mark.parametrize(("recompute", "gathers"), [("none", 2), ("full", 3), ("selective", 3)])
 def test_shared_experts_have_the_collectives_of_a_dense_feed_forward(rows_of, recompute, gathers):
-    """Computed again, they make the routed path's gather, which comes before them, one that is repeated."""
+    """With recomputation, the gather of the routed path comes before them and is repeated."""
     rows = rows_of({"tp": 2, "recompute": recompute}, model={"shared_experts": 1}, balance_loss=0.0)
     again = {"none": 0, "selective": 0, "full": 2}[recompute]
     assert rows["tp", "all_reduce", "step"][0] == 4 * (2 * 4 + again + 2 + 2) + 1
@@ -145,10 +157,10 @@ def test_shared_experts_have_the_collectives_of_a_dense_feed_forward(rows_of, re
 
 
 def test_cp_ranks_sum_the_counts_of_chosen_experts(rows_of):
-    """cp=2 x tp=2: 4 micro-batches x 2 blocks of 2 x 4 counts; a capacity asks for the choices instead."""
+    """cp=2 x tp=2: 4 micro-batches x 2 blocks of 2 x 4 counts. A capacity needs the choices instead."""
     rows = rows_of({"cp": 2, "tp": 2})
     assert rows["cp+tp", "all_reduce", "step"] == (8, 8 * 2 * 4 * 4)
-    assert ("cp+tp", "all_reduce", "eval") not in rows, "an evaluation learns nothing"
+    assert ("cp+tp", "all_reduce", "eval") not in rows, "an evaluation has no balance loss"
     rows = rows_of({"cp": 2, "tp": 2}, model={"capacity_factor": 1.0})
     assert ("cp+tp", "all_reduce", "step") not in rows
     choices = 4 * (32 // 2) * 2 * 8
@@ -157,21 +169,24 @@ def test_cp_ranks_sum_the_counts_of_chosen_experts(rows_of):
     assert not any(axis == "cp+tp" for axis, _, _ in rows_of({"cp": 2, "tp": 2}, balance_rate=0.001))
 
 
-def test_a_checkpoint_gathers_experts_over_their_ranks(rows_of):
-    """Parameter and two moments of each of 6 tensors; ep_shard first where those are cut."""
+def test_checkpoint_gathers_experts_over_their_ranks(rows_of):
+    """It gathers the parameter and two moments of each of 6 tensors.
+
+    If they are sharded, ep_shard is first.
+    """
     rows = rows_of({"dp_shard": 4, "ep": 2, "zero": 3})
     assert rows["ep", "all_gather", "save"] == (6 * 3, 3 * EXPERTS * 2 * 4)
     assert rows["ep_shard", "all_gather", "save"] == (6 * 3, 3 * EXPERTS * 4)
     assert rows["dp_shard", "all_gather", "save"] == (17 * 3, 3 * DENSE * 4)
 
 
-def test_an_unsharded_expert_bias_is_not_gathered(rows_of):
-    """With etp alone the biases behind the sums are whole: 5 of 6 tensors a block are cut."""
+def test_unsharded_expert_bias_is_not_gathered(rows_of):
+    """With etp alone the biases after the sum are not sharded: 5 of 6 tensors per block are."""
     rows = rows_of({"dp_shard": 2, "etp": 2, "zero": 1}, model={"ffn_bias": True})
     assert rows["ep", "all_gather", "save"][0] == 2 * 5 * 3
 
 
-def test_a_pipeline_stage_routes_only_in_its_layers(make_job):
+def test_pipeline_stage_routes_only_in_its_layers(make_job):
     job = make_job(
         model={**MODEL, "dense_layers": 1},
         layout={"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1, "micro_batch": 2, "stage_layers": [1, 1]},
@@ -181,8 +196,8 @@ def test_a_pipeline_stage_routes_only_in_its_layers(make_job):
     assert "ep" in last
 
 
-def test_a_plan_has_expert_axes_and_the_state_of_every_rank(make_job):
-    """All ranks together hold the model once; names say over how many ranks experts are dealt."""
+def test_plan_has_expert_axes_and_the_state_of_every_rank(make_job):
+    """All ranks together hold the model once. Axis names include the ranks of the experts."""
     job = make_job(model=MODEL, layout={"dp_shard": 4, "ep": 2, "zero": 3})
     plan, _ = build_plan(job)
     assert plan.reasons[0].startswith("dp_shard=4 ep=2 zero=3: given in the job")
