@@ -120,6 +120,8 @@ def test_missing_host_memory_is_named(make_decoder_job):
     assert "more than usable" not in str(problem)
 
 
-def test_local_cluster_suggests_the_on_option(make_decoder_job):
+def test_local_cluster_suggests_a_cluster_preset(make_decoder_job):
     job = make_decoder_job("llama3-70b", cluster={"preset": "local", "device": "cpu", "memory_bytes": 8 * GB})
-    assert "--on 8x8xh100-sxm" in refuse(job).fix
+    problem = refuse(job)
+    assert problem.code == "plan-nothing-fits"
+    assert "8x8xh100-sxm" in problem.fix
