@@ -1,4 +1,4 @@
-"""Dynamic loss scaling of fp16: skips overflows, is saved in checkpoints, and detects a collapse."""
+"""Dynamic loss scaling of fp16: overflows are skipped, the scale is checkpointed, a collapse is detected."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def job(job_file):
+    """An fp16 job with a loss scale of 8."""
     return load_job(str(job_file), ["train.precision=fp16", "train.loss_scale=8"])
 
 
-def take(precision: MixedPrecision, weight: nn.Parameter, optimizer, value: float) -> dict:
+def take_step(precision: MixedPrecision, weight: nn.Parameter, optimizer, value: float) -> dict:
     """One step on a loss whose gradient is ``value``."""
     precision.backward((weight * value).sum())
     norm = precision.clip_gradients(ShardedState(nn.ParameterList([weight])), optimizer, 0.0)
@@ -28,31 +29,31 @@ def take(precision: MixedPrecision, weight: nn.Parameter, optimizer, value: floa
     return precision.step_fields(1.0, float(norm))
 
 
-def test_the_scale_cancels_out(job):
+def test_loss_scale_does_not_change_the_update(job):
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    said = take(MixedPrecision(job, CPU), weight, optimizer, 3.0)
+    fields = take_step(MixedPrecision(job, CPU), weight, optimizer, 3.0)
     assert weight.item() == 1.0 - 0.5 * 3.0
-    assert said == {"loss_scale": 8.0, "skipped": False}
+    assert fields == {"loss_scale": 8.0, "skipped": False}
 
 
-def test_a_step_that_overflows_is_skipped_and_halves_the_scale(job):
+def test_overflow_skips_the_step_and_halves_the_scale(job):
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    said = take(MixedPrecision(job, CPU), weight, optimizer, float("inf"))
+    fields = take_step(MixedPrecision(job, CPU), weight, optimizer, float("inf"))
     assert weight.item() == 1.0
-    assert said == {"loss_scale": 4.0, "skipped": True}
+    assert fields == {"loss_scale": 4.0, "skipped": True}
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_collapse_names_its_step_and_where_it_began(job, saved):
+def test_loss_scale_collapse_names_its_first_and_last_step(job, saved):
     weight = nn.Parameter(torch.ones(1))
     optimizer, precision = torch.optim.SGD([weight], lr=0.5), MixedPrecision(job, CPU)
-    take(precision, weight, optimizer, 1.0)
+    take_step(precision, weight, optimizer, 1.0)
     for step in range(2, 5):
-        take(precision, weight, optimizer, float("nan"))
+        take_step(precision, weight, optimizer, float("nan"))
         precision.check_loss_scale(step, lambda: True)
-    take(precision, weight, optimizer, float("nan"))
+    take_step(precision, weight, optimizer, float("nan"))
     with pytest.raises(
         RunFailedError, match=r"collapsed at step 5: it fell to 0.5 .* from step 2 on"
     ) as error:
@@ -62,26 +63,26 @@ def test_a_collapse_names_its_step_and_where_it_began(job, saved):
     assert ("resume" in problem.fix, "no checkpoint was written" in problem.rule) == (saved, not saved)
 
 
-def test_the_loss_scale_is_restored_from_a_checkpoint(job):
+def test_loss_scale_is_restored_from_a_checkpoint(job):
     weight = nn.Parameter(torch.ones(1))
     optimizer, before, after = (
         torch.optim.SGD([weight], lr=0.5),
         MixedPrecision(job, CPU),
         MixedPrecision(job, CPU),
     )
-    take(before, weight, optimizer, float("inf"))
+    take_step(before, weight, optimizer, float("inf"))
     after.load_state_dict(before.state_dict())
     assert after.state_dict() == before.state_dict()
-    assert take(after, weight, optimizer, float("inf"))["loss_scale"] == 2.0
+    assert take_step(after, weight, optimizer, float("inf"))["loss_scale"] == 2.0
 
 
-def test_a_step_without_targets_is_not_an_overflow(job):
+def test_step_without_targets_is_not_an_overflow(job):
     precision = MixedPrecision(job, CPU)
     assert precision.step_fields(None, 0.0)["skipped"] is False
     assert precision.step_fields(None, float("inf"))["skipped"] is True
 
 
-def test_other_precisions_have_no_scale(job_file):
+def test_other_precisions_have_no_loss_scale(job_file):
     precision = MixedPrecision(load_job(str(job_file), ["train.precision=bf16"]), CPU)
     assert precision.state_dict() is None
     assert precision.step_fields(float("nan"), None) == {"loss_scale": None, "skipped": None}

@@ -31,15 +31,17 @@ BATCH, MICRO_BATCH, SEQ_LEN = 6, 2, 16
 
 
 @pytest.fixture(autouse=True)
-def unpinned(monkeypatch):
-    """There is no GPU here whose memory could be pinned; how often it was asked for is what counts."""
-    asked = []
-    monkeypatch.setattr(Batch, "pin_memory", lambda batch: asked.append(batch) or batch)
-    return asked
+def pinned_batches(monkeypatch):
+    """The batches for which pinned memory was requested. Pinning needs a GPU, so it is replaced."""
+    batches = []
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batches.append(batch) or batch)
+    return batches
 
 
 @pytest.fixture
 def build_prefetcher(prepared):
+    """``build_prefetcher(device)``: a prefetcher over the prepared text."""
+
     def build(device: torch.device) -> BatchPrefetcher:
         dataset = TokenDataset.open(prepared, "train", SEQ_LEN)
         order = SampleOrder(dataset.shard_sample_counts, 7)
@@ -49,7 +51,7 @@ def build_prefetcher(prepared):
 
 
 def read(prefetcher: BatchPrefetcher, steps: range, *, ahead: bool) -> list[tuple]:
-    """What steps get; the next one's is prepared before one is over."""
+    """The batches of these steps. With ``ahead`` the next batch is prefetched before a step ends."""
     found = []
     for step in steps:
         position, samples, targets, micro_batches = prefetcher.get(step * BATCH)
@@ -60,35 +62,36 @@ def read(prefetcher: BatchPrefetcher, steps: range, *, ahead: bool) -> list[tupl
     return found
 
 
-def test_prefetching_keeps_samples_and_their_order(build_prefetcher, unpinned):
-    """Every step but the first was prepared, and of each one micro-batch read ahead."""
+def test_prefetching_keeps_samples_and_their_order(build_prefetcher, pinned_batches):
+    """Every step but the first is prefetched, each with one micro-batch."""
     usual = read(build_prefetcher(CPU), range(5), ahead=False)
     assert len(usual[0][3]) == BATCH // MICRO_BATCH
     assert read(build_prefetcher(GPU), range(5), ahead=True) == usual
-    assert len(unpinned) == 4
+    assert len(pinned_batches) == 4
 
 
-def test_a_resumed_run_continues_at_its_position(build_prefetcher):
+def test_resumed_run_continues_at_its_position(build_prefetcher):
     assert (
         read(build_prefetcher(GPU), range(3, 5), ahead=True)
         == read(build_prefetcher(CPU), range(5), ahead=False)[3:]
     )
 
 
-def test_a_batch_prefetched_for_another_position_is_discarded(build_prefetcher):
+def test_batch_prefetched_for_another_position_is_discarded(build_prefetcher):
     prefetcher = build_prefetcher(GPU)
     prefetcher.prefetch(BATCH)
     assert prefetcher.get(3 * BATCH).samples.tolist() == build_prefetcher(CPU).get(3 * BATCH).samples.tolist()
 
 
-def test_nothing_is_prefetched_on_a_cpu(build_prefetcher, unpinned):
+def test_nothing_is_prefetched_on_a_cpu(build_prefetcher, pinned_batches):
     prefetcher = build_prefetcher(CPU)
     prefetcher.prefetch(0)
-    assert not unpinned
+    assert not pinned_batches
     assert prefetcher._next is None
 
 
 def build_rank(job_file: Path, folder: Path, *overrides: str) -> Trainer:
+    """The trainer of a one-process run."""
     alone = ("layout.micro_batch=4", "layout.dp_replicate=1")
     plan, _ = build_plan(load_job(str(job_file), [*alone, *overrides]))
     folder.mkdir()
@@ -100,64 +103,70 @@ def build_rank(job_file: Path, folder: Path, *overrides: str) -> Trainer:
 
 
 def losses(folder: Path) -> list[float]:
+    """The losses of all step and eval events."""
     events = [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
     return [event["loss"] for event in events if event["event"] in ("step", "eval")]
 
 
-def test_the_loop_prefetches_before_it_synchronizes_except_in_the_last_step(
-    job_file, tmp_path, monkeypatch, unpinned
+def test_loop_prefetches_before_it_synchronizes_except_in_the_last_step(
+    job_file, tmp_path, monkeypatch, pinned_batches
 ):
-    """A whole run with its evaluation: the same losses to the bit, each batch ready when the host waits."""
+    """A whole run with evaluation has bit-identical losses.
+
+    The next batch is ready at each synchronization.
+    """
     usual = build_rank(job_file, tmp_path / "usual")
     loop.train(usual)
     ahead = build_rank(job_file, tmp_path / "ahead")
     ahead.data.prefetcher._on_gpu = True
     waits = []
-    honest = ControlAllReduce.wait
+    original_wait = ControlAllReduce.wait
 
     def wait(sums):
         ready = ahead.data.prefetcher._next
         waits.append(None if ready is None else ready.position)
-        return honest(sums)
+        return original_wait(sums)
 
     monkeypatch.setattr(ControlAllReduce, "wait", wait)
     loop.train(ahead)
     steps, batch = ahead.job.train.steps, ahead.job.train.global_batch
-    assert waits == [batch * step for step in range(1, steps)] + [None, None], "the last one evaluates"
-    assert len(unpinned) == steps - 1
+    assert waits == [batch * step for step in range(1, steps)] + [None, None], (
+        "the last wait is that of the evaluation"
+    )
+    assert len(pinned_batches) == steps - 1
     assert losses(tmp_path / "ahead") == losses(tmp_path / "usual")
     assert len(losses(tmp_path / "ahead")) == steps + 1
 
 
-class Reads(TorchDispatchMode):
-    """Sees what makes a host wait for a GPU: looks at a value, and results whose size depends on values."""
+class SynchronizationRecorder(TorchDispatchMode):
+    """Records operations that synchronize with a GPU: reading values, and outputs of data-dependent size."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.looks: list[torch.Tensor] = []
+        self.reads: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
         indices = [i for i in args[1] if i is not None] if name in ("index", "index_put_") else []
         by_mask = any(index.dtype == torch.bool for index in indices)
         if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive"):
-            self.looks.append(args[0])
+            self.reads.append(args[0])
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
-def test_a_step_does_not_synchronize_before_its_end(job_file, tmp_path, mask):
-    """When the host prepares the next batch, it has read the counts of its own targets, and nothing else."""
+def test_step_does_not_synchronize_before_its_end(job_file, tmp_path, mask):
+    """When the next batch is prefetched, the step has read only the counts of its own targets."""
     trainer = build_rank(job_file, tmp_path / "run", f"data.mask={mask}")
     trainer.counter.phase = "step"
     _, _, targets, micro_batches = trainer.data.prefetcher.get(0)
-    batches = list(micro_batches)  # lie on the host
+    batches = list(micro_batches)  # in CPU memory
     seen: list[int] = []
-    with Reads() as reads:
-        trainer.compute_step(batches, targets, prefetch=lambda: seen.append(len(reads.looks)))
-    assert len(reads.looks) == seen[0], "it ends with one look at all values, which is no scalar's"
+    with SynchronizationRecorder() as recorder:
+        trainer.compute_step(batches, targets, prefetch=lambda: seen.append(len(recorder.reads)))
+    assert len(recorder.reads) == seen[0], "the final read copies one tensor and is not recorded"
     assert seen == [len(batches)]
-    assert {look.dtype for look in reads.looks} == {torch.int64}
+    assert {tensor.dtype for tensor in recorder.reads} == {torch.int64}
 
 
 def test_cpu_and_device_scalars_are_summed_together():
@@ -172,12 +181,12 @@ def test_samples_are_assigned_once_and_evenly(count, ranks):
     assert [s for samples in assigned for s in samples] == list(range(count))
     assert max(map(len, assigned)) - min(map(len, assigned)) <= 1
     assert len(assigned[0]) == max(map(len, assigned)), (
-        "rank 0 has the most: it sets the number of micro-batches"
+        "rank 0 has the most samples and decides the number of micro-batches"
     )
 
 
-class Counting:
-    """Stands in for a dataset: row i holds i, i+1, ..., and is document 3 of something."""
+class FakeDataset:
+    """Row i has the tokens i, i+1, ... and belongs to document 3."""
 
     seq_len = 4
 
@@ -194,12 +203,12 @@ class Counting:
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
 @given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 6))
-def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mask, count, ranks, micro):
+def test_ranks_run_equal_micro_batches_and_each_sample_counts_once(mask, count, ranks, micro):
     samples = np.arange(100, 100 + count)
     shapes, seen = set(), []
     for rank in range(ranks):
         batches = list(
-            Batcher(Counting(mask), rank, ranks, micro, sample_weight=1 / count).micro_batches(samples)
+            Batcher(FakeDataset(mask), rank, ranks, micro, sample_weight=1 / count).micro_batches(samples)
         )
         shapes.add((len(batches), micro))
         for tokens, targets, segments, weights in batches:
@@ -207,7 +216,7 @@ def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mas
             assert tokens.dtype == targets.dtype == torch.int64
             assert (segments is not None) == (mask == "document")
             real = targets[:, 0] != IGNORE_INDEX
-            assert weights.tolist() == pytest.approx((real / count).tolist()), "a share of the global batch"
+            assert weights.tolist() == pytest.approx((real / count).tolist()), "the share of the global batch"
             seen += tokens[real][:, 0].tolist()
             assert (targets[~real] == IGNORE_INDEX).all()
             assert (tokens[~real] == 0).all()
@@ -216,4 +225,4 @@ def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mas
                 assert (segments[~real] == 0).all()
     assert len(shapes) == 1
     assert sorted(seen) == samples.tolist()
-    assert Batcher(Counting(), 0, ranks, micro).count_targets(samples) == 4 * count
+    assert Batcher(FakeDataset(), 0, ranks, micro).count_targets(samples) == 4 * count

@@ -23,15 +23,15 @@ HEAVY = ("sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"
 source, *overrides = sys.argv[1:]
 prepared = prepare_run(LoadedJob.load(source, tuple(overrides)), "no", SILENT)
 loaded = {}
-def hear(event):
+def on_event(event):
     loaded[event["event"]] = [name for name in HEAVY if name in sys.modules]
-status = run_rank(prepared.assignment.run_dir, hear)
+status = run_rank(prepared.assignment.run_dir, on_event)
 print(json.dumps({"status": status, "loaded": loaded}))
 """
 
 
 def test_one_process_imports_neither_compiler_nor_sharding(job_file: Path):
-    """Not at its start, in no step, nor at its end: it would cost as much as torch itself."""
+    """This holds from start to end. The imports would take as long as torch itself."""
     overrides = ["layout.dp_replicate=1", "train.steps=3", f"run_dir={job_file.parent / 'run'}"]
     done = subprocess.run(
         [sys.executable, "-c", TRAINED, str(job_file), *overrides],
@@ -40,27 +40,27 @@ def test_one_process_imports_neither_compiler_nor_sharding(job_file: Path):
         check=True,
         cwd=job_file.parent,
     )
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["status"] == 0
-    assert {"started", "step", "state", "eval", "checkpoint", "finished"} <= set(told["loaded"])
-    assert {event: heavy for event, heavy in told["loaded"].items() if heavy} == {}
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["status"] == 0
+    assert {"started", "step", "state", "eval", "checkpoint", "finished"} <= set(result["loaded"])
+    assert {event: heavy for event, heavy in result["loaded"].items() if heavy} == {}
 
 
 @pytest.fixture
-def hidden_again():
-    """Other tests of this process compile."""
+def restore_compiler_hooks():
+    """Restore torch's methods, because other tests of this process compile."""
     yield
     for method in DISABLED_METHODS:
         vars(method.__wrapped__).pop(DISABLE_ATTRIBUTE, None)
 
 
-@pytest.mark.usefixtures("hidden_again")
+@pytest.mark.usefixtures("restore_compiler_hooks")
 @pytest.mark.parametrize("rule", [AdamW, SGD])
 def test_updates_without_the_compiler_import_are_bit_identical(
     rule: type[AdamW | SGD], monkeypatch: pytest.MonkeyPatch
 ):
-    """With what torch does around a step: no graph grows, hooks are called, state is saved and loaded."""
-    monkeypatch.setattr(rule, "step", rule.step)  # put back afterwards
+    """No autograd graph is built, hooks are called, and state is saved and loaded."""
+    monkeypatch.setattr(rule, "step", rule.step)  # restored after the test
     found, hooks = [], []
     for spared in (False, True):
         if spared:
@@ -81,10 +81,10 @@ def test_updates_without_the_compiler_import_are_bit_identical(
     assert len(hooks) == 6
 
 
-@pytest.mark.usefixtures("hidden_again")
-def test_a_second_call_keeps_hooks_of_existing_optimizers(monkeypatch: pytest.MonkeyPatch):
-    """Torch wraps the step of a class once more when the first optimizer is built: that wrapper stays."""
-    monkeypatch.setattr(AdamW, "step", AdamW.step)  # put back afterwards
+@pytest.mark.usefixtures("restore_compiler_hooks")
+def test_second_call_keeps_hooks_of_existing_optimizers(monkeypatch: pytest.MonkeyPatch):
+    """Torch wraps the step of a class when the first optimizer is built. The wrapper must stay."""
+    monkeypatch.setattr(AdamW, "step", AdamW.step)  # restored after the test
     skip_compiler_import()
     weight, called = nn.Parameter(torch.ones(4)), []
     weight.grad = torch.ones(4)

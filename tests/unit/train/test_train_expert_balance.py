@@ -1,4 +1,4 @@
-"""The load of experts, the biases that follow from it, and choices that are replayed where scores tie."""
+"""Expert load, the biases of the balancer, and replayed choices for tied scores."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def test_biases_move_by_the_rate_towards_the_mean():
     assert routers[1].selection_bias.tolist() == [0] * 4
     assert [row["layer"] for row in load.layer_rows()] == [1, 2]
     assert load.layer_rows()[1] == {"layer": 2, "load": [7, 1, 4, 4], "dropped": 3, "imbalance": 1.75}
-    assert not balancer.sums.any(), "the next step begins with nothing"
+    assert not balancer.sums.any(), "the sums are reset for the next step"
     assert routers[1].auxiliary.balance == 0.5
 
 
@@ -45,7 +45,7 @@ def test_imbalance_and_dropped_shares_of_a_step_are_computed():
 
 @pytest.fixture
 def replay(tmp_path):
-    """Of one rank with one sample of two tokens, two micro-batches; the second one's sample is padding."""
+    """A rank with one sample of two tokens and two micro-batches. The second micro-batch is padding."""
     network = Decoder(MODEL, 2)
     batches = SimpleNamespace(rank=1, ranks=2, micro_batch=1)
     job = SimpleNamespace(train=SimpleNamespace(global_batch=3))
@@ -56,23 +56,25 @@ def replay(tmp_path):
 
 
 def test_tied_routing_scores_use_the_experts_of_the_reference(replay):
-    """Of the rank's one real sample, the third: its first token ties, its second one's choice is clear."""
+    """The rank's only real sample is the third. Its first token has tied scores, its second does not."""
     choices, routers = replay
     scores = torch.tensor([[0.5, 0.1, 0.1 + 5e-7, 0.1 - 1e-3], [0.1, 0.4, 0.2, 0.3]])
     chosen = torch.tensor([[0, 1], [1, 3]])
     routers[1].is_counting = True
     assert routers[1].choose(scores, chosen).tolist() == [[2, 0], [1, 3]]
     routers[1].is_counting = False
-    assert routers[1].choose(scores, chosen).tolist() == [[2, 0], [1, 3]], "the same when computed again"
+    assert routers[1].choose(scores, chosen).tolist() == [[2, 0], [1, 3]], (
+        "recomputation gives the same choice"
+    )
     assert choices.replayed == 1
 
 
 def test_experts_outside_the_tie_are_not_replaced(replay):
-    """The reference's experts must be among the tied: a wrong layout is not made to look right."""
+    """The experts of the reference must be among the tied ones, so a wrong layout is not hidden."""
     choices, routers = replay
     scores = torch.tensor([[0.1, 0.5, 0.1, 0.1], [0.4, 0.1, 0.3, 0.3]])
     chosen = torch.tensor([[1, 0], [0, 2]])
     assert routers[1].choose(scores, chosen).tolist() == chosen.tolist()
     choices.micro_batch = 1
-    assert routers[2].choose(scores, chosen).tolist() == chosen.tolist(), "of a sample that fills up"
+    assert routers[2].choose(scores, chosen).tolist() == chosen.tolist(), "padding samples are not replayed"
     assert choices.replayed == 0

@@ -1,4 +1,4 @@
-"""Noise that is added is a function of seed, step and name; noise that is measured is that of the samples."""
+"""Added gradient noise depends on seed, step and name; the measured noise scale is that of the samples."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def make_train(**keys) -> Train:
     return Train(steps=9, global_batch=4, **keys)
 
 
-# Added
+# Added noise
 
 
 def gradients_with_noise(job_file, step, **keys):
+    """Zero gradients after noise was added."""
     model = build_model(load_job(str(job_file)), CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -31,8 +32,8 @@ def gradients_with_noise(job_file, step, **keys):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def test_added_noise_depends_on_seed_step_and_name_alone(job_file):
-    """Drawn twice it is the same, whatever was drawn in between; another seed, step or name gives another."""
+def test_added_noise_depends_on_seed_step_and_name_only(job_file):
+    """Other random draws have no influence. Another seed, step or name gives other noise."""
     first = gradients_with_noise(job_file, 3, grad_noise=0.01, seed=1)
     torch.randn(7)
     again = gradients_with_noise(job_file, 3, grad_noise=0.01, seed=1)
@@ -44,7 +45,7 @@ def test_added_noise_depends_on_seed_step_and_name_alone(job_file):
 
 
 def test_added_noise_has_the_variance_of_the_formula(job_file):
-    """0.04 / (1 + step)^0.55 in variance: a spread of 0.2 at step 0, and of the formula's at step 9."""
+    """The variance is 0.04 / (1 + step)^0.55: a standard deviation of 0.2 at step 0."""
     assert noise_std(0, make_train(grad_noise=0.04)) == pytest.approx(0.2)
     assert noise_std(9, make_train(grad_noise=0.04)) == pytest.approx((0.04 / 10**0.55) ** 0.5)
     drawn = torch.cat([g.flatten() for g in gradients_with_noise(job_file, 9, grad_noise=0.04).values()])
@@ -52,15 +53,15 @@ def test_added_noise_has_the_variance_of_the_formula(job_file):
     assert abs(drawn.mean().item()) < 0.002
 
 
-def test_no_noise_leaves_the_gradients_alone(job_file):
+def test_zero_noise_leaves_gradients_unchanged(job_file):
     assert all(not g.any() for g in gradients_with_noise(job_file, 0).values())
 
 
-# Measured
+# Measured noise scale
 
 
 def batch_of(job, samples, unequal=False):
-    """Samples of few different tokens: alike enough that the gradient is not all noise."""
+    """Samples with few different tokens, so that the gradient is not only noise."""
     drawn = torch.randint(0, 8, (samples, job.data.seq_len + 1), generator=torch.Generator().manual_seed(1))
     tokens, targets = drawn[:, :-1], drawn[:, 1:].clone()
     if unequal:
@@ -70,7 +71,7 @@ def batch_of(job, samples, unequal=False):
 
 
 def sample_gradients(model, tokens, targets):
-    """Summed-loss gradient of each sample, flat, and its number of targets."""
+    """The summed-loss gradient of each sample, flattened, and its number of targets."""
     rows = []
     for row in range(len(tokens)):
         model.zero_grad()
@@ -81,7 +82,7 @@ def sample_gradients(model, tokens, targets):
 
 
 def measure_one_process(model, tokens, targets, order):
-    """The loop's calls for one process with micro-batches of one sample, in the given order."""
+    """The calls of the training loop in one process, with micro-batches of one sample in this order."""
     scale = NoiseScale(model, every=1)
     scale.begin(1)
     divisor = int((targets != IGNORE_INDEX).sum())
@@ -97,7 +98,7 @@ def measure_one_process(model, tokens, targets, order):
 
 
 def test_first_micro_batches_average_to_the_variance_of_sample_gradients(job_file):
-    """Each sample once as the first micro-batch: the mean is tr(Sigma) / |G|^2 computed sample by sample.
+    """With each sample once as the first micro-batch, the mean is tr(Sigma) / |G|^2 of the samples.
 
     Sampling without replacement makes this an identity, not an approximation.
     """
@@ -121,8 +122,8 @@ def test_first_micro_batches_average_to_the_variance_of_sample_gradients(job_fil
     assert 4 * noise == pytest.approx(trace, rel=1e-4)
 
 
-def test_unequal_targets_are_weighed_by_their_number(job_file):
-    """A part with 32 of 110 targets, of gradients divided by 110, is compared as the mean of its own 32."""
+def test_parts_are_weighted_by_their_number_of_targets(job_file):
+    """A part with 32 of 110 targets is compared as the mean of its 32. Its gradients are divided by 110."""
     job = load_job(str(job_file))
     model = build_model(job, CPU)
     tokens, targets = batch_of(job, 4, unequal=True)
@@ -134,14 +135,14 @@ def test_unequal_targets_are_weighed_by_their_number(job_file):
 
 
 def test_estimate_is_unbiased_for_parts_of_unequal_size():
-    """Known |G|^2 = 4 and noise 50 a target; parts of 5, 15 and 40 targets, many draws."""
+    """Known values are |G|^2 = 4 and a noise of 50 per target. Parts have 5, 15 and 40 targets."""
     rng = np.random.default_rng(0)
     sizes = np.array([5, 15, 40])
     total, dims, draws = sizes.sum(), 25, 4000
     true = np.full(dims, 2 / np.sqrt(dims))
     noise = rng.normal(size=(draws, 3, dims)) * np.sqrt(sizes * 50 / dims)[None, :, None]
-    sums = sizes[None, :, None] * true + noise  # the sum of a part's target gradients
-    local = ((sums / total) ** 2).sum(axis=2)  # what a rank sees, divided by the global count
+    sums = sizes[None, :, None] * true + noise  # the summed target gradients of a part
+    local = ((sums / total) ** 2).sum(axis=2)  # the local value, divided by the global count
     part = (local * total / sizes).sum(axis=1).mean()
     whole = ((sums.sum(axis=1) / total) ** 2).sum(axis=1).mean()
     square, per_batch = estimate_noise(part, whole, 3.0)
@@ -150,7 +151,7 @@ def test_estimate_is_unbiased_for_parts_of_unequal_size():
 
 
 def measure(scale, module, step, part, whole, targets=4):
-    """One step of 8 targets, of which the first micro-batch had some, with squared norms of our choice."""
+    """One step of 8 targets with given squared norms. The first micro-batch has some of the targets."""
     scale.begin(step)
     module.weight.grad = torch.full((1, 1), part**0.5)
     scale.after_micro_batch(targets)
@@ -159,8 +160,8 @@ def measure(scale, module, step, part, whole, targets=4):
     return scale.estimate([float(value) for value in scale.parts(8, 8)], samples=10, loss_scale=1.0)
 
 
-def test_measurements_are_averaged_part_by_part():
-    """Numerator and denominator each, not their ratios: a step whose |G|^2 comes out negative spoils none."""
+def test_numerator_and_denominator_are_averaged_separately():
+    """A step with a negative |G|^2 therefore does not spoil the average."""
     module = torch.nn.Linear(1, 1, bias=False)
     scale = NoiseScale(module, every=1)
     assert measure(scale, module, 1, part=3 / 4, whole=1.0) is None, "|G|^2 = 2 - 3 so far"
@@ -169,8 +170,8 @@ def test_measurements_are_averaged_part_by_part():
     assert measure(scale, module, 2, part=5 / 4, whole=4.0) == pytest.approx(10 * noise / square)
 
 
-def test_what_cannot_be_measured_is_none_and_changes_nothing():
-    """A step in between, a batch that one part had alone or not at all, an overflow: None, averages stay."""
+def test_unmeasurable_steps_give_none_and_keep_the_average():
+    """Cases: a step between measurements, one part with all or no targets, and an overflow."""
     module = torch.nn.Linear(1, 1, bias=False)
     scale = NoiseScale(module, every=2)
     assert measure(scale, module, 1, part=1.0, whole=1.0) is None

@@ -1,6 +1,6 @@
 """The end of a step: the loss may be read back before the optimizer step, with unchanged results.
 
-There is no GPU here: what the host asks for, and in which order, is what a GPU's queue would see.
+These tests have no GPU. They check the order in which the CPU issues work to the device.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ ALONE = (
     "checkpoint.every_minutes=0",
 )
 CLOCKS = {"time", "step_s", "tokens_per_s", "mfu", "utilisation", "seconds", "path", "peak_flops_per_s"}
-"""Of events: what two runs never have alike."""
+"""Fields of events that differ between two runs."""
 
 
-class EnoughError(Exception):
-    """Ends a run."""
+class StopRunError(Exception):
+    """Raised by a listener to end a run."""
 
 
 def build_rank(job_file: Path, folder: Path, *overrides: str, listener=None) -> Trainer:
+    """The trainer of a one-process run."""
     plan, _ = build_plan(load_job(str(job_file), [*ALONE, *overrides]))
     folder.mkdir()
     counter = CollectiveCounter()
@@ -48,54 +49,56 @@ def build_rank(job_file: Path, folder: Path, *overrides: str, listener=None) -> 
 
 
 def read_log(folder: Path) -> list[dict]:
+    """The events of a run without times and paths."""
     events = [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
     return [{key: value for key, value in event.items() if key not in CLOCKS} for event in events]
 
 
 def count_updates(trainer: Trainer) -> set[int]:
+    """The step counts of the optimizer state."""
     return {int(state["step"]) for state in trainer.optimizer.state.values()}
 
 
 @pytest.fixture
 def early(monkeypatch):
-    """As on a GPU."""
+    """Read the loss early, as on a GPU."""
     monkeypatch.setattr(Trainer, "can_read_loss_early", lambda trainer: True)
 
 
-def note_order(trainer: Trainer, monkeypatch) -> list[list[str]]:
-    """What each step asks of the device, in order; a list for each wait."""
+def record_order(trainer: Trainer, monkeypatch) -> list[list[str]]:
+    """The device work that each step issues, in order. A new list starts at each synchronization."""
     steps: list[list[str]] = [[]]
 
-    def note(owner, name, said):
-        honest = getattr(owner, name)
+    def record(owner, name, label):
+        original = getattr(owner, name)
 
         def call(*given, **named):
-            steps[-1].append(said)
-            return honest(*given, **named)
+            steps[-1].append(label)
+            return original(*given, **named)
 
         monkeypatch.setattr(owner, name, call)
 
     wait = ControlAllReduce.wait
     monkeypatch.setattr(ControlAllReduce, "wait", lambda sums: steps.append([]) or wait(sums))
-    note(trainer.amp, "step", "update")
-    note(trainer.data.prefetcher, "prefetch", "batch")
-    note(Mesh, "start_control_all_reduce", "numbers")
+    record(trainer.amp, "step", "update")
+    record(trainer.data.prefetcher, "prefetch", "prefetch")
+    record(Mesh, "start_control_all_reduce", "control all-reduce")
     return steps
 
 
-EARLY, WHOLE = ["numbers", "update", "batch"], ["update", "batch", "numbers"]
+EARLY, WHOLE = ["control all-reduce", "update", "prefetch"], ["update", "prefetch", "control all-reduce"]
 
 
-def test_the_loss_is_read_before_the_update_if_another_step_follows(job_file, tmp_path, monkeypatch, early):
-    """Not in the audited second step, before evaluations and checkpoints, and at the end."""
+def test_loss_is_read_before_the_update_if_another_step_follows(job_file, tmp_path, monkeypatch, early):
+    """Exceptions are the audited second step, steps before evaluations and checkpoints, and the last step."""
     trainer = build_rank(job_file, tmp_path / "run", "train.eval_every=4", "checkpoint.every_steps=6")
-    steps = note_order(trainer, monkeypatch)
+    steps = record_order(trainer, monkeypatch)
     loop.train(trainer)
-    evaluation, last = ["numbers"], ["update", "numbers"]
+    evaluation, last = ["control all-reduce"], ["update", "control all-reduce"]
     assert steps == [EARLY, WHOLE, EARLY, WHOLE, evaluation, EARLY, WHOLE, EARLY, last, evaluation, []]
 
 
-def test_a_checkpoint_due_by_time_waits_for_the_update(job_file, tmp_path, monkeypatch):
+def test_checkpoint_due_by_time_waits_for_the_update(job_file, tmp_path, monkeypatch):
     trainer = build_rank(job_file, tmp_path / "run")
     assert loop.is_followed_by_step(trainer)
     monkeypatch.setattr(CheckpointSaver, "is_due_by_time", lambda saver: True)
@@ -104,7 +107,7 @@ def test_a_checkpoint_due_by_time_waits_for_the_update(job_file, tmp_path, monke
 
 @pytest.mark.parametrize("more", [(), ("train.clip=0",), ("train.noise_scale_every=2",)])
 def test_early_readback_changes_neither_events_nor_checkpoints(job_file, tmp_path, monkeypatch, more):
-    """To the bit, in the same order; of runs with evaluations and checkpoints in between."""
+    """Runs with evaluations and checkpoints are bit-identical, with events in the same order."""
     more = (*more, "train.eval_every=3", "checkpoint.every_steps=4")
     usual = build_rank(job_file, tmp_path / "usual", *more)
     loop.train(usual)
@@ -118,40 +121,40 @@ def test_early_readback_changes_neither_events_nor_checkpoints(job_file, tmp_pat
         assert saved[0]
 
 
-def test_a_listener_can_end_the_run_after_the_reported_step(job_file, tmp_path, early):
-    """The step is updated, and of the next one nothing has begun."""
-    begun = []
+def test_listener_can_end_the_run_after_the_reported_step(job_file, tmp_path, early):
+    """The reported step is complete and the next one has not started."""
+    updates = []
 
-    def hear(event):
+    def on_event(event):
         if event["event"] == "step":
-            begun.append(count_updates(trainer))
+            updates.append(count_updates(trainer))
             if event["step"] == 5:
-                raise EnoughError
+                raise StopRunError
 
-    trainer = build_rank(job_file, tmp_path / "run", listener=hear)
-    with pytest.raises(EnoughError):
+    trainer = build_rank(job_file, tmp_path / "run", listener=on_event)
+    with pytest.raises(StopRunError):
         loop.train(trainer)
-    assert begun == [{step} for step in range(1, 6)]
+    assert updates == [{step} for step in range(1, 6)]
     assert trainer.step == 5
 
 
 @pytest.mark.parametrize("can_read_loss_early", [False, True])
-def test_a_stop_request_ends_the_run_at_the_same_step(job_file, tmp_path, monkeypatch, can_read_loss_early):
-    """It is seen by the next step, which is saved."""
+def test_stop_request_ends_the_run_at_the_same_step(job_file, tmp_path, monkeypatch, can_read_loss_early):
+    """The next step sees the request, and its checkpoint is saved."""
     monkeypatch.setattr(Trainer, "can_read_loss_early", lambda trainer: can_read_loss_early)
 
-    def hear(event):
+    def on_event(event):
         if event["event"] == "step" and event["step"] == 3:
             trainer.stop.requested = True
 
-    trainer = build_rank(job_file, tmp_path / "run", listener=hear)
+    trainer = build_rank(job_file, tmp_path / "run", listener=on_event)
     loop.train(trainer)
     assert (trainer.step, trainer.saver.saved_step, count_updates(trainer)) == (4, 4, {4})
     assert read_log(tmp_path / "run")[-1]["status"] == "interrupted"
 
 
 def test_only_a_single_gpu_reads_the_loss_early(job_file, tmp_path):
-    """Not a CPU, not one rank of several, not where the optimizer's state lies on the host."""
+    """A CPU, one of several ranks, and offloaded optimizer state do not."""
     trainer = build_rank(job_file, tmp_path / "run")
     assert not trainer.can_read_loss_early()
     gpu = dataclasses.replace(trainer.mesh, device=torch.device("cuda", 0))

@@ -1,4 +1,4 @@
-"""Every optimizer: against the paper's or torch's own update, its state, groups, resuming, and learning."""
+"""Every optimizer: its update against paper or torch, its state, groups, resuming and learning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build(job_file, kind, *overrides):
 
 
 def take_steps(model, optimizer, steps, first=0):
-    """Steps on fixed batches, the same for the same numbers; returns the losses."""
+    """Steps on fixed batches; returns the losses."""
     losses = []
     for step in range(first, first + steps):
         drawn = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(step % 3))
@@ -50,16 +50,16 @@ def take_steps(model, optimizer, steps, first=0):
     return losses
 
 
-def everything(model, optimizer):
-    """Weights and state by name, as a checkpoint holds them."""
+def weights_and_state(model, optimizer):
+    """Weights and state by name, as in a checkpoint."""
     names = {p: name for name, p in model.named_parameters()}
     state = {f"{names[p]}:{k}": v for p, state in optimizer.state.items() for k, v in state.items()}
     return {name: p.detach() for p, name in names.items()} | state
 
 
 @every_optimizer
-def test_state_is_there_at_once_as_predicted_and_does_not_grow(job_file, kind):
-    """The torch-free prediction, before the first step and after two: equal to the byte."""
+def test_state_exists_from_the_start_with_the_predicted_size(job_file, kind):
+    """The size equals the prediction before the first step and after two."""
     job, model, optimizer = build(job_file, kind)
     predicted = predict_optimizer(list_parameters(job.model), job.train).state_bytes
     assert state_bytes(ShardedState(model), optimizer)["optimizer"] == predicted
@@ -70,26 +70,28 @@ def test_state_is_there_at_once_as_predicted_and_does_not_grow(job_file, kind):
 
 @every_optimizer
 def test_resuming_by_name_is_bit_identical(job_file, kind):
-    """Two steps, a checkpoint through bytes, two more: as four at once, weights and state to the last bit."""
+    """Two steps, a checkpoint and two more steps equal four steps, in weights and state."""
     _, straight, its_optimizer = build(job_file, kind)
     take_steps(straight, its_optimizer, 4)
     _, model, optimizer = build(job_file, kind)
     take_steps(model, optimizer, 2)
-    checkpoint = save(everything(model, optimizer))
+    checkpoint = save(weights_and_state(model, optimizer))
     _, fresh, resumed = build(job_file, kind, "train.seed=9")
-    targets, saved = everything(fresh, resumed), load(checkpoint)
+    targets, saved = weights_and_state(fresh, resumed), load(checkpoint)
     assert targets.keys() == saved.keys()
     for name, target in targets.items():
         target.copy_(saved[name])
     take_steps(fresh, resumed, 2, first=2)
-    reference = everything(straight, its_optimizer)
-    differing = [n for n, value in everything(fresh, resumed).items() if not torch.equal(value, reference[n])]
+    reference = weights_and_state(straight, its_optimizer)
+    differing = [
+        n for n, value in weights_and_state(fresh, resumed).items() if not torch.equal(value, reference[n])
+    ]
     assert differing == []
 
 
 @every_optimizer
-def test_each_trains_the_tiny_model(job_file, kind):
-    """Thirty steps over three batches, at a rate for so short a run, lower the loss by a tenth at least."""
+def test_every_optimizer_trains_the_tiny_model(job_file, kind):
+    """30 steps over three batches lower the loss by at least a tenth."""
     _, model, optimizer = build(job_file, kind)
     set_lr(optimizer, 1.0 if "sgd" in kind else 3e-3)
     losses = take_steps(model, optimizer, 30)
@@ -97,8 +99,8 @@ def test_each_trains_the_tiny_model(job_file, kind):
 
 
 @every_optimizer
-def test_the_loss_scaler_steps_it_and_skips_an_overflow(job_file, kind):
-    """With torch's GradScaler: a scaled gradient gives the plain update, an infinite one gives none."""
+def test_grad_scaler_steps_every_optimizer_and_skips_overflows(job_file, kind):
+    """A scaled gradient gives the plain update, an infinite one gives none."""
     _, model, optimizer = build(job_file, kind)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     _, plain, its_optimizer = build(job_file, kind)
@@ -119,8 +121,8 @@ def test_the_loss_scaler_steps_it_and_skips_an_overflow(job_file, kind):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_the_rate_reaches_every_parameter(job_file):
-    """A rate of zero moves nothing, in muon's AdamW part either: inner and outer groups are the same."""
+def test_learning_rate_applies_to_every_parameter(job_file):
+    """A rate of zero changes nothing, also in the AdamW part of Muon."""
     for kind in OPTIMIZERS:
         _, model, optimizer = build(job_file, kind)
         before = [p.detach().clone() for p in model.parameters()]
@@ -129,8 +131,8 @@ def test_the_rate_reaches_every_parameter(job_file):
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), kind
 
 
-def test_groups_go_by_name_and_not_by_order(job_file):
-    """Norms and the spared embedding are in groups without decay, whatever the order of registration."""
+def test_parameter_groups_depend_on_names_only(job_file):
+    """Norms and the excluded embedding are in groups without decay, in any order of registration."""
     job, model, optimizer = build(job_file, "muon, embedding spared")
     names = {p: name for name, p in model.named_parameters()}
     decay = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -143,8 +145,8 @@ def test_groups_go_by_name_and_not_by_order(job_file):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "sgd, nesterov", "sgd, no momentum"])
-def test_torchs_own_plain_loop_gives_the_same(job_file, kind):
-    """Against torch's unfused, lazily built optimizer over the same groups."""
+def test_update_equals_torchs_unfused_optimizer(job_file, kind):
+    """Torch's optimizer has the same groups and creates its state lazily."""
     _, model, optimizer = build(job_file, kind, "train.weight_decay=0.05")
     _, plain, _ = build(job_file, kind)
     groups = [
@@ -163,7 +165,7 @@ def test_torchs_own_plain_loop_gives_the_same(job_file, kind):
 
 
 def reference_steps(job_file, kind, update):
-    """Four steps of ours beside a numpy transcription, float64, fed with our gradients."""
+    """Four steps next to a float64 NumPy reference with the same gradients."""
     job, model, optimizer = build(job_file, kind)
     weights = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
     kept = {}
@@ -178,8 +180,8 @@ def reference_steps(job_file, kind, update):
     return job, model, weights
 
 
-def test_lion_is_the_papers_program(job_file):
-    """Program 1 of arXiv 2302.06675, line by line; a sign may flip where the momentum is zero to rounding."""
+def test_lion_equals_the_papers_algorithm(job_file):
+    """The reference is program 1 of arXiv 2302.06675. A sign may differ where the momentum is nearly zero."""
 
     def update(name, w, g, kept, step):
         m = kept.get("m", np.zeros_like(g))
@@ -194,8 +196,11 @@ def test_lion_is_the_papers_program(job_file):
         assert differs.mean() < 1e-3, name
 
 
-def test_muon_is_its_authors_update(job_file):
-    """Momentum, Nesterov, five quintic steps, 0.2 sqrt(longer side); AdamW for the rest; all in float64."""
+def test_muon_equals_the_authors_update(job_file):
+    """The reference has momentum, Nesterov, five quintic steps and 0.2 sqrt(longer side) in float64.
+
+    Other parameters use AdamW.
+    """
 
     def adamw(w, g, kept, step):
         m = kept["m"] = 0.9 * kept.get("m", 0.0) + 0.1 * g
@@ -222,10 +227,10 @@ def test_muon_is_its_authors_update(job_file):
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 32), (32, 4)])
 def test_newton_schulz_makes_a_matrix_nearly_orthogonal(shape):
-    """Singular values end in 0.6 to 1.3, and the singular directions stay: the product with U V^T is near."""
+    """Singular values end between 0.6 and 1.3 and the singular vectors stay."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * torch.linspace(1, 4, shape[1])
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    assert values.min() / values.max() < 0.6, "not orthogonal before"
+    assert values.min() / values.max() < 0.6, "not orthogonal at the start"
     made = orthogonalise(matrix, torch.float32)
     assert made.shape == shape
     inner = left.T @ made @ right.T
@@ -233,13 +238,13 @@ def test_newton_schulz_makes_a_matrix_nearly_orthogonal(shape):
     assert (inner - inner.diagonal().diag()).abs().max() < 1e-4
 
 
-def test_a_zero_gradient_is_no_danger(job_file):
-    """Newton-Schulz of a zero matrix is zero, not a division by zero."""
+def test_newton_schulz_of_zero_is_zero(job_file):
+    """There is no division by zero."""
     assert torch.equal(orthogonalise(torch.zeros(3, 5), torch.float32), torch.zeros(3, 5))
 
 
-def test_state_made_at_once_equals_state_made_by_torch(job_file):
-    """Three steps with our optimizer and with torch's lazy one: the same bits."""
+def test_eager_state_equals_torchs_lazy_state(job_file):
+    """Three steps with either optimizer are bit-identical."""
     job = load_job(str(job_file))
     ours, theirs = (build_model(job, torch.device("cpu")) for _ in range(2))
     eager = build_optimizer(ours, job.train)

@@ -31,31 +31,31 @@ CUDA = (
     ],
     ids=str,
 )
-def test_out_of_memory_errors_are_recognised(error, expected):
+def test_out_of_memory_errors_are_recognized(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def test_the_cause_of_an_error_is_examined():
+def test_cause_of_an_error_is_examined():
     error = RuntimeError("autograd gave up")
     error.__cause__ = MemoryError()
     assert is_out_of_memory(error)
 
 
-def test_the_message_of_torchs_allocator_is_recognised():
-    """Really asked, for more than any machine has."""
+def test_message_of_torchs_allocator_is_recognized():
+    """The test allocates more memory than any machine has."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
     assert requested_bytes(str(caught.value)) == 2**60
 
 
-def test_the_requested_bytes_are_parsed():
+def test_requested_bytes_are_parsed():
     assert requested_bytes(CPU) == 8388608
     assert requested_bytes(CUDA) == int(2.5 * 2**30)
     assert requested_bytes("nothing was said") is None
 
 
-def test_the_error_pickles():
+def test_out_of_memory_error_pickles():
     error = OutOfMemoryRunError(Problem("run-out-of-memory", "a rule"), {"step": 3})
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.memory, again.exit_status) == (str(error), {"step": 3}, 4)

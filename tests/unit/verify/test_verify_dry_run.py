@@ -1,4 +1,4 @@
-"""Dry runs: the ledger against torch with fake tensors for large models, planted errors, refused jobs."""
+"""Dry runs: the ledger against fake tensors for large models, injected errors, refused jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = ("train.global_batch=12", "data.seq_len=32", "cluster.device=cpu")
 
 @pytest.fixture
 def dry_run(capfd):
-    """Rehearse a rank of a preset; returns the result and what was said."""
+    """Dry-run one rank of a preset; returns the result and stderr."""
 
     def run(preset, *overrides, rank=0, on=None, expect=0):
         capfd.readouterr()
@@ -61,39 +61,45 @@ LARGE = [
     ("preset", "layout", "rank", "on"),
     [pytest.param(*case, marks=[] if case is LARGE[0] else [pytest.mark.slow]) for case in LARGE],
 )
-def test_the_ledger_of_large_models_matches_a_dry_run(dry_run, preset, layout, rank, on):
-    """8B to 405B on 8 to 512 ranks: state and bytes equal, activations and peak within 5%, no memory."""
+def test_ledger_of_large_models_matches_a_dry_run(dry_run, preset, layout, rank, on):
+    """8B to 405B models on 8 to 512 ranks have equal state and traffic.
+
+    Activations and peak are within 5%.
+    """
     asked = [*(f"layout.{key}" for key in layout.split()), "layout.micro_batch=1"]
     named = dict(key.split("=") for key in layout.split())
     samples = int(named.get("dp_replicate", 1)) * int(named.get("dp_shard", 1))
-    found, said = dry_run(preset, *asked, f"train.global_batch={samples}", rank=rank, on=on)
+    found, messages = dry_run(preset, *asked, f"train.global_batch={samples}", rank=rank, on=on)
     assert found["equal"], found["differences"]
     assert found["world_size"] == samples * int(named.get("tp", 1))
     assert {row["kind"] for row in found["state"]} >= {"parameters", "gradients", "optimizer", "peak"}
     moved = {(row["axis"], row["op"]) for row in found["collectives"] if row["bytes"] > 2**30}
     assert {axis for axis, _ in moved} >= {axis for axis in ("dp_shard", "tp") if axis in named}
-    assert found["process_bytes"] < found["job_peak_bytes"] / 8, "the model was really there"
-    assert "for a CPU" in said
+    assert found["process_bytes"] < found["job_peak_bytes"] / 8, "no real memory was allocated"
+    assert "for a CPU" in messages
 
 
 @pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])
-def test_ranks_agree_on_the_even_routing(tokens, etp):
-    """What one knows to arrive is what the others send, and is even: also of fewer tokens than experts."""
+def test_ranks_agree_on_even_routing(tokens, etp):
+    """The rows that a rank expects are those that the others send.
+
+    They are even, also with fewer tokens than experts.
+    """
     ranks, experts = 4, 8
     held = experts * etp // ranks
     nowhere, choice = torch.zeros(tokens, experts), torch.zeros(tokens, 2, dtype=torch.int64)
-    sent = [choose_round_robin(place, nowhere, choice) for place in range(ranks)]
+    sent = [choose_round_robin(ep_rank, nowhere, choice) for ep_rank in range(ranks)]
     counts = torch.stack([torch.bincount(chosen.flatten(), minlength=experts) for chosen in sent])
     totals = counts.sum(0)
     assert totals.max() - totals.min() <= 1
-    for place in range(ranks):
-        told = counts[place].view(ranks // etp, held).repeat_interleave(etp, 0)
-        first = place // etp * held
-        assert torch.equal(even_counts(told, place, experts, etp), counts[:, first : first + held])
+    for ep_rank in range(ranks):
+        expected = counts[ep_rank].view(ranks // etp, held).repeat_interleave(etp, 0)
+        first = ep_rank // etp * held
+        assert torch.equal(even_counts(expected, ep_rank, experts, etp), counts[:, first : first + held])
 
 
 def test_ranks_with_fewer_choices_than_experts_are_dry_run(dry_run):
-    """Rank 3 sends nothing to its own experts and gets tokens from others all the same."""
+    """Rank 3 sends nothing to its own experts but receives tokens from others."""
     mixture = ("model.num_experts=4", "model.experts_per_token=1", "data.seq_len=8")
     layout = ("layout.cp=2", "layout.tp=2", "layout.ep=4", "layout.micro_batch=1")
     found, _ = dry_run("tiny", *SMALL, *mixture, *layout, rank=3)
@@ -114,15 +120,15 @@ def test_ranks_with_fewer_choices_than_experts_are_dry_run(dry_run):
     ids=lambda layout: layout[0],
 )
 def test_settings_that_read_tensor_values_can_be_dry_run(dry_run, layout):
-    """Loss scales, noise scales, masks and every optimizer: what they read is zero, what they move is not."""
+    """Loss scales, noise scales, masks and all optimizers read zeros. Their traffic is not affected."""
     degrees, *settings = layout
     asked = [*(f"layout.{key}" for key in degrees.split()), *settings, *SMALL]
     found, _ = dry_run("tiny", *asked)
     assert found["equal"], found["differences"]
 
 
-def test_the_peak_of_long_sequences_is_in_the_final_norm(dry_run):
-    """Few parameters and long sequences: the norm's backward pass is the largest moment, and predicted."""
+def test_peak_of_long_sequences_is_in_the_final_norm(dry_run):
+    """With few parameters and long sequences the backward pass of the norm is the peak. It is predicted."""
     found, _ = dry_run("tiny", "layout.dp_shard=2", "layout.micro_batch=8", "train.global_batch=16")
     assert found["equal"], found["differences"]
 
@@ -159,8 +165,8 @@ EXPERTS_PREFIX = [
     ],
     ids=lambda case: case[0],
 )
-def test_the_ledger_of_experts_matches_a_dry_run(dry_run, case):
-    """Calls and bytes equal; activations to the byte but for a loss or two; the peak within 2%."""
+def test_ledger_of_experts_matches_a_dry_run(dry_run, case):
+    """Traffic is equal. Activations differ by a loss or two at most, and the peak is within 2%."""
     degrees, *settings = case
     asked = [*EXPERTS, *(f"layout.{key}" for key in degrees.split()), *settings]
     for rank in (0, 2) if "pp=2" in degrees else (0,):
@@ -170,30 +176,30 @@ def test_the_ledger_of_experts_matches_a_dry_run(dry_run, case):
         kept, peak = memory["activations"], memory["peak"]
         assert 0 <= kept["measured"] - kept["predicted"] <= 8
         assert peak["measured"] == pytest.approx(peak["predicted"], rel=0.02)
-        assert kept["expert_load_bytes"] == 0, "an even share is what the plan has"
+        assert kept["expert_load_bytes"] == 0, "the plan assumes an even load"
 
 
-# What it is for: to find mistakes
+# Errors that a dry run finds
 
 
-def test_a_wrong_prediction_of_bytes_is_named_by_axis_and_op(dry_run, monkeypatch):
+def test_wrong_traffic_prediction_is_named_by_axis_and_op(dry_run, monkeypatch):
     right = predict.predict_traffic
 
-    def wrong(job, place):
+    def wrong(job, pp_rank):
         return [
             dataclasses.replace(row, bytes=row.bytes - 4) if row.op == "reduce_scatter" else row
-            for row in right(job, place)
+            for row in right(job, pp_rank)
         ]
 
     monkeypatch.setattr(predict, "predict_traffic", wrong)
-    found, said = dry_run("tiny", "layout.dp_shard=4", *SMALL, expect=3)
+    found, messages = dry_run("tiny", "layout.dp_shard=4", *SMALL, expect=3)
     assert not found["equal"]
     [difference] = found["differences"]
     assert "axis dp_shard, reduce_scatter in phase step: " in difference
-    assert "[dry-run-differs]" in said
+    assert "[dry-run-differs]" in messages
 
 
-def test_a_wrong_prediction_of_the_peak_is_found(dry_run, monkeypatch):
+def test_wrong_peak_prediction_is_found(dry_run, monkeypatch):
     right = predict.predict_ledger
 
     def wrong(job, *sizes):
@@ -205,19 +211,19 @@ def test_a_wrong_prediction_of_the_peak_is_found(dry_run, monkeypatch):
     assert [d.split(" is ")[0] for d in found["differences"]] == ["rank 0: peak"]
 
 
-def test_an_error_in_the_runtime_is_found(dry_run, monkeypatch):
-    """Replicas of shards summed in every micro-batch: twice the all-reduces that the plan has."""
+def test_runtime_error_is_found(dry_run, monkeypatch):
+    """Hybrid sharding all-reduces in every micro-batch: twice the calls of the plan."""
     monkeypatch.setattr("meshwright.parallel.data_parallel.set_gradient_sync", lambda *_: None)
     layout = ("layout.dp_replicate=2", "layout.dp_shard=2")
     found, _ = dry_run("tiny", *layout, *SMALL, expect=3)
     assert any("axis dp_replicate, all_reduce in phase step: 6 calls" in d for d in found["differences"])
 
 
-def test_a_job_that_does_not_fit_is_dry_run_with_a_note(dry_run):
-    found, said = dry_run("tiny", "layout.dp_replicate=2", "cluster.memory_bytes=1000000", *SMALL)
+def test_job_that_does_not_fit_is_dry_run_with_a_note(dry_run):
+    found, messages = dry_run("tiny", "layout.dp_replicate=2", "cluster.memory_bytes=1000000", *SMALL)
     assert found["equal"]
     assert not found["fits"]
-    assert "it does not fit: first step needs" in said
+    assert "it does not fit: first step needs" in messages
 
 
 @pytest.mark.parametrize(
@@ -236,12 +242,12 @@ def test_unsupported_jobs_are_refused_with_codes(preset, overrides, rank, code):
     assert code in [problem.code for problem in caught.value.problems]
 
 
-# The parts
+# Fake process groups and tensors
 
 
 @pytest.fixture
-def rehearsing():
-    """Fake tensors and the groups of the second of four ranks."""
+def fake_rank():
+    """Fake tensors and fake process groups of the second of four ranks."""
     counter = CollectiveCounter()
     counter.install()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -251,20 +257,20 @@ def rehearsing():
     counter.remove()
 
 
-def test_functional_collectives_are_counted(rehearsing):
-    """Torch's own kernels for fake tensors make the result and call nobody."""
+def test_functional_collectives_are_counted(fake_rank):
+    """Torch's kernels for fake tensors give the result without communication."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    rehearsing.name_axis(mesh.get_group("tp"), "tp")
+    fake_rank.name_axis(mesh.get_group("tp"), "tp")
     weight = torch.empty(8, 4, requires_grad=True)
     summed = functional.all_reduce(weight, "sum", mesh.get_group("tp"))
     assert isinstance(summed, FakeTensor)
-    assert [(row["axis"], row["op"], row["bytes"]) for row in rehearsing.rows()] == [
+    assert [(row["axis"], row["op"], row["bytes"]) for row in fake_rank.rows()] == [
         ("tp", "all_reduce", 8 * 4 * 4)
     ]
 
 
-def test_a_mesh_is_built_and_sliced_among_fake_tensors(rehearsing):
-    """Its coordinates are integers, which are read."""
+def test_device_mesh_works_with_fake_tensors(fake_rank):
+    """Its coordinates are integers that must be read."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     assert list(mesh.get_coordinate()) == [0, 1]
     assert mesh["tp"].get_local_rank() == 1
@@ -272,8 +278,8 @@ def test_a_mesh_is_built_and_sliced_among_fake_tensors(rehearsing):
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 4), (2, 4), (9, 4), (1, 1)])
-def test_one_chunk_has_the_shapes_of_all(rehearsing, rows, chunks):
-    """The rows of torch.chunk, for even and uneven cuts."""
+def test_shared_chunks_have_the_shapes_of_torch_chunk(fake_rank, rows, chunks):
+    """The numbers of rows are even and uneven."""
     whole = torch.empty(rows, 3)
     expected = [part.shape for part in torch.chunk(whole, chunks)]
     with SharedChunks():

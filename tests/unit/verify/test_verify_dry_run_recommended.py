@@ -1,7 +1,7 @@
-"""Layouts that the planner recommends, scaled down and stepped: the real code does what the plan says.
+"""Recommended layouts, scaled down, take a dry-run step as planned.
 
-The recommended layout of a case of the planner's matrix keeps its axes and settings; degrees and the model
-shrink as for ``prove``. The dry run then takes one step with fake tensors, as one rank of every stage.
+The recommended layout of a planner matrix case keeps its axes and settings. Degrees and model shrink as for
+``prove``. A dry run then takes one step on one rank of every stage.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ TIGHT, FULL = 0.05, 0.6
 """Training state as a share of the memory of all devices: enough that layouts are more than replicas, and not
 so much that nothing fits."""
 KEPT = ("zero", "sequence_parallel", "schedule", "context", "recompute", "offload", "accumulate")
-"""Settings that a scaled-down layout has as they were."""
+"""Settings that a scaled-down layout keeps."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
 
 
 def choose_cases() -> list[Case]:
-    """Cases of decoders that run, in which memory decides; they cover models, clusters and sizes."""
+    """Cases of runnable decoders that nearly fill memory. They cover models, clusters and sizes."""
     return choose_covering([case for case in list_runnable() if TIGHT <= case.state_share <= FULL], COUNT)
 
 
 def list_runnable() -> list[Case]:
-    """Cases whose model a dry run can step: a decoder that is built."""
+    """Cases whose model a dry run can step: decoders that are supported."""
     return [case for case in list_cases() if is_decoder(case) and is_built(case.model)]
 
 
@@ -45,7 +45,7 @@ CASES = choose_cases()
 
 
 def as_parameters() -> list:
-    """The first cases with 8 and 64 devices, whose layouts have several axes, in ``make test``."""
+    """``make test`` has the first cases with 8 and 64 devices, whose layouts have several axes."""
     quick = [case for case in CASES if case.size in (8, 64)][:QUICK]
     slow = [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in CASES if case not in quick]
     return [*(pytest.param(case, id=str(case)) for case in quick), *slow]
@@ -59,10 +59,10 @@ def recommend(case: Case) -> dict:
 
 
 @pytest.mark.parametrize("case", as_parameters())
-def test_a_recommended_layout_runs_as_planned(case, tmp_path, capfd):
-    """Proves that the step of a recommended layout has the planned state, peak and collectives.
+def test_recommended_layout_runs_as_planned(case, tmp_path, capfd):
+    """The step of a recommended layout has the planned state, peak and collectives.
 
-    On one rank of every stage: state equal to the byte, collectives equal, activations and peak within 5%.
+    On one rank of every stage state and collectives are equal. Activations and peak are within 5%.
     """
     shown = recommend(case)
     job = load_job(case.model, name_layout(shown), case.on, to_run=False)
@@ -81,7 +81,7 @@ def test_a_recommended_layout_runs_as_planned(case, tmp_path, capfd):
 
 
 def assert_same_kind(layout, small) -> None:
-    """The scaled-down job has every axis and setting of the layout, and is small."""
+    """The scaled-down job is small and has every axis and setting of the layout."""
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
     assert used == [axis for axis in AXES if getattr(small.layout, axis) > 1]
     kept = {name: getattr(layout, name) for name in KEPT}
@@ -93,7 +93,7 @@ def assert_same_kind(layout, small) -> None:
 
 
 def assert_equal(found: dict) -> None:
-    """What the audit of the rank says, read row by row: the verdict alone could be about nothing."""
+    """Check each row of the audit, because the verdict alone could cover no rows."""
     rows = {row["kind"]: row for row in found["state"]}
     assert {"parameters", "gradients", "optimizer", "activations", "peak"} <= rows.keys()
     for kind, row in rows.items():
@@ -106,8 +106,8 @@ def assert_equal(found: dict) -> None:
     assert bool(found["collectives"]) == (found["world_size"] > 1)
 
 
-def test_the_cases_have_every_decoder_and_every_size():
-    """Proves that the list is as long as promised and leaves out only models that fill no cluster."""
+def test_cases_cover_every_decoder_and_size():
+    """Only models that fill no cluster are left out."""
     assert len(CASES) == len(set(CASES)) == COUNT
     models = {case.model for case in list_runnable()}
     assert models - {case.model for case in CASES} == {"demo-2m", "tiny"}

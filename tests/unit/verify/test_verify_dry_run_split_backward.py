@@ -1,4 +1,4 @@
-"""Peak memory of pipelines with a split backward pass under ZeRO: the ledger against dry runs."""
+"""Peak memory of pipelines with split backward under ZeRO: the ledger against dry runs."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ QUICK = (
 
 
 def as_parameters() -> list:
-    """A dense layout, one with tensor parallelism and one with experts in ``make test``."""
+    """``make test`` has a dense layout, one with tensor parallel and one with experts."""
     marks = {True: (), False: pytest.mark.slow}
     return [pytest.param(*(*case, ())[:3], marks=marks[case[1] in QUICK]) for case in CASES]
 
 
 @pytest.mark.parametrize(("model", "layout", "more"), as_parameters())
-def test_the_peak_of_every_pp_rank_is_predicted(capfd, model, layout, more):
-    """Gathered groups of idle stages, whole gradients and reduce-scatter inputs of W are counted."""
+def test_peak_of_every_pp_rank_is_predicted(capfd, model, layout, more):
+    """The ledger counts gathered groups of idle stages, full gradients and reduce-scatter inputs of W."""
     preset, *shape = model
     asked = [*SMALL, *shape, *(f"layout.{key}" for key in layout.split())]
     asked += [more] if more else []

@@ -23,7 +23,7 @@ from meshwright.verify.proof_task import (
 TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")
 
 
-def test_a_proof_is_float32_eager_and_deterministic_on_cpus():
+def test_proof_is_float32_eager_and_deterministic_on_cpus():
     overrides = [
         "train.precision=fp16",
         "train.loss_scale=8.0",
@@ -63,7 +63,7 @@ def test_a_proof_is_float32_eager_and_deterministic_on_cpus():
     assert explain_settings(plain) == []
 
 
-def test_the_reference_splits_nothing_and_keeps_the_micro_batch():
+def test_reference_is_one_process_with_the_same_micro_batch():
     overrides = ["layout.dp_replicate=4", "layout.micro_batch=3", "layout.recompute=full"]
     reference = reference_job(proof_job(load_job(TEXT, overrides), 2**30))
     assert reference.layout.world_size == 1
@@ -72,7 +72,7 @@ def test_the_reference_splits_nothing_and_keeps_the_micro_batch():
 
 @pytest.mark.parametrize(("batch", "ranks"), [(12, 2), (7, 3), (2, 4), (1, 1)])
 def test_samples_of_every_rank_are_compared(batch, ranks):
-    """The first and the last sample of each rank, as ``train/batches.py`` assigns them."""
+    """They are the first and the last sample of each rank, as ``train/batches.py`` assigns them."""
     expected = {
         place
         for rank in range(ranks)
@@ -82,7 +82,7 @@ def test_samples_of_every_rank_are_compared(batch, ranks):
     assert set(select_sample_positions(batch, ranks)) == expected
 
 
-def test_files_come_back_as_they_were_written(tmp_path):
+def test_proof_files_round_trip(tmp_path):
     task = ProofTask((0, 5), "elsewhere")
     task.write(tmp_path)
     assert ProofTask.read(tmp_path) == task

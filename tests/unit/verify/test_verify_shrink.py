@@ -18,19 +18,19 @@ TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")
 
 
 def job_of(source: str, *overrides: str):
-    """A job as it is proved: on this machine's cores, whatever its cluster."""
+    """A job as it is proved: on the CPUs of this machine."""
     return proof_job(load_job(source, overrides, to_run=False), 16 * GIB)
 
 
-def test_a_small_job_is_not_shrunk():
+def test_small_job_is_not_shrunk():
     job = job_of(TEXT, "layout.dp_replicate=2")
     shrunk = shrink_to_fit(job, 10, 16 * GIB, 8e10)
     assert shrunk.job is job
     assert shrunk.as_dict() is None
 
 
-def test_each_reason_is_found_on_its_own():
-    """Ranks, state and time, each just above and just below what it is compared with."""
+def test_each_reason_to_shrink_is_found_alone():
+    """Ranks, state and time are each just above and just below their limit."""
     job = job_of(TEXT, "layout.dp_replicate=2")
     assert find_reasons(job, 10, 16 * GIB, 1e15) == []
     both = 2 * state_bytes(job)
@@ -46,8 +46,8 @@ def test_each_reason_is_found_on_its_own():
     assert find_reasons(most, 10, 16 * GIB, 1e15) == []
 
 
-def test_state_is_counted_as_the_ledger_does():
-    """Weights, gradients and two moments in float32, and AdamW's step counts."""
+def test_state_bytes_equal_the_ledger():
+    """The state is weights, gradients and two moments in float32, and AdamW's step counts."""
     job = job_of("tiny", "layout.dp_replicate=1")
     assert state_bytes(job) == pytest.approx(4 * 4 * 94_528, rel=1e-2)
 
@@ -65,7 +65,10 @@ def test_state_is_counted_as_the_ledger_does():
     ],
 )
 def test_every_axis_above_one_stays_above_one(source, degrees):
-    """A degree above one becomes a small one above one, one stays one; the result is legal and light."""
+    """Degrees above one become small degrees above one, and the others stay one.
+
+    The result is legal and small.
+    """
     overrides = [f"layout.{axis}={degree}" for axis, degree in degrees.items()]
     job = job_of(source, *overrides)
     small = shrink(job)
@@ -80,19 +83,19 @@ def test_every_axis_above_one_stays_above_one(source, degrees):
     assert (small.model.num_heads > small.model.num_kv_heads) == (
         job.model.num_heads > job.model.num_kv_heads
     )
-    assert find_reasons(dataclasses.replace(small), 10, 16 * GIB, 8e10)[:1] in ([], ranks_of(small))
+    assert find_reasons(dataclasses.replace(small), 10, 16 * GIB, 8e10)[:1] in ([], too_many_ranks(small))
 
 
 def test_repeated_key_heads_stay_repeated():
-    """More ranks than key heads become more ranks than key heads: their gradients are summed over copies."""
+    """If tp exceeds the key heads, it still does: gradients of repeated heads are summed over copies."""
     small = shrink(job_of("llama3-70b", "layout.tp=16", "layout.dp_shard=8", "layout.sequence_parallel=true"))
     assert small.model.num_kv_heads < small.layout.tp
     assert small.layout.sequence_parallel
     assert is_legal(small), find_problems(small)
 
 
-def ranks_of(job) -> list[str]:
-    """Four axes of two are sixteen ranks: as few as there can be, and still said."""
+def too_many_ranks(job) -> list[str]:
+    """The reason for sixteen ranks, the fewest that keep four axes."""
     return [f"{job.layout.world_size} ranks, more than the {MAX_RANKS} that one machine runs"]
 
 
@@ -105,13 +108,13 @@ def test_exactly_the_changed_keys_are_listed():
     assert changes["model.num_layers"] == (8, 2)
     assert changes["data.seq_len"] == (128, 64)
     assert "model.vocab_size" not in changes
-    told = shrunk.as_dict()
-    assert told is not None
-    assert told["reasons"] == ["12 ranks, more than the 8 that one machine runs"]
-    assert {"key": "layout.dp_replicate", "before": 12, "after": 2} in told["changes"]
+    summary = shrunk.as_dict()
+    assert summary is not None
+    assert summary["reasons"] == ["12 ranks, more than the 8 that one machine runs"]
+    assert {"key": "layout.dp_replicate", "before": 12, "after": 2} in summary["changes"]
 
 
-def test_a_resnet_keeps_its_images_and_its_stages():
+def test_resnet_keeps_image_size_and_stages():
     job = job_of("resnet50", "layout.dp_replicate=16")
     small = shrink(job)
     assert small.layout.dp_replicate == 2

@@ -13,7 +13,8 @@ PARAMETERS = ["head.weight", "norm.weight", "blocks.0.attention.wo.weight", "emb
 LOSSES = [5.0 - 0.1 * step for step in range(10)]
 
 
-def notes_of(**norms: float) -> ReferenceRecord:
+def reference_of(**norms: float) -> ReferenceRecord:
+    """A reference record with these gradient norms."""
     sizes = {name: norms.get(name.replace(".", "_"), 1.0) for name in PARAMETERS}
     return ReferenceRecord(
         modules=list(MODULES),
@@ -24,7 +25,7 @@ def notes_of(**norms: float) -> ReferenceRecord:
 
 
 def findings_of(rank: int = 0) -> RankFindings:
-    """A rank that is right up to rounding."""
+    """The findings of a rank that is correct up to rounding."""
 
     def table() -> dict[str, TensorDifference]:
         return {name: TensorDifference(1e-7, 1.0, 1e-7) for name in PARAMETERS}
@@ -33,21 +34,25 @@ def findings_of(rank: int = 0) -> RankFindings:
     return RankFindings(rank, rows, {"1": table(), "10": table()}, table())
 
 
-def spoil(findings: RankFindings, module: str, *what: str, by: float | None = 0.5) -> None:
+def inject_difference(findings: RankFindings, module: str, *what: str, by: float | None = 0.5) -> None:
+    """Give inputs or outputs of a module a difference."""
     for row in findings.activations:
         if row.module == module and row.what in what:
             row.difference = by
 
 
-def first(findings: RankFindings, losses=LOSSES, notes: ReferenceRecord | None = None):
-    verdict = judge(notes or notes_of(), [findings_of(0), findings], losses, LOSSES)
+def first_divergence_of(findings: RankFindings, losses=LOSSES, reference: ReferenceRecord | None = None):
+    """The first divergence of a verdict that must not be equal."""
+    verdict = judge(reference or reference_of(), [findings_of(0), findings], losses, LOSSES)
     assert not verdict.equal
     assert verdict.first_divergence is not None
     return verdict.first_divergence
 
 
 def test_differences_by_rounding_pass():
-    verdict = judge(notes_of(), [findings_of(0), findings_of(1)], [x * (1 + 9e-6) for x in LOSSES], LOSSES)
+    verdict = judge(
+        reference_of(), [findings_of(0), findings_of(1)], [x * (1 + 9e-6) for x in LOSSES], LOSSES
+    )
     assert verdict.equal
     assert verdict.first_divergence is None
     assert verdict.max_rel_diff == pytest.approx(9e-6)
@@ -56,12 +61,12 @@ def test_differences_by_rounding_pass():
 
 @pytest.mark.parametrize("step", [1, 10])
 def test_one_different_gradient_on_one_rank_fails(step):
-    """Just below the tolerance is equal; just above is not, at either step."""
+    """A difference just below the tolerance passes and one just above fails, at either step."""
     findings = findings_of(1)
     findings.gradients[str(step)]["norm.weight"] = TensorDifference(0.99e-4, 1.0, 1e-4)
-    assert judge(notes_of(), [findings_of(0), findings], LOSSES, LOSSES).equal
+    assert judge(reference_of(), [findings_of(0), findings], LOSSES, LOSSES).equal
     findings.gradients[str(step)]["norm.weight"] = TensorDifference(1.01e-4, 1.0, 1e-4)
-    found = first(findings)
+    found = first_divergence_of(findings)
     assert (found.kind, found.module, found.parameter) == ("gradient", "norm", "norm.weight")
     assert (found.step, found.rank) == (step, 1)
 
@@ -70,19 +75,19 @@ def test_gradients_are_named_in_the_order_of_the_backward_pass():
     findings = findings_of(1)
     for name in ("embed.weight", "blocks.0.attention.wo.weight"):
         findings.gradients["1"][name] = TensorDifference(0.3, 1.0, 0.3)
-    assert first(findings).module == "blocks.0.attention.wo"
+    assert first_divergence_of(findings).module == "blocks.0.attention.wo"
 
 
 @pytest.mark.parametrize("step", ["1", "10"])
-def test_a_missing_gradient_fails_on_one_rank_and_on_all(step):
+def test_missing_gradient_fails_on_one_rank_and_on_all(step):
     findings = findings_of(1)
     findings.gradients[step]["norm.weight"] = TensorDifference(None, missing=True)
-    found = first(findings)
+    found = first_divergence_of(findings)
     assert (found.module, found.rank, found.note) == ("norm", 1, "missing")
     ranks = [findings_of(0), findings_of(1)]
     for rank in ranks:
         del rank.gradients[step]["norm.weight"]
-    verdict = judge(notes_of(), ranks, LOSSES, LOSSES)
+    verdict = judge(reference_of(), ranks, LOSSES, LOSSES)
     assert not verdict.equal
     assert verdict.max_grad_diff == 1.0
     assert verdict.first_divergence is not None
@@ -90,35 +95,35 @@ def test_a_missing_gradient_fails_on_one_rank_and_on_all(step):
     assert "missing" in verdict.first_divergence.sentence()
 
 
-def test_a_parameter_held_by_other_ranks_only_passes():
-    """Of a pipeline every rank holds its own layers."""
+def test_parameter_held_by_other_ranks_only_passes():
+    """Each rank of a pipeline holds its own layers."""
     one, other = findings_of(0), findings_of(1)
     for step in ("1", "10"):
         del one.gradients[step]["head.weight"], other.gradients[step]["embed.weight"]
-    assert judge(notes_of(), [one, other], LOSSES, LOSSES).equal
+    assert judge(reference_of(), [one, other], LOSSES, LOSSES).equal
 
 
-def test_a_parameter_that_the_reference_does_not_have_fails():
+def test_parameter_missing_in_the_reference_fails():
     findings = findings_of(1)
     findings.gradients["1"]["extra.weight"] = TensorDifference(None)
-    assert first(findings).note == "not in the reference"
+    assert first_divergence_of(findings).note == "not in the reference"
 
 
 def test_noise_below_the_rounding_of_the_full_gradient_is_ignored():
-    """The key bias's gradient is zero but for rounding; a gradient a little larger is judged again."""
-    notes, findings = notes_of(norm_weight=1e-9), findings_of(1)
+    """The gradient of the key bias is zero except for rounding. A slightly larger gradient is compared."""
+    reference, findings = reference_of(norm_weight=1e-9), findings_of(1)
     for step in ("1", "10"):
         for rank in (findings,):
             rank.gradients[step]["norm.weight"] = TensorDifference(2e-9, -1.0, 0.0)
     others = findings_of(0)
     for step in ("1", "10"):
         others.gradients[step]["norm.weight"] = TensorDifference(0.0)
-    assert judge(notes, [others, findings], LOSSES, LOSSES).equal
+    assert judge(reference, [others, findings], LOSSES, LOSSES).equal
     findings.gradients["1"]["norm.weight"] = TensorDifference(3e-7, 1.0, 0.0)
-    assert not judge(notes, [others, findings], LOSSES, LOSSES).equal
+    assert not judge(reference, [others, findings], LOSSES, LOSSES).equal
 
 
-def test_a_constant_factor_is_reported():
+def test_constant_factor_is_reported():
     findings = findings_of(1)
     for name in PARAMETERS:
         findings.gradients["1"][name] = TensorDifference(0.5, 0.5, 1e-7)
@@ -128,7 +133,8 @@ def test_a_constant_factor_is_reported():
 
 
 def judge_alone(findings: RankFindings):
-    found = judge(notes_of(), [findings], LOSSES, LOSSES).first_divergence
+    """The first divergence of a single rank."""
+    found = judge(reference_of(), [findings], LOSSES, LOSSES).first_divergence
     assert found is not None
     return found
 
@@ -136,40 +142,42 @@ def judge_alone(findings: RankFindings):
 def test_forward_comes_before_loss_and_loss_before_backward():
     findings = findings_of(1)
     findings.gradients["1"]["embed.weight"] = TensorDifference(0.3, 1.0, 0.3)
-    assert first(findings).kind == "gradient"
+    assert first_divergence_of(findings).kind == "gradient"
     losses = [6.0, *LOSSES[1:]]
-    found = first(findings, losses)
+    found = first_divergence_of(findings, losses)
     assert (found.kind, found.module, found.step) == ("loss", "loss", 1)
-    spoil(findings, "norm", "output")
-    assert first(findings, losses).module == "norm"
-    spoil(findings, "blocks.0.attention.wq", "output")
-    found = first(findings, losses)
+    inject_difference(findings, "norm", "output")
+    assert first_divergence_of(findings, losses).module == "norm"
+    inject_difference(findings, "blocks.0.attention.wq", "output")
+    found = first_divergence_of(findings, losses)
     assert (found.kind, found.module, found.rank) == ("activation", "blocks.0.attention.wq", 1)
 
 
-def test_a_wrong_input_names_the_enclosing_module():
-    """What attention does between its projections is attention's; what comes before the block the model's."""
+def test_wrong_input_names_the_enclosing_module():
+    """An error between the projections is reported as attention, one before the block as the model."""
     findings = findings_of(1)
-    spoil(findings, "blocks.0.attention.wo", "input", "output")
-    spoil(findings, "blocks.0.attention", "output")
+    inject_difference(findings, "blocks.0.attention.wo", "input", "output")
+    inject_difference(findings, "blocks.0.attention", "output")
     losses = [6.0, *LOSSES[1:]]
-    assert first(findings, losses).module == "blocks.0.attention"
+    assert first_divergence_of(findings, losses).module == "blocks.0.attention"
     for module in ("blocks.0.norm", "blocks.0"):
-        spoil(findings, module, "input", "output")
-    assert first(findings, losses).module == "model"
-    spoil(findings, "", "input", by=None)
-    found = first(findings, losses)
+        inject_difference(findings, module, "input", "output")
+    assert first_divergence_of(findings, losses).module == "model"
+    inject_difference(findings, "", "input", by=None)
+    found = first_divergence_of(findings, losses)
     assert (found.kind, found.module, found.difference) == ("input", "model", None)
 
 
-def test_an_update_that_goes_wrong_is_found_where_later_losses_differ():
+def test_wrong_update_is_found_if_later_losses_differ():
     findings = findings_of(1)
     findings.weights["norm.weight"] = TensorDifference(0.5, 1.0, 0.5)
-    assert judge(notes_of(), [findings_of(0), findings], LOSSES, LOSSES).equal, "weights alone are no verdict"
+    assert judge(reference_of(), [findings_of(0), findings], LOSSES, LOSSES).equal, (
+        "weights alone do not decide"
+    )
     losses = [*LOSSES[:4], 9.0, *LOSSES[5:]]
-    found = first(findings, losses)
+    found = first_divergence_of(findings, losses)
     assert (found.kind, found.module, found.step) == ("weight", "norm", 1)
-    found = first(findings_of(1), losses)
+    found = first_divergence_of(findings_of(1), losses)
     assert (found.kind, found.step) == ("loss", 5)
     assert found.difference == pytest.approx((9.0 - LOSSES[4]) / LOSSES[4])
 
@@ -177,19 +185,19 @@ def test_an_update_that_goes_wrong_is_found_where_later_losses_differ():
 def test_nonfinite_or_missing_values_fail():
     findings = findings_of(1)
     findings.gradients["10"]["norm.weight"] = TensorDifference(None)
-    verdict = judge(notes_of(), [findings], LOSSES, LOSSES)
+    verdict = judge(reference_of(), [findings], LOSSES, LOSSES)
     assert not verdict.equal
     assert verdict.max_grad_diff is None
     for losses in ([*LOSSES[:9], float("nan")], LOSSES[:9], [None, *LOSSES[1:]]):
-        verdict = judge(notes_of(), [findings_of(0)], losses, LOSSES)
+        verdict = judge(reference_of(), [findings_of(0)], losses, LOSSES)
         assert not verdict.equal
         assert verdict.max_rel_diff is None
         assert verdict.first_divergence is not None
         assert verdict.first_divergence.kind == "loss"
 
 
-def test_sentences_have_the_module_the_step_the_rank_and_the_size():
+def test_sentence_names_module_step_rank_and_difference():
     findings = findings_of(1)
     findings.gradients["1"]["norm.weight"] = TensorDifference(0.25, 1.1, 0.3)
-    sentence = first(findings).sentence()
+    sentence = first_divergence_of(findings).sentence()
     assert sentence == "the gradient of norm.weight in norm at step 1 on rank 1 is off by 0.25"

@@ -1,4 +1,4 @@
-"""Fused AdamW: equal to torch's AdamW, with clipping and bf16 weight copies in the same pass."""
+"""Fused AdamW equals torch's AdamW, with clipping and bf16 weight copies in the same pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(seed: int, *, size: float = 1.0) -> list[torch.Tensor]:
 
 
 def groups(parameters: list[nn.Parameter]) -> list[dict]:
-    """Matrices decay, the rest does not."""
+    """Parameter groups: matrices decay, other parameters do not."""
     matrices = [p for p in parameters if p.ndim == 2]
     rest = [p for p in parameters if p.ndim != 2]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -64,7 +64,7 @@ def take_step(parameters, optimizer, step: int, most: float) -> None:
 
 
 def test_updates_equal_those_of_torch():
-    """Over steps with another rate each, decay and none, gradients that are clipped and some that are not."""
+    """The steps have different learning rates, with and without decay and clipping."""
     ours, _, fused = build()
     theirs, torchs = build_torchs()
     for step in range(6):
@@ -77,7 +77,7 @@ def test_updates_equal_those_of_torch():
 
 
 def test_bf16_gradients_give_the_update_of_equal_float32_gradients():
-    """Clipped and not: only what is read is shorter."""
+    """This holds with and without clipping."""
     kinds, found = (torch.float32, torch.bfloat16), []
     for kind in kinds:
         parameters, _, optimizer = build()
@@ -93,8 +93,8 @@ def test_bf16_gradients_give_the_update_of_equal_float32_gradients():
         assert torch.equal(wide, narrow)
 
 
-def test_the_norm_of_bf16_gradients_is_computed_in_float32():
-    """Some in each precision; the norm of each of the others is 577.06, and 576 in 16 bits."""
+def test_norm_of_bf16_gradients_is_computed_in_float32():
+    """The norm of each bf16 gradient is 577.06. In 16 bits it would be 576."""
     shapes = (5, (1000, 333), (1000, 333))
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
     model[0].grad = torch.full((5,), 2.0)
@@ -106,7 +106,7 @@ def test_the_norm_of_bf16_gradients_is_computed_in_float32():
     assert norm.item() == pytest.approx((666_000 + 20) ** 0.5, rel=1e-6)
 
 
-def test_the_clipping_factor_equals_torchs():
+def test_clipping_factor_equals_torchs():
     for size in (1e-4, 0.5, 30.0):
         gradients = [nn.Parameter(value) for value in draw(0)]
         for p in gradients:
@@ -117,7 +117,7 @@ def test_the_clipping_factor_equals_torchs():
             torch.testing.assert_close(whole * clipping_factor(norm, 1.0), p.grad)
 
 
-def test_copies_are_the_rounded_parameters():
+def test_weight_copies_are_the_rounded_parameters():
     parameters, lows, optimizer = build(copies=True)
     for step in range(2):
         take_step(parameters, optimizer, step, most=1.0)
@@ -128,13 +128,13 @@ def test_copies_are_the_rounded_parameters():
 
 
 def test_weight_copies_of_sharded_parameters_are_not_updated():
-    """Rows of a parameter are moved under another name: the copy of the whole stays as it was."""
+    """The optimizer has rows of the parameter, so the copy of the full parameter is unchanged."""
     parameters, lows, _ = build(copies=True)
     rows = [nn.Parameter(p.detach()[:1]) for p in parameters]
     assert not FusedAdamW([{"params": rows}], LR, BETAS, EPS, lows).updates_weight_copies
 
 
-def test_a_parameter_without_gradient_stays_and_counts_no_step():
+def test_parameter_without_gradient_is_unchanged_and_counts_no_step():
     parameters, _, optimizer = build()
     before = parameters[0].detach().clone()
     for p in parameters[1:]:
@@ -144,7 +144,7 @@ def test_a_parameter_without_gradient_stays_and_counts_no_step():
     assert [int(optimizer.state[p]["step"]) for p in parameters] == [0, *[1] * (len(SHAPES) - 1)]
 
 
-def test_the_job_decides_whether_the_update_is_fused(job_file):
+def test_fused_update_depends_on_the_job(job_file):
     def fuses(*overrides: str, device: str = "cuda") -> bool:
         return uses_fused_adamw(load_job(str(job_file), [f"cluster.device={device}", *overrides]))
 
@@ -160,7 +160,7 @@ def test_the_job_decides_whether_the_update_is_fused(job_file):
 
 
 def test_fused_clipping_does_not_change_gradients(job_file):
-    """The same step as with torch's AdamW and gradients that were scaled; its state is made at once."""
+    """The step equals that of torch's AdamW with scaled gradients. Its state exists from the start."""
     job = load_job(str(job_file), ["train.block_backend=triton", "train.compile_backend=aot_eager"])
     found = []
     for fused in (False, True):

@@ -1,4 +1,4 @@
-"""Measurements of ``meshwright probe``: operations of any size, and real steps of a small plan."""
+"""Measurements of ``meshwright probe``: single operations, and real steps of a small plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.verify.synthetic_data import RandomTokens
 CPU = torch.device("cpu")
 
 
-def test_operations_take_time_and_larger_ones_more():
+def test_larger_operations_take_longer():
     small = machine.time_linear(CPU, torch.float32, (16, 16, 16), 1e-3)
     large = machine.time_linear(CPU, torch.float32, (512, 512, 512), 1e-3)
     assert all(0 < few < many for few, many in zip(small, large, strict=True))
@@ -29,14 +29,14 @@ def test_operations_take_time_and_larger_ones_more():
 
 
 def test_elementwise_operations_and_fp8_gemms_can_be_timed():
-    """By torch's operations here, by the kernels of a run on a GPU."""
+    """The test uses torch operations. On a GPU the kernels of a run are timed."""
     (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
     assert machine.time_triton_kernels(CPU, run.plan.job, 1e-3) > 0
     assert all(took_s > 0 for took_s in machine.time_fp8_linear(CPU, (32, 16, 16), 1e-3))
 
 
 def test_timed_steps_use_the_trainer_and_its_blocks(monkeypatch):
-    """The session is the one that trains; what the host takes for its blocks is asked of it, as on a GPU."""
+    """The trainer is that of a run, and the CPU time of its blocks is measured as on a GPU."""
     (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
     built, build = [], machine.build_trainer
     monkeypatch.setattr(machine, "build_trainer", lambda *a, **k: built.append(build(*a, **k)) or built[0])
@@ -49,7 +49,7 @@ def test_timed_steps_use_the_trainer_and_its_blocks(monkeypatch):
     blocks = list(trainer.model.list_blocks())
     assert len(blocks) > 1
     gradients = [p.grad for block in blocks for p in block.parameters()]
-    assert all(gradient is not None for gradient in gradients), "both passes of every block ran"
+    assert all(gradient is not None for gradient in gradients), "forward and backward of every block ran"
     trainer.model.weight_copies = WeightCopies(trainer.model, torch.bfloat16)
     convert_to_triton(trainer.model)
     assert machine.time_block_launch(trainer) > 0, "Triton blocks return two tensors"
@@ -67,6 +67,6 @@ def test_all_random_tokens_are_targets():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_probed_models_differ_from_the_benchmark_models(device):
-    """Predictions are for shapes that no probe has: the benchmark's two models are not among the measured."""
+    """Benchmark predictions are therefore for shapes that were not probed."""
     widths = {table["model"]["hidden_size"] for table in PROBE_SUITES[device].models}
     assert not widths & {2048, 3072, 512}
