@@ -28,12 +28,13 @@ global_batch = 8
 
 @pytest.fixture
 def job_path(tmp_path):
+    """A small job file."""
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     return path
 
 
-def test_every_public_name_is_there_and_nothing_else():
+def test_public_names_resolve_and_others_do_not():
     for name in mw.__all__:
         assert getattr(mw, name).__name__ == name
     with pytest.raises(AttributeError, match="no_such_name"):
@@ -52,26 +53,26 @@ def test_a_plan_has_layout_memory_and_collectives(job_path, capfd):
     assert capfd.readouterr() == ("", ""), "the API prints nothing"
 
 
-def test_a_written_plan_is_a_job(job_path, tmp_path):
+def test_written_plan_can_be_used_as_a_job(job_path, tmp_path):
     plan = mw.load_job(job_path, "layout.dp_replicate=2").plan()
     plan.write(tmp_path / "plan.toml")
     assert mw.load_job(tmp_path / "plan.toml").plan().layout == plan.layout
 
 
-def test_mistakes_are_errors_with_every_problem(job_path):
+def test_invalid_job_raises_one_error_with_every_problem(job_path):
     with pytest.raises(mw.UserError) as caught:
         mw.load_job(job_path, "train.stepz=3", "train.steps=soon")
     assert {p.code for p in caught.value.problems} >= {"job-unknown-key", "job-wrong-type"}
 
 
-def test_a_preset_can_be_planned_on_a_cluster():
+def test_preset_can_be_planned_on_a_cluster():
     plan = mw.load_job("llama3-8b", on="8xh100-sxm").plan(top=4)
     assert plan.world_size == 8
     assert len(plan.search.best) >= 4
     assert plan.as_dict(2)["layouts"][0]["step_s"] == plan.step_s
 
 
-def test_a_layout_is_explained(job_path):
+def test_explain_gives_reasons_for_a_layout(job_path):
     found = load_job(job_path).explain("layout.tp=3")
     assert not found.legal
     assert found.problems[0].code == "layout-tp-heads"
@@ -81,7 +82,7 @@ def test_a_layout_is_explained(job_path):
     assert legal.plan is not None
 
 
-def test_the_reporter_gets_lines_of_text(job_path):
+def test_reporter_receives_lines_of_text(job_path):
     lines: list[str] = []
     reporter = mw.Reporter(log=lines.append)
     reporter.warning("look")
@@ -89,7 +90,7 @@ def test_the_reporter_gets_lines_of_text(job_path):
     mw.load_job(job_path).plan(reporter=reporter)
 
 
-def test_planning_loads_no_torch_and_loading_a_job_no_planner(job_path):
+def test_planning_does_not_import_torch_and_loading_a_job_no_planner(job_path):
     code = (
         "import json, sys, meshwright as mw\n"
         "job = mw.load_job(sys.argv[1])\n"
@@ -103,7 +104,7 @@ def test_planning_loads_no_torch_and_loading_a_job_no_planner(job_path):
     assert json.loads(done.stdout) == [[], False, False]
 
 
-def test_a_folder_without_runs_and_one_that_is_no_run(tmp_path):
+def test_runs_of_an_empty_folder_and_of_a_folder_that_is_not_a_run(tmp_path):
     assert mw.list_runs(tmp_path) == []
     with pytest.raises(mw.UserError) as caught:
         mw.load_run(tmp_path)
@@ -126,7 +127,7 @@ def test_the_package_exports_the_whole_api():
         lambda job: mw.load_job("job.toml", {"train.steps": 3}),
     ],
 )
-def test_a_bad_argument_is_refused_by_its_name(job_path, call):
+def test_invalid_argument_is_refused_by_name(job_path, call):
     with pytest.raises(mw.UserError) as caught:
         call(mw.load_job(job_path))
     assert caught.value.problems[0].code == "api-argument"

@@ -1,4 +1,4 @@
-"""House rules as tests: lengths, names, docstrings, asserts with text, commands, imports without torch."""
+"""House rules as tests: lengths, names, docstrings, assert messages, commands, imports without torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [n for n in ast.walk(parsed(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def test_there_is_something_to_check():
+def test_source_files_are_found():
     assert len(MODULES) > 40
 
 
@@ -89,12 +89,12 @@ def count_arguments(function) -> int:
 
 
 def is_command(function) -> bool:
-    """A command of the command line: its arguments are options, which people name one by one."""
+    """A command of the command line. Its arguments are options with names."""
     return any(ast.unparse(d).endswith(".command()") for d in function.decorator_list)
 
 
 def is_kernel(function) -> bool:
-    """A GPU kernel: its arguments are pointers and sizes, and no object could hold several of them."""
+    """A GPU kernel. Its arguments are pointers and sizes, which cannot be grouped in an object."""
     return any(ast.unparse(d) == "triton.jit" for d in function.decorator_list)
 
 
@@ -113,7 +113,7 @@ def test_nothing_calls_print():
     assert found == []
 
 
-def test_every_assert_has_a_text():
+def test_every_assert_has_a_message():
     found = [
         (name_of(path), node.lineno)
         for path in MODULES
@@ -136,8 +136,8 @@ def test_no_module_is_called_utils():
     assert [name_of(path) for path in MODULES if path.stem in names] == []
 
 
-def test_packages_without_torch_import_it_nowhere_at_the_top():
-    """``launch`` may do so lazily, inside a function; the others not even there (import-linter)."""
+def test_packages_without_torch_do_not_import_it_at_module_level():
+    """``launch`` may import it inside a function. The others may not at all (import-linter)."""
     for path in MODULES:
         if path.parts[len(SOURCE.parts)] not in NO_TORCH:
             continue
@@ -154,7 +154,7 @@ def test_packages_without_torch_import_it_nowhere_at_the_top():
 
 
 def codes_in_source() -> set[str]:
-    """First arguments of ``Problem(...)`` that are plain texts, and the codes of the legality table."""
+    """String literals passed first to ``Problem(...)``, and the codes of the legality table."""
     found = {rule.code for rule in RULES}
     for path in MODULES:
         for node in ast.walk(parsed(path)):
@@ -164,14 +164,14 @@ def codes_in_source() -> set[str]:
     return found
 
 
-def test_codes_are_of_the_form_area_what():
+def test_error_codes_have_the_form_area_what():
     found = codes_in_source()
     assert len(found) > 50
     assert [code for code in found if not re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", code)] == []
 
 
-def test_every_code_has_its_words_in_the_documentation():
-    """``core/errors.py`` promises it."""
+def test_every_error_code_is_documented():
+    """``core/errors.py`` requires it."""
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     assert sorted(code for code in codes_in_source() if code not in page) == []
 
@@ -180,7 +180,7 @@ def test_every_code_has_its_words_in_the_documentation():
 
 
 def commands():
-    """Every command by its words: ``plan``, ``bench scaling``."""
+    """Every command by name, such as ``plan`` and ``bench scaling``."""
     groups = [("", app), *((f"{group.name} ", group.typer_instance) for group in app.registered_groups)]
     for prefix, holder in groups:
         for command in holder.registered_commands:
@@ -218,16 +218,16 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_planning_diagnosis_and_every_command_import_no_torch_and_no_tokenizers():
-    """Each module of those layers, and each command's own module, imported for real."""
+def test_planning_and_every_command_import_no_torch_and_tokenizers():
+    """The test imports each module of these layers and of each command."""
     layers = ("core", "spec", "schedule", "plan", "explain", "prepare", "launch", "cli")
     wanted = [dotted(p) for p in MODULES if p.parts[len(SOURCE.parts)] in layers]
     assert len(wanted) > 30
     assert loaded_by("\n".join(f"import {name}" for name in wanted)) & set(HEAVY) == set()
 
 
-def test_help_loads_nothing_heavy():
-    """A fast start is a matter of what is loaded: neither torch nor numpy nor pydantic for ``--help``."""
+def test_help_imports_no_heavy_package():
+    """``--help`` imports neither torch nor numpy nor pydantic."""
     loaded = loaded_by("import meshwright.cli.app")
     assert loaded & {*HEAVY, "numpy", "pydantic"} == set()
 
@@ -248,7 +248,7 @@ def test_importing_the_package_configures_nothing():
 
 
 def names_of_module(module: str) -> set[str]:
-    """What can be imported from a module of the package, without importing it."""
+    """The names that can be imported from a module, found without importing it."""
     path = ROOT / "src" / Path(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not file.exists():
@@ -265,8 +265,8 @@ def names_of_module(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")) + sorted(ROOT.glob("tests/gpu/*.py")))
-def test_what_benchmarks_and_gpu_tests_import_exists(path):
-    """They do not run in `make test`: a rename would break them unseen."""
+def test_imports_of_benchmarks_and_gpu_tests_exist(path):
+    """`make test` does not run them, so a rename would go unnoticed."""
     wrong = [
         f"{node.module}.{alias.name}"
         for node in ast.walk(parsed(path))

@@ -186,8 +186,10 @@ def test_unknown_template_names_what_was_looked_for(tmp_path):
         assert problem(error).code == "data-template-unknown"
         assert says in str(error.value)
         assert "alpaca, chatml, llama3, plain" in str(error.value)
-    with pytest.raises(UserError, match=f"in {tmp_path}"):
+    with pytest.raises(UserError) as error:
         load_template("tokenizer", tmp_path, "./tokenizer.json")
+    assert problem(error).code == "data-template-unknown"
+    assert f"in {tmp_path}" in str(error.value)
 
 
 @pytest.mark.parametrize(

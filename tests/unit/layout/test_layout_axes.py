@@ -277,11 +277,11 @@ def test_every_element_of_the_state_is_owned_once_in_every_replica(job):
         replicas = layout.dp_replicate * layout.dp_shard * layout.cp // shards
         if is_expert(name):
             ranks = layout.dp_shard * layout.cp * layout.tp
-            dealt = expert_axis(layout).size if is_ep_sharded(name, layout.ep, layout.etp) else 1
+            sharded = expert_axis(layout).size if is_ep_sharded(name, layout.ep, layout.etp) else 1
             if name.endswith("down.bias"):
-                dealt = layout.ep
+                sharded = layout.ep
             axis = expert_shard_axis(layout) if has_expert_axes(job) else dense_shard_axis(layout)
-            copies = layout.dp_replicate * ranks // (dealt * axis.size)
+            copies = layout.dp_replicate * ranks // (sharded * axis.size)
         elif is_tp_replicated(name):
             copies = replicas * layout.tp
         else:
@@ -299,12 +299,12 @@ def test_every_row_of_every_expert_is_owned_once_in_every_replica(job):
         held = {p.name: p for p in local_parameters(job, pp_rank_of(job, rank))}.get(name)
         if held is None:
             continue
-        dealt, column = divmod(axis_rank(layout, rank, "ep"), layout.etp)
+        ep_rank, column = divmod(axis_rank(layout, rank, "ep"), layout.etp)
         axis = state_axis(job, name)
         each = held.shape[0] // (4 // layout.ep)
         for row in chunk_rows(held.shape[0], axis.size, axis_rank(layout, rank, axis.name)):
             expert, inner = divmod(row, each)
-            owners[dealt * (4 // layout.ep) + expert, column * each + inner] += 1
+            owners[ep_rank * (4 // layout.ep) + expert, column * each + inner] += 1
     assert set(owners) == {(expert, inner) for expert in range(4) for inner in range(8)}
     ranks = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
     assert set(owners.values()) == {ranks // (layout.ep * layout.etp * state_axis(job, name).size)}

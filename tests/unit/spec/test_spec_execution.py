@@ -53,7 +53,7 @@ def build(**tables: Any) -> Job:
     ],
     ids=str,
 )
-def test_triton_blocks_run_where_device_model_and_layout_allow(tables):
+def test_triton_blocks_run_if_device_model_and_layout_support_them(tables):
     job = build(**tables)
     assert resolve_block_backend(job) == "triton"
     assert explain_block_backend(job) == []

@@ -112,8 +112,8 @@ def test_bytes_per_routed_row_match_the_plan(job_of, kept):
     ) == 5 * row_bytes(job, local_model(job))
     for recompute, each in (("none", 176), ("selective", (8 + 2 * 8) * 4), ("full", 0)):
         layout = {"dp_shard": 2, "ep": 2, "zero": 1, "recompute": recompute}
-        promised = build_plan(job_of(layout))[0].ranks[1]
-        assert (promised.routed_rows, promised.row_bytes) == (CHOICES, each)
+        planned = build_plan(job_of(layout))[0].ranks[1]
+        assert (planned.routed_rows, planned.row_bytes) == (CHOICES, each)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_ledger_of_measured_rows_differs_by_their_activations(job_of, layout
     assert more.peak_bytes > even.peak_bytes
 
 
-def test_dense_layers_of_a_moe_model_save_what_dense_layers_save(job_of):
+def test_dense_layers_of_a_moe_model_save_as_much_as_in_a_dense_model(job_of):
     mixed, all_routed = job_of(model={"dense_layers": 1}), job_of()
     dense = size_feed_forward(mixed, local_model(mixed), 2)
     assert dense.saved == TOKENS * (8 + 4 * 16) * 4

@@ -101,7 +101,7 @@ def test_batch_norm_is_one_more_reduction_per_step():
     assert predict_traffic(make({"norm": "batch"}, layout={"dp_replicate": 1})) == []
 
 
-def test_batch_norm_splits_the_batch_evenly_and_says_so():
+def test_batch_norm_splits_the_batch_evenly_with_a_reason():
     """Of 1 to 8 ranks only divisors of 24 are considered. Every micro-batch divides the local batch."""
     job = make({"norm": "batch"})
     search = search_job(job)

@@ -58,7 +58,7 @@ def test_compiled_job_is_estimated_like_its_table_row(job):
         ({"runtime": "torchtitan"}, "cuda", False),
         ({}, "cpu", False),
     ],
-    ids=["compiled", "eager", "another framework", "on cores"],
+    ids=["compiled", "eager", "another framework", "on CPU"],
 )
 def test_compiled_rates_apply_only_to_our_compiled_steps_on_gpus(job, train, device, compiled):
     job = dataclasses.replace(

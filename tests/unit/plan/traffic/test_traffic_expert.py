@@ -122,8 +122,8 @@ def test_plain_replicas_use_ddp_for_experts(rows_of):
 def test_tp_ranks_route_their_own_tokens(rows_of):
     """tp=2 has 4 micro-batches of 64 tokens, N D e = 2048 bytes.
 
-    A block sums attention alone, forward and backward; the embedding and the head once, the loss twice; the
-    routers' gradients once a step; results and gradients of the routed path are gathered.
+    A block all-reduces attention only, forward and backward. Embedding and head have one all-reduce each, the
+    loss two, the routers' gradients one per step. Outputs and gradients of the routed path are gathered.
     """
     rows = rows_of({"tp": 2}, balance_loss=0.0)
     blocks, ends, losses = 2 * 2, 2, 2
