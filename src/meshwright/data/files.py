@@ -37,7 +37,7 @@ _CODE = (
 )
 _TEXT = frozenset(["", *(f".{suffix}" for suffix in f"{_PROSE} {_CODE}".split())])
 
-CHUNK_BYTES = 1024**2
+CHUNK_BYTES = 128 * 1024
 
 
 class BadDataError(ValueError):
