@@ -21,8 +21,8 @@ from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_rank, run_with_trainer
 from meshwright.verify.bench import scaling
 
-MEMORY_LIMIT_BYTES = 400_000_000
-"""Limit of rank 1 in ``limited_memory``; the predicted peak is 460 MB, most of it activations."""
+MEMORY_LIMIT_BYTES = 200_000_000
+"""Limit of rank 1 in ``limited_memory``; the predicted peak is 230 MB, most of it activations."""
 M_MMAP_THRESHOLD = -3
 """Parameter of glibc's ``mallopt``."""
 

@@ -25,7 +25,7 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
         pytest.param("dp_shard=3 zero=3 micro_batch=1 recompute=selective", "", marks=pytest.mark.slow),
         ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=1", ""),
         pytest.param("dp_replicate=2 dp_shard=2 zero=1", "", marks=pytest.mark.slow),
-        ("dp_shard=2 zero=3", "train.steps=1"),
+        pytest.param("dp_shard=2 zero=3", "train.steps=1", marks=pytest.mark.slow),
     ],
 )
 def test_losses_equal_one_process_and_the_plan_holds(train, layout, job):
@@ -80,7 +80,7 @@ def require_contract(sharded, peak=0.02):
     ("layout", "kind"),
     [
         ("dp_shard=2 zero=2 micro_batch=3", "fp16"),
-        ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=3", "bf16"),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=3 micro_batch=3", "bf16", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
@@ -99,9 +99,8 @@ def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
     assert sent(rounded) * 2 == sent(exact)
 
 
-@pytest.mark.parametrize(
-    "zero", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_compiled_blocks_under_zero_have_equal_losses_and_no_extra_graphs(train, monkeypatch, zero):
     """Blocks with gathered parameters need as many graphs as without ZeRO."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:count_graphs")
@@ -120,7 +119,7 @@ def test_compiled_blocks_under_zero_have_equal_losses_and_no_extra_graphs(train,
     assert graphs == [4, 4], "blocks and final norm, each with and without gradients"
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_gathers_are_issued_prefetch_blocks_ahead(train, monkeypatch, depth):
     """When a block starts, the all-gathers of itself and of the next `prefetch` blocks have been issued."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:record_all_gathers")

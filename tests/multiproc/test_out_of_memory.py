@@ -7,8 +7,8 @@ import re
 
 from injected_faults import MEMORY_LIMIT_BYTES
 
-LARGE = ("model.num_layers=6", "data.seq_len=128", "train.global_batch=256", "train.steps=1")
-LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
+LARGE = ("model.num_layers=6", "data.seq_len=128", "train.global_batch=128", "train.steps=1")
+LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=64")
 
 
 def test_out_of_memory_reports_the_ledger_and_a_change_that_fits(train, monkeypatch):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -259,15 +259,16 @@ def test_source_files_that_are_named_exist(path: Path) -> None:
 # Error codes
 
 
-def source_trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+@cache
+def source_trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in sorted(SOURCE.rglob("*.py"))]
 
 
 CODED = ("Problem", "BadDataError")
 """Classes whose first argument is a code."""
 
 
+@cache
 def used_codes() -> tuple[set[str], list[str]]:
     """Codes in the source, and the places that build one in a way this test cannot read."""
     codes = {rule.code for rule in RULES}
@@ -435,6 +436,7 @@ def test_changelog_has_an_unreleased_section() -> None:
     assert re.search(r"^## \[Unreleased\]\n+### (Added|Changed)\n", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
     """Built in a copy, so that neither `site/` nor a cache is left in the tree."""
     zensical = Path(sys.executable).with_name("zensical")

@@ -190,6 +190,7 @@ def test_an_out_of_memory_error_is_named():
     assert name_failure(KeyError()) == "KeyError"
 
 
+@pytest.mark.slow
 def test_a_failing_configuration_is_reported_and_others_run(tmp_path):
     """A complete run on the small shape.
 

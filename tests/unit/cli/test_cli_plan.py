@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 LOCAL = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=8")
 """Eight CPU ranks."""
 SMALL = ("data.seq_len=32", "train.global_batch=8")
-QUICK_PRESETS = ("llama2-7b", "llama3-70b", "llama3.2-1b", "mixtral-8x7b", "mpt-7b", "resnet50", "tiny")
+QUICK_PRESETS = ("llama3-70b", "mpt-7b", "resnet50", "tiny")
 OTHER_PRESETS = tuple(name for name in preset_names("models") if name not in QUICK_PRESETS)
 """Large ones that fit no single node take seconds each: the advice tries larger clusters."""
 

@@ -103,7 +103,10 @@ def test_the_best_layout_has_the_same_prediction_if_given(cli):
     assert again["collectives"] == best["collectives"]
 
 
-@pytest.mark.parametrize(("by", "key"), [("time", "step_s"), ("cost", "device_s"), ("memory", "needed")])
+@pytest.mark.parametrize(
+    ("by", "key"),
+    [("time", "step_s"), ("cost", "device_s"), pytest.param("memory", "needed", marks=pytest.mark.slow)],
+)
 def test_the_ranking_can_be_by_time_cost_or_memory(cli, by, key):
     layouts = cli(*LLAMA, "--by", by, "--top", "12", "--json").json["layouts"]
 
@@ -280,9 +283,9 @@ def test_why_on_this_machine_agrees_with_plan(cli, good):
         pytest.param("zero", 1, marks=pytest.mark.slow),
         ("zero", 3),
         pytest.param("schedule", "zb-h1", marks=pytest.mark.slow),
-        ("schedule", "interleaved"),
+        pytest.param("schedule", "interleaved", marks=pytest.mark.slow),
         pytest.param("virtual_stages", 4, marks=pytest.mark.slow),
-        ("sequence_parallel", True),
+        pytest.param("sequence_parallel", True, marks=pytest.mark.slow),
         pytest.param("context", "ulysses", marks=pytest.mark.slow),
         pytest.param("accumulate", "deferred", marks=pytest.mark.slow),
         pytest.param("prefetch", 2, marks=pytest.mark.slow),

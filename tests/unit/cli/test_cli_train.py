@@ -21,15 +21,17 @@ def text_job(good, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [
-        (["model.window=8"], "model-window-not-built"),
-        (["train.stepps=1"], "job-unknown-key"),
+        pytest.param(["model.window=8"], "model-window-not-built", marks=pytest.mark.slow),
+        pytest.param(["train.stepps=1"], "job-unknown-key", marks=pytest.mark.slow),
         (["data.path=gone"], "data-path-missing"),
         (["model.vocab_size=64"], "model-vocab-small"),
         (["data.tokenizer=nonsense"], "data-tokenizer-unknown"),
         (["cluster.device=cuda", "cluster.nodes=2"], "cluster-not-here"),
-        (["cluster.preset=h100-sxm", "cluster.device=cuda"], "cluster-not-here"),
+        pytest.param(
+            ["cluster.preset=h100-sxm", "cluster.device=cuda"], "cluster-not-here", marks=pytest.mark.slow
+        ),
         (["--resume"], "resume-nothing"),
-        (["--resume", "run_dir=gone"], "resume-nothing"),
+        pytest.param(["--resume", "run_dir=gone"], "resume-nothing", marks=pytest.mark.slow),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

@@ -22,8 +22,15 @@ def test_shared_storage_counts_once():
 GPT = dict(text.split("=") for text in gpt_overrides(max_positions=64))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("micro_batches", "precision"),
+    [
+        (1, "fp32"),
+        (2, "bf16"),
+        pytest.param(1, "bf16", marks=pytest.mark.slow),
+        pytest.param(2, "fp32", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "shape",
     [

@@ -111,9 +111,18 @@ def test_ranks_with_fewer_choices_than_experts_are_dry_run(dry_run):
     [
         ("dp_replicate=1 micro_batch=3", "train.precision=fp16", "train.noise_scale_every=1"),
         ("dp_replicate=3", "compression.kind=bf16", "train.optimizer=muon"),
-        ("dp_shard=3 zero=2", "train.precision=bf16", "data.mask=document", "train.grad_noise=0.1"),
-        ("dp_shard=5 micro_batch=1", "train.precision=fp16", "train.optimizer=sgd", "train.clip=0.0"),
-        ("dp_shard=2 recompute=selective", "model.positions=learned", "model.max_positions=32"),
+        pytest.param(
+            ("dp_shard=3 zero=2", "train.precision=bf16", "data.mask=document", "train.grad_noise=0.1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("dp_shard=5 micro_batch=1", "train.precision=fp16", "train.optimizer=sgd", "train.clip=0.0"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("dp_shard=2 recompute=selective", "model.positions=learned", "model.max_positions=32"),
+            marks=pytest.mark.slow,
+        ),
         (f"tp=4 dp_shard=3 {SEQUENCE}", "train.precision=fp16", "data.mask=document", "model.vocab_size=321"),
         ("pp=2 dp_shard=2 zero=3 schedule=zb-h1", "train.precision=bf16", "compression.kind=bf16"),
     ],
@@ -160,7 +169,7 @@ EXPERTS_PREFIX = [
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if case in EXPERTS_PREFIX[:4] else [pytest.mark.slow])
+        pytest.param(case, marks=[] if case in EXPERTS_PREFIX[:2] else [pytest.mark.slow])
         for case in EXPERTS_PREFIX
     ],
     ids=lambda case: case[0],

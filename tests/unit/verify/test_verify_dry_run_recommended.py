@@ -21,7 +21,7 @@ from planner_checks import name_layout, plan_case, read_layout
 from planner_matrix import SIZES, Case, choose_covering, is_built, is_decoder, list_cases
 
 COUNT = 30
-QUICK = 3
+QUICK = 2
 """Cases in ``make test``."""
 TIGHT, FULL = 0.05, 0.6
 """Training state as a share of the memory of all devices: enough that layouts are more than replicas, and not

@@ -86,7 +86,7 @@ def build(model, train, batch):
     return build_unchecked({**tables, "cluster": cluster})
 
 
-@pytest.mark.parametrize("to_run", [True, False])
+@pytest.mark.parametrize("to_run", [pytest.param(True, marks=pytest.mark.slow), False])
 @settings(max_examples=15)
 @given(layout=layouts, chosen=models, batch=st.integers(4, 24))
 def test_nearest_layout_is_legal_and_keeps_legal_layouts(to_run, layout, chosen, batch):
