@@ -170,7 +170,7 @@ def test_packed_documents_have_the_losses_of_separate_ones(changes):
     torch.testing.assert_close(together, alone)
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(net(packed, targets), alone), "without the mask they do see each other"
+    assert not torch.allclose(net(packed, targets), alone), "without the mask documents attend to each other"
 
 
 def test_biases_start_at_zero_and_norms_at_one():

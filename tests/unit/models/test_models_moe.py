@@ -183,7 +183,7 @@ def test_selection_bias_changes_experts_but_not_weights():
     layer, x = build_moe(MODEL), residual()
     layer.router.selection_bias = torch.tensor([0.0, 5.0, 0.0, 0.0])
     expected, chosen, _ = reference_moe(layer, MODEL, x, bias=layer.router.selection_bias)
-    assert chosen[..., 1].all(), "everybody visits the favoured expert"
+    assert chosen[..., 1].all(), "every token chooses the favoured expert"
     torch.testing.assert_close(layer(x, torch.ones(BATCH)), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -244,7 +244,7 @@ def test_activation_checkpointing_keeps_results_and_expert_load(recompute, chang
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, gradients[name], msg=name)
     assert torch.equal(loads, counted)
-    assert loads[:, :4].sum(1).tolist() == [2 * LENGTH * 2] * 2, "two real sequences, two experts a token"
+    assert loads[:, :4].sum(1).tolist() == [2 * LENGTH * 2] * 2, "two real sequences, two experts per token"
     assert (loads[:, 4] > 0).any() == ("capacity_factor" in changes)
 
 

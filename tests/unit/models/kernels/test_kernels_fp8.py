@@ -98,8 +98,8 @@ def test_token_counts_not_divisible_by_16_use_a_bf16_weight_gradient():
 
 def test_shapes_not_divisible_by_16_stay_bf16():
     odd, even = Linear(32, 24, bias=False), Linear(32, 48, bias=False)
-    for product in (odd, even):
-        convert_linears_to_fp8(product, weight_grads=True)
+    for linear in (odd, even):
+        convert_linears_to_fp8(linear, weight_grads=True)
     assert (odd.uses_fp8, even.uses_fp8) == (False, True)
     low, x = draw(72, 32).bfloat16(), draw(8, 32, seed=1).bfloat16()
     together = torch.cat(MergedLinear([odd, even], low).matmul(x), dim=-1)
@@ -108,14 +108,14 @@ def test_shapes_not_divisible_by_16_stay_bf16():
 
 def test_merged_linears_match_single_ones():
     """Scales are per row, and merging concatenates rows."""
-    products = [Linear(32, width, bias=False) for width in (48, 16)]
-    for product in products:
-        convert_linears_to_fp8(product, weight_grads=True)
-        product.weight_copy = product.weight.detach().bfloat16()
-    joint = MergedLinear(products, torch.cat([product.weight_copy for product in products]))
+    linears = [Linear(32, width, bias=False) for width in (48, 16)]
+    for linear in linears:
+        convert_linears_to_fp8(linear, weight_grads=True)
+        linear.weight_copy = linear.weight.detach().bfloat16()
+    merged = MergedLinear(linears, torch.cat([linear.weight_copy for linear in linears]))
     x = draw(2, 8, 32)
-    for together, product in zip(joint.matmul(x), products, strict=True):
-        assert torch.equal(together, product(x))
+    for together, linear in zip(merged.matmul(x), linears, strict=True):
+        assert torch.equal(together, linear(x))
 
 
 @pytest.mark.filterwarnings("ignore")  # deprecations inside torch.compile
@@ -139,9 +139,9 @@ def test_compiled_blocks_recompute_no_fp8_gemm_and_save_no_cast():
     tokens = torch.randint(0, 50, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
         net(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
-    products = [graph for graph in graphs if count_gemms(graph)]
-    assert sorted(map(count_gemms, products)) == [4, 2 * 4]
-    (forward,) = (graph for graph in products if count_gemms(graph) == 4)
+    with_gemms = [graph for graph in graphs if count_gemms(graph)]
+    assert sorted(map(count_gemms, with_gemms)) == [4, 2 * 4]
+    (forward,) = (graph for graph in with_gemms if count_gemms(graph) == 4)
     (kept,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
     made = [node for node in kept if node.op != "placeholder"][1:]
     assert sum(node.target is SCALED_PRODUCT for node in made) == 3

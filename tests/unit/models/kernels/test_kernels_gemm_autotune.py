@@ -316,10 +316,10 @@ class FakeAlgorithm:
         assert (left.shape, right.shape, out.shape) == (self.shape.left, self.shape.right, self.shape.out)
         assert out.dtype == self.shape.out_dtype
         if self.shape.kind == "weight":
-            product = (left.T @ right).float()
+            output = (left.T @ right).float()
         else:
-            product = left @ (right.T if self.shape.kind == "forward" else right)
-        out.copy_(out + product if add else product)
+            output = left @ (right.T if self.shape.kind == "forward" else right)
+        out.copy_(out + output if add else output)
 
 
 def tune_all(monkeypatch, *, narrow: bool = False) -> tuple[Gemms, dict[GemmShape, FakeAlgorithm]]:

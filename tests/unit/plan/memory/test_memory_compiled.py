@@ -121,7 +121,7 @@ def test_fp8_casts_are_live_beside_the_gemms(job):
     }
     assert blocks["none"] == blocks["selective"]
     output = blocks["none"].points[1].temporary - TritonBlock.of(job, job.model, 8).points[1].temporary
-    assert output == tokens * width + width * 2048 - 4 * width * 2048, "casts for the gradient's product"
+    assert output == tokens * width + width * 2048 - 4 * width * 2048, "casts for the input gradient's GEMM"
     fp8 = with_train(fp8, fp8_weight_grads=True)
     made = TritonBlock.of(fp8, fp8.model, 8).points[0].temporary
     matrices = 4 * 3 * inner * width
