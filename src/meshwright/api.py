@@ -17,7 +17,7 @@ the ranks before this process loads the planner.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from meshwright.report.run_list import RunSummary
     from meshwright.report.run_report import RunReport
     from meshwright.runs.dry_run import DryRun
-    from meshwright.runs.evaluate import Evaluation
+    from meshwright.runs.evaluate import Evaluation, HeldOutData
     from meshwright.runs.explain import LayoutExplanation
     from meshwright.runs.probe import ProbeResult
     from meshwright.runs.prove import Proof
@@ -373,15 +373,9 @@ class Run:
         write_page(self.report(), page)
         return page
 
-    def evaluate(
-        self,
-        data: str | Path | Sequence[str] | Mapping[str, str | Path],
-        *overrides: str,
-        samples: int | None = None,
-        reporter: Reporter = SILENT,
-    ) -> list[Evaluation]:
+    def evaluate(self, data: HeldOutData, *overrides: str, samples: int | None = None) -> list[Evaluation]:
         """Evaluate the newest checkpoint on held-out sets; arguments as in :func:`evaluate`."""
-        return evaluate(self.run_dir, data, *overrides, samples=samples, reporter=reporter)
+        return evaluate(self.run_dir, data, *overrides, samples=samples)
 
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright train --json``."""
@@ -464,7 +458,7 @@ def generate(
 
 def evaluate(
     model: str | Path,
-    data: str | Path | Sequence[str] | Mapping[str, str | Path],
+    data: HeldOutData,
     *overrides: str,
     samples: int | None = None,
     reporter: Reporter = SILENT,
@@ -485,11 +479,7 @@ def evaluate(
     from meshwright.runs.evaluate import evaluate_saved, name_sets  # noqa: PLC0415
 
     require_argument(samples is None or samples >= 1, "samples", samples, "must be at least 1")
-    if isinstance(data, Mapping):
-        sets = {name: str(path) for name, path in data.items()}
-    else:
-        sets = name_sets([str(data)] if isinstance(data, str | Path) else data)
-    return evaluate_saved(find_model(model), sets, overrides, samples, reporter)
+    return evaluate_saved(find_model(model), name_sets(data), overrides, samples, reporter)
 
 
 def find_model(path: str | Path) -> Path:

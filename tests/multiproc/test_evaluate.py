@@ -93,3 +93,47 @@ def test_sets_and_keys_that_do_not_match_are_refused(trained, corpus, tmp_path):
         with pytest.raises(UserError) as caught:
             mw.evaluate(model, data, *overrides)
         assert [problem.code for problem in caught.value.problems] == [code], code
+
+
+SETS = """
+[[data.eval]]
+name = "old"
+path = "old.txt"
+[[data.eval]]
+name = "own"
+path = "{prepared}"
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "layout.dp_replicate=2",
+        *(pytest.param(f"layout.{key}=2", marks=pytest.mark.slow) for key in ("dp_shard", "tp", "pp")),
+    ],
+)
+def test_training_evaluates_named_sets(train, job_file, prepared, tmp_path, layout):
+    """Losses of `meshwright eval`, at every evaluation; the audit counts each set's collectives."""
+    text = "".join(f"{n} green bottles hanging on the wall\n" for n in range(200))
+    (tmp_path / "old.txt").write_text(text)
+    head, rest = job_file.read_text().split("[train]")
+    job_file.write_text(head + SETS.format(prepared=prepared) + "[train]" + rest)
+    run = train(layout, "train.steps=4", "train.eval_every=2")
+    losses = run.result["eval_losses"]
+    assert losses.keys() == {"old", "own"}
+    assert losses["own"] == pytest.approx(run.result["eval_loss"], rel=1e-6)
+    old, own = mw.evaluate(run.run_dir, {"old": tmp_path / "old.txt", "own": prepared}, samples=16)
+    assert losses["old"] == pytest.approx(old.loss, rel=1e-5)
+    assert losses["own"] == pytest.approx(own.loss, rel=1e-5)
+    assert f"step 4: held-out loss {losses['old']:.4f} on 16 samples of old" in run.messages
+    chart = mw.load_run(run.run_dir).report().loss_chart()
+    assert [series.name for series in chart.series] == ["training", "held out", "old", "own"]
+    assert [len(series.segments[0]) for series in chart.series] == [4, 2, 2, 2]
+
+
+def test_sets_of_one_name_are_refused(job_file, prepared):
+    head, rest = job_file.read_text().split("[train]")
+    job_file.write_text(head + SETS.format(prepared=prepared).replace("own", "old") + "[train]" + rest)
+    with pytest.raises(UserError) as caught:
+        mw.load_job(job_file)
+    assert [problem.code for problem in caught.value.problems] == ["data-eval-name"]

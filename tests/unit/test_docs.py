@@ -94,11 +94,9 @@ def key_table(prefix: str, properties: dict[str, Any], required: set[str]) -> li
 
 def type_of(facts: dict[str, Any]) -> str:
     if "$ref" in facts:
-        return (
-            "table, see below"
-            if facts["$ref"].endswith("/Source")
-            else "table, see [its page](probe.md#the-file)"
-        )
+        pages = {"Source": "below", "EvalSet": "[Evaluation](evaluate.md#during-training)"}
+        page = pages.get(facts["$ref"].rpartition("/")[2], "[its page](probe.md#the-file)")
+        return f"table, see {page}"
     if "anyOf" in facts:
         return type_of(next(option for option in facts["anyOf"] if option.get("type") != "null"))
     if "enum" in facts:
@@ -188,6 +186,7 @@ def test_job_page_names_every_key_and_no_other() -> None:
             keys |= {f"{section}.{key}" for key in schema["$defs"][kind]["properties"]}
         if not kinds:
             keys.add(section)
+    keys |= set(schema["$defs"]["Source"]["properties"])  # the table of [[data.sources]]
     named = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "job-file.md").read_text(), re.MULTILINE))
     assert len(keys) > 50
     assert named == keys, REWRITE

@@ -117,6 +117,9 @@ class RunRecord:
     losses: list[float | None] = field(default_factory=list)
     """Loss of each step from rank 0; NaN if not finite, None for a step without target tokens."""
     eval_loss: float | None = None
+    """Newest loss on the held-out split."""
+    eval_losses: dict[str, float | None] = field(default_factory=dict)
+    """Newest loss on each set of ``data.eval``."""
     step_times_s: list[float] = field(default_factory=list)
     mfus: list[float] = field(default_factory=list)
     tokens_per_step: int = 0
@@ -194,7 +197,10 @@ class RunRecord:
             self.skipped_steps += bool(event.get("skipped"))
 
     def _on_eval(self, event: Event) -> None:
-        self.eval_loss = event["loss"]
+        if (name := event.get("set")) is None:
+            self.eval_loss = event["loss"]
+        else:
+            self.eval_losses[name] = event["loss"]
 
     def _on_state(self, event: Event) -> None:
         self.state[event["rank"]] = _MEASURED.validate_python(event)

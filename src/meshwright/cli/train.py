@@ -56,6 +56,7 @@ def _report_run(output: Output, run: Run) -> None:
         describe_verdict(output, run)
     if losses := record.target_losses:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
+        held_out += "".join(f", {format_loss(loss)} on {name}" for name, loss in record.eval_losses.items())
         output.print(f"{record.status}: loss {format_loss(losses[0])} to {format_loss(losses[-1])}{held_out}")
     if without := record.targetless_text():
         output.print(without)

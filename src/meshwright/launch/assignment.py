@@ -21,6 +21,8 @@ class Assignment:
     """A verified checkpoint."""
     hf_weights: bool = False
     """Whether ranks load the initial weights from ``model.hf``."""
+    eval_sets: tuple[tuple[str, str, str], ...] = ()
+    """Name, folder and split of each set of ``data.eval``."""
     generation: int = 0
     """Number of the attempt."""
 

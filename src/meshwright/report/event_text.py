@@ -69,7 +69,8 @@ class EventText:
 
     def _describe_eval(self, event: Event) -> str:
         samples = format_plural(event["samples"], "sample")
-        return f"step {event['step']}: held-out loss {_event_loss(event)} on {samples}"
+        of = "" if event.get("set") is None else f" of {event['set']}"
+        return f"step {event['step']}: held-out loss {_event_loss(event)} on {samples}{of}"
 
     def _describe_checkpoint(self, event: Event) -> str:
         cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"

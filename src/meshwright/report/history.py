@@ -24,7 +24,8 @@ class Curves:
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: dict[str, array[float]] = field(default_factory=dict)
-    evaluations: list[tuple[float, float]] = field(default_factory=list)
+    evaluations: dict[str | None, list[tuple[float, float]]] = field(default_factory=dict)
+    """Steps and losses by held-out set; None is the held-out split of the data."""
     without_targets: set[float] = field(default_factory=set)
     """Steps without target tokens, and so without a loss."""
 
@@ -34,7 +35,8 @@ class Curves:
         if not isinstance(step, int):
             return
         if event["event"] == "eval":
-            self.evaluations.append((float(step), as_number(event.get("loss"))))
+            evaluations = self.evaluations.setdefault(event.get("set"), [])
+            evaluations.append((float(step), as_number(event.get("loss"))))
             return
         before = len(self.steps)
         self.steps.append(float(step))
@@ -75,9 +77,10 @@ class History:
         segments = [tuple(zip(c.steps, c.values[name], strict=True)) for c in self.curves if name in c.values]
         return Series(label, tuple(segments), style)
 
-    def evaluations(self, label: str, style: int = 1) -> Series:
-        """The held-out loss, one segment per attempt."""
-        return Series(label, tuple(tuple(c.evaluations) for c in self.curves if c.evaluations), style)
+    def evaluations(self, name: str | None, label: str, style: int = 1) -> Series:
+        """The loss on a held-out set, one segment per attempt."""
+        found = [tuple(c.evaluations[name]) for c in self.curves if name in c.evaluations]
+        return Series(label, tuple(found), style)
 
     def restarts(self) -> tuple[tuple[float, str], ...]:
         """First steps of the later attempts, with labels."""
@@ -102,7 +105,7 @@ class History:
     def steps(self) -> tuple[float, float] | None:
         """The first and the last step of all attempts."""
         found = [step for curves in self.curves for step in curves.steps]
-        found += [step for curves in self.curves for step, _ in curves.evaluations]
+        found += [step for c in self.curves for points in c.evaluations.values() for step, _ in points]
         return (min(found), max(found)) if found else None
 
 

@@ -113,7 +113,8 @@ class RunReport:
         text = f"{format_loss(losses[0])} to {format_loss(losses[-1])}"
         if len(self.history.attempts) > 1:
             text += " in the newest attempt"
-        return text + (f"; {format_loss(record.eval_loss)} held out" if record.eval_loss is not None else "")
+        text += f"; {format_loss(record.eval_loss)} held out" if record.eval_loss is not None else ""
+        return text + "".join(f"; {format_loss(loss)} on {name}" for name, loss in record.eval_losses.items())
 
     def _where_and_when(self) -> list[tuple[str, str]]:
         newest, rows = self.history.newest, []
@@ -138,8 +139,11 @@ class RunReport:
     def loss_chart(self) -> Chart:
         """Training and held-out loss over all attempts."""
         series = [self.history.series("loss", "training")]
-        if any(c.evaluations for c in self.history.curves):
-            series.append(self.history.evaluations("held out"))
+        names = dict.fromkeys(name for c in self.history.curves for name in c.evaluations)
+        series += [
+            self.history.evaluations(name, name or "held out", style)
+            for style, name in enumerate(names, start=1)
+        ]
         unit = "nats per image" if self.unit == "images" else "nats per token"
         return self._over_steps("Loss", unit, tuple(series))
 
@@ -229,6 +233,7 @@ class RunReport:
             ],
             "loss": record.target_losses[-1] if record.target_losses else None,
             "eval_loss": record.eval_loss,
+            "eval_losses": record.eval_losses,
             "tokens_per_s": record.tokens_per_s,
             "flops_per_s": record.flops_per_s(self.plan),
             "mfu": record.mfu,

@@ -17,6 +17,7 @@ STEP_SCALARS = {
 }
 """Scalar names by field of a ``step`` event; other numbers are called ``step/FIELD``."""
 EVAL_LOSS = "loss/eval"
+"""Of the held-out split; that of a further set is ``loss/eval/NAME``."""
 
 
 def scalars_of(event: Event) -> dict[str, float]:
@@ -24,7 +25,8 @@ def scalars_of(event: Event) -> dict[str, float]:
     if event.get("rank") != 0:
         return {}
     if event["event"] == "eval":
-        return {} if event["loss"] is None else {EVAL_LOSS: float(event["loss"])}
+        name = EVAL_LOSS if event.get("set") is None else f"{EVAL_LOSS}/{event['set']}"
+        return {} if event["loss"] is None else {name: float(event["loss"])}
     if event["event"] != "step":
         return {}
     return {

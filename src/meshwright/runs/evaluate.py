@@ -17,11 +17,8 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_plural
 from meshwright.data.dataset import TokenDataset
-from meshwright.data.hf_tokenizer import hf_tokenizer_text
-from meshwright.data.shards import looks_prepared
-from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from meshwright.launch.environment import prepare_environment
-from meshwright.runs.data import prepare_data
+from meshwright.runs.held_out import HeldOutSet, prepare_held_out
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.job import Job
@@ -31,6 +28,8 @@ if TYPE_CHECKING:
     from meshwright.train.batches import Batcher
     from meshwright.train.image_batches import ImageBatcher
 
+HeldOutData = str | Path | Sequence[str] | Mapping[str, str | Path]
+"""A path, a list of ``PATH`` or ``NAME=PATH``, or paths by name."""
 BATCH_TOKENS = 4096
 """Tokens per forward pass, at least one sample."""
 BATCH_IMAGES = 32
@@ -56,14 +55,16 @@ class Evaluation:
         return dataclasses.asdict(self)
 
 
-def name_sets(texts: Sequence[str]) -> dict[str, str]:
-    """Paths by name, from ``NAME=PATH`` or ``PATH`` texts; a path alone is named after its file.
+def name_sets(data: HeldOutData) -> dict[str, str]:
+    """Paths by name; a path alone is named after its file.
 
     Raises:
         UserError: Two sets have one name, or there is none.
     """
+    if isinstance(data, Mapping):
+        return {name: str(path) for name, path in data.items()}
     sets: dict[str, str] = {}
-    for text in texts:
+    for text in [str(data)] if isinstance(data, str | Path) else data:
         named = re.fullmatch(r"([\w.-]+)=(.+)", text)
         name, path = named.groups() if named else (Path(text.removeprefix("builtin:")).stem or text, text)
         if name in sets:
@@ -107,9 +108,9 @@ def evaluate_saved(
         read_manifest(model)  # verifies it
     prepared = []
     for name, path in sets.items():  # all sets are checked before the first is evaluated
-        job = build_saved_job(model, _data_keys(model, path), overrides)
-        batcher = _open_batcher(job, prepare_data(job, reporter), model)
-        prepared.append((name, path, job, batcher))
+        job = build_saved_job(model, {"path": path}, overrides)
+        held_out = prepare_held_out(job, name, job.data.path, model, reporter)
+        prepared.append((name, path, job, _open_batcher(job, held_out)))
     network = load_saved_model(model, prepared[0][2])
     found = []
     for name, path, job, batcher in prepared:
@@ -128,25 +129,14 @@ def evaluate_saved(
     return found
 
 
-def _data_keys(model: Path, path: str) -> dict[str, Any]:
-    """The path, and for text that is not prepared the model's own tokenizer."""
-    is_text = (model / TOKENIZER_FILE).is_file() and not looks_prepared(Path(path))
-    return {"path": path, **({"tokenizer": str(model / TOKENIZER_FILE)} if is_text else {})}
-
-
-def _open_batcher(job: Job, folder: Path, model: Path) -> Batcher | ImageBatcher:
-    """The samples of a set: of a prepared folder and of images the eval split, of text all documents."""
+def _open_batcher(job: Job, held_out: HeldOutSet) -> Batcher | ImageBatcher:
+    """The samples of a set, for one process."""
     from meshwright.train.batches import Batcher  # noqa: PLC0415  (torch)
     from meshwright.train.image_batches import open_image_batches  # noqa: PLC0415
 
     if isinstance(job.model, ResNetModel):
-        _, held_out, _ = open_image_batches(job, job.model, folder, 0)
-        return dataclasses.replace(held_out, micro_batch=BATCH_IMAGES)
-    split = "eval" if looks_prepared(Path(job.data.path)) else "all"
+        _, images, _ = open_image_batches(job, job.model, held_out.folder, 0)
+        return dataclasses.replace(images, micro_batch=BATCH_IMAGES)
     data = job.data
-    dataset = TokenDataset.open(folder, split, data.seq_len, data.mask, data.prompt_masking)
-    texts = [hf_tokenizer_text(t) for t in (dataset.load_tokenizer(), load_tokenizer(model))]
-    if texts[0] != texts[1]:
-        rule = f"was prepared with another tokenizer than that of {model}"
-        raise UserError(Problem("eval-tokenizer", rule, path=data.path, fix="Give the text itself"))
+    dataset = TokenDataset.open(held_out.folder, held_out.split, data.seq_len, data.mask, data.prompt_masking)
     return Batcher(dataset, 0, 1, max(1, BATCH_TOKENS // data.seq_len))

@@ -18,11 +18,13 @@ from meshwright.checkpoint.manifest import (
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.core.packages import require_packages
+from meshwright.data.mixture import read_mixture
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan, write_plan
 from meshwright.runs.data import prepare_data
+from meshwright.runs.held_out import HeldOutSet, prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.ranks import require_compiler, require_devices
 from meshwright.runs.reporter import Reporter
@@ -71,6 +73,8 @@ def prepare_run(
     if resume == "no":
         _ = weights.found  # errors come before data are prepared, which may take long
     data_dir = prepare_data(spec, reporter)
+    tokenizer = Path(read_mixture(data_dir)[0].folder)  # all sources have the same
+    eval_sets = [prepare_held_out(spec, one.name, one.path, tokenizer, reporter) for one in spec.data.eval]
     reporter.planned(plan)
     if spec.mixes_samples:
         reporter.warning(BATCH_NORM_NOTE)
@@ -78,7 +82,7 @@ def prepare_run(
     if plan.world_size > devices:
         what = f"{plan.world_size} ranks share {devices} {spec.cluster.device_name}s"
         reporter.warning(f"{what}: this works, but is slower")
-    return _write_run(plan, data_dir, resume, weights, reporter)
+    return _write_run(plan, data_dir, eval_sets, resume, weights, reporter)
 
 
 def _require_trackers(job: Job) -> None:
@@ -94,7 +98,12 @@ def _require_trackers(job: Job) -> None:
 
 
 def _write_run(
-    plan: PlanContract, data_dir: Path, resume: ResumeMode, weights: InitialWeights, reporter: Reporter
+    plan: PlanContract,
+    data_dir: Path,
+    eval_sets: list[HeldOutSet],
+    resume: ResumeMode,
+    weights: InitialWeights,
+    reporter: Reporter,
 ) -> PreparedRun:
     """Choose the run folder and the checkpoint to resume from; lock the folder; write plan and assignment."""
     job = plan.job
@@ -119,6 +128,7 @@ def _write_run(
             checkpoint_dir=str(checkpoints),
             resume_from=str(resume_from) if resume_from else None,
             hf_weights=hf_weights,
+            eval_sets=tuple((one.name, str(one.folder), one.split) for one in eval_sets),
             generation=generation,
         )
         write_plan(plan, run_dir / PLAN_FILE)

@@ -21,6 +21,7 @@ def summarize_run(plan: PlanContract, record: RunRecord, audit: Audit, run_dir: 
         "world_size": plan.world_size,
         "losses": record.losses,
         "eval_loss": record.eval_loss,
+        "eval_losses": record.eval_losses,
         "tokens_per_s": record.tokens_per_s,
         "flops_per_s": record.flops_per_s(plan),
         "mfu": record.mfu,

@@ -65,6 +65,18 @@ class Source:
 
 
 @dataclass(frozen=True)
+class EvalSet:
+    """A held-out set besides the held-out split of the training data."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    name: Name
+    """Name in events, curves and reports."""
+    path: Location
+    """As data.path. All documents of a text count; of a prepared folder and of images the held-out split."""
+
+
+@dataclass(frozen=True)
 class Data:
     """Training data."""
 
@@ -95,6 +107,8 @@ class Data:
     """Field with the answer; if left out, `output`, `completion`, `answer` or `response`."""
     on_bad_records: Literal["error", "skip"] = "error"
     """What to do with a file or record that cannot be read: stop, or leave it out and count it."""
+    eval: tuple[EvalSet, ...] = ()
+    """Further held-out sets, `[[data.eval]]` with `name` and `path`; one of old data shows forgetting."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Fraction of the documents or images held out for evaluation; 0.01 if left out."""
     cache: Location | None = None

@@ -19,6 +19,7 @@ PATH_KEYS = (
     "cluster.file",
     "data.path",
     "data.cache",
+    "data.eval.path",
     "data.tokenizer",
     "data.template",
     "data.sources.path",

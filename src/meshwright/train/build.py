@@ -53,7 +53,9 @@ def build_trainer(
     optimizer = build_optimizer(model.sharded_state, job.train, copies, uses_fused_adamw(job))
     offloaded = build_offloaded_state(optimizer, model.sharded_state, job, mesh)
     balancer = build_expert_balancer(model.model, job, mesh.device, amp)
-    data = open_data(job, Path(assignment.data_dir), mesh, model.parallel.cp, open_split)
+    data = open_data(
+        job, Path(assignment.data_dir), mesh, model.parallel.cp, open_split, assignment.eval_sets
+    )
     state = CheckpointedState(
         plan=context.plan,
         counters=TrainState(),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.dataset import TokenDataset
+from meshwright.data.images import open_images
 from meshwright.data.mixture import MixtureOrder, read_mixture
 from meshwright.data.order import SampleOrder
 from meshwright.data.shards import ShardFolder
@@ -32,6 +33,8 @@ class TrainData:
 
     train: Batcher | ImageBatcher
     eval: Batcher | ImageBatcher
+    eval_sets: dict[str, Batcher | ImageBatcher]
+    """The sets of ``data.eval``, by name."""
     order: SampleOrder | MixtureOrder
     prefetcher: BatchPrefetcher
     sha256: str
@@ -39,15 +42,21 @@ class TrainData:
     tokenizer: Path | None
     """The tokenizer file; None for images and for data that come from elsewhere."""
 
-    def eval_samples(self, count: int) -> npt.NDArray[np.int64]:
-        """The held-out samples of an evaluation, at most ``count``, always the same."""
-        if isinstance(self.eval, Batcher):
-            return self.eval.dataset.first_samples(count)
-        return np.arange(min(len(self.eval.dataset), count))
+
+def first_samples(held_out: Batcher | ImageBatcher, count: int) -> npt.NDArray[np.int64]:
+    """The held-out samples of an evaluation, at most ``count``, always the same."""
+    if isinstance(held_out, Batcher):
+        return held_out.dataset.first_samples(count)
+    return np.arange(min(len(held_out.dataset), count))
 
 
 def open_data(
-    job: Job, folder: Path, mesh: Mesh, context: ContextParallel | None, open_split: OpenSplit | None
+    job: Job,
+    folder: Path,
+    mesh: Mesh,
+    context: ContextParallel | None,
+    open_split: OpenSplit | None,
+    eval_sets: Iterable[tuple[str, str, str]] = (),
 ) -> TrainData:
     """Open the data of a rank.
 
@@ -57,6 +66,7 @@ def open_data(
         mesh: Of the rank.
         context: The positions that this rank reads, with ``layout.cp > 1``.
         open_split: Replaces the data in the folder.
+        eval_sets: Name, folder and split of each set of ``data.eval``.
     """
     train, held_out, sha256 = _open_batchers(job, folder, mesh, context, open_split)
     order: SampleOrder | MixtureOrder
@@ -67,7 +77,18 @@ def open_data(
     prefetcher = BatchPrefetcher(order, train, job.train.global_batch, mesh.device)
     is_text = isinstance(train, Batcher) and open_split is None
     tokenizer = Path(read_mixture(folder)[0].folder) / TOKENIZER_FILE if is_text else None
-    return TrainData(train, held_out, order, prefetcher, sha256, tokenizer)
+    sets = {name: _open_set(job, Path(where), split, held_out) for name, where, split in eval_sets}
+    return TrainData(train, held_out, sets, order, prefetcher, sha256, tokenizer)
+
+
+def _open_set(job: Job, folder: Path, split: str, like: Batcher | ImageBatcher) -> Batcher | ImageBatcher:
+    """A further held-out set, split over the ranks like the held-out split of the data."""
+    if isinstance(like, Batcher):
+        data = job.data
+        dataset = TokenDataset.open(folder, split, data.seq_len, data.mask, data.prompt_masking)
+        return replace(like, dataset=dataset)
+    images = open_images(str(folder), split, like.dataset.shape, job.data.eval_fraction)
+    return replace(like, dataset=images)
 
 
 def _open_batchers(

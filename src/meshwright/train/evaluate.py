@@ -8,17 +8,32 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.batch import Batch
+from meshwright.train.batches import Batcher
+from meshwright.train.data import first_samples
+from meshwright.train.image_batches import ImageBatcher
 from meshwright.train.trainer import Trainer
 
 
-@torch.no_grad()
-def evaluate(trainer: Trainer) -> float | None:
-    """Loss on the first held-out samples, the same ones every time; None if there are none."""
+def evaluate(trainer: Trainer) -> dict[str | None, float]:
+    """Evaluate the held-out split, under the key None, and the sets of ``data.eval``, by name.
+
+    Returns:
+        The loss of each; one without targets is left out.
+    """
     trainer.counter.phase = "eval"
-    held_out, eval_samples = trainer.data.eval, trainer.job.train.eval_samples
-    samples = trainer.data.eval_samples(eval_samples)
+    sets = [(None, trainer.data.eval), *trainer.data.eval_sets.items()]
+    losses = {name: _evaluate_set(trainer, name, held_out) for name, held_out in sets}
+    return {name: loss for name, loss in losses.items() if loss is not None}
+
+
+@torch.no_grad()
+def _evaluate_set(trainer: Trainer, name: str | None, held_out: Batcher | ImageBatcher) -> float | None:
+    """Loss on the first samples of a set, the same ones every time; None if there are none."""
+    eval_samples = trainer.job.train.eval_samples
+    samples = first_samples(held_out, eval_samples)
+    what = "the held-out split" if name is None else f"the set {name}"
     if not len(samples):
-        trainer.events.write("no_evaluation", reason="the held-out split has less than one sample")
+        trainer.events.write("no_evaluation", reason=f"{what} has less than one sample")
         return None
     # Micro-batches with collectives: as many as the plan counts, however few samples are held out.
     layout = trainer.job.layout
@@ -32,10 +47,10 @@ def evaluate(trainer: Trainer) -> float | None:
     trainer.sharded_state.reshard_after_eval()
     loss_sum, targets = trainer.mesh.all_reduce_scalars(found if trainer.mesh.reports_loss else (0.0, 0.0))
     if not targets:
-        reason = f"the first {len(samples)} held-out samples hold masked prompts only"
+        reason = f"the first {len(samples)} samples of {what} hold masked prompts only"
         trainer.events.write("no_evaluation", reason=reason)
         return None
-    trainer.events.write("eval", step=trainer.step, loss=loss_sum / targets, samples=len(samples))
+    trainer.events.write("eval", step=trainer.step, set=name, loss=loss_sum / targets, samples=len(samples))
     return loss_sum / targets
 
 

@@ -26,8 +26,9 @@ def train(trainer: Trainer) -> None:
         last = stopping or trainer.step == steps
         eval_loss = None
         if _is_due(eval_every, trainer.step) or (last and not stopping):
-            eval_loss = evaluate(trainer)
-            evaluations += eval_loss is not None
+            eval_losses = evaluate(trainer)
+            eval_loss = eval_losses.get(None)
+            evaluations += len(eval_losses)
         trainer.counter.phase = "save"
         trainer.saver.after_step(last, eval_loss, result.save_requested)
     report_end(trainer, evaluations, stopping)

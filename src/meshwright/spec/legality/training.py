@@ -1,4 +1,4 @@
-"""Rules of ``[train]``: optimizer, learning rate, precision and block backend."""
+"""Rules of ``[train]``: optimizer, learning rate, precision, block backend and held-out sets."""
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ def check_nesterov(job: Job) -> Problem | None:
         return None
     rule, fix = "needs a momentum, and train.momentum=0", "Raise train.momentum, or leave it out"
     return Problem("train-nesterov-momentum", rule, path="train.nesterov", value=True, fix=fix)
+
+
+def check_eval_names(job: Job) -> Problem | None:
+    """Curves and figures of held-out sets go by name."""
+    names = [one.name for one in job.data.eval]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is None:
+        return None
+    rule, fix = "names two held-out sets", "Give each set of data.eval its own name"
+    return Problem("data-eval-name", rule, path="data.eval.name", value=twice, fix=fix)
 
 
 def check_compile_backend(job: Job) -> Problem | None:
@@ -219,6 +229,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` need each other.", check_lr_scaling),
     *(_needs_reader(key) for key in OPTIONAL_KEYS),
+    Rule("data-eval-name", "Every set of `data.eval` has its own name.", check_eval_names),
     Rule("train-nesterov-momentum", "`nesterov` needs a `momentum` above 0.", check_nesterov),
     Rule("train-wsd-room", "With `wsd`, warm-up and final decay fit into `train.steps`.", check_decay_steps),
     Rule(

@@ -110,6 +110,7 @@ CASES = {
     "train-min-lr-ratio-unused": {"train": {"schedule": "constant", "min_lr_ratio": 0.1}},
     "train-decay-fraction-unused": {"train": {"decay_fraction": 0.2}},
     "train-residual-dtype": {"train": {"residual_dtype": "bf16", "precision": "bf16"}},
+    "data-eval-name": {"data": {"eval": [{"name": "old", "path": "a"}, {"name": "old", "path": "b"}]}},
     "train-nesterov-momentum": {"train": {"optimizer": "sgd", "momentum": 0.0, "nesterov": True}},
     "train-wsd-room": {"train": {"schedule": "wsd", "warmup": 3, "decay_fraction": 0.5}},
     "train-noise-scale-parts": {"train": {"noise_scale_every": 1}, "layout": {"micro_batch": 8}},
