@@ -48,7 +48,7 @@ def time_pairs(
     other: Callable[[], Any],
     after: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[float, float]]:
-    """Seconds of two functions, called alternately with all ranks in step; who goes first alternates, too.
+    """Seconds of two functions, called alternately in changing order, with a barrier before each call.
 
     Args:
         count: Number of pairs.

@@ -1,16 +1,14 @@
-"""Cost of expert dispatch: our MoE layer against a loop over experts, and host synchronizations.
+"""Expert dispatch: time and device syncs of our MoE layer against a loop over experts.
 
 Both layers have the same weights and router, on the same device, in the same process:
 
 - ours: tokens sorted by expert, one grouped GEMM per matrix (``models.moe``); with ``--ranks`` the experts
-  are
-  sharded over processes and tokens are exchanged by all-to-all (``parallel.expert``);
-- the loop of most published models: for every expert the host finds its tokens, gathers them, and adds the
+  are sharded over processes and tokens are exchanged by all-to-all (``parallel.expert``);
+- the loop of most published models: for every expert the CPU finds its tokens, gathers them, and adds the
   outputs back. Every process has all experts; nothing is sent.
 
-The forward pass of our layer may synchronize once: to read the number of tokens per expert.
-Synchronizations are counted on a GPU by torch's debug mode, on CPU by the operations that would synchronize
-on a GPU.
+The forward pass of our layer may sync once: to read the number of tokens per expert. Syncs are counted on a
+GPU by torch's debug mode, on CPU by the operations that would sync on a GPU.
 
     python benchmarks/expert_dispatch.py
     python benchmarks/expert_dispatch.py --ranks 2
@@ -49,16 +47,16 @@ from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from meshwright.spec.model import DecoderModel
 
-WAITS = {
+SYNCING = {
     getattr(Tensor, name) for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 } | {torch.nonzero, torch.where, Tensor.masked_select}
-"""Operations that read a value, or make a tensor with a data-dependent size: on a GPU the host waits."""
+"""Operations that read a value, or make a tensor with a data-dependent size: they sync on a GPU."""
 TARGET = 0.0
 """Our time over the loop's, in one process: at most equal."""
 
 
-class HostWaits(TorchFunctionMode):
-    """Counts operations that would make the host wait."""
+class SyncCounter(TorchFunctionMode):
+    """Counts operations that would sync on a GPU."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -66,8 +64,8 @@ class HostWaits(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the call and run it."""
         kwargs = kwargs or {}
-        chooses = func is torch.where and len(args) + len(kwargs) > 1  # that one reads nothing
-        self.count += func in WAITS and not chooses
+        elementwise = func is torch.where and len(args) + len(kwargs) > 1  # torch.where(condition, a, b)
+        self.count += func in SYNCING and not elementwise
         return func(*args, **kwargs)
 
 
@@ -79,15 +77,15 @@ class LoopOfExperts(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """With the weights of a layer."""
+        """The output of the MoE layer, with its router and weights."""
         tokens, experts = x.flatten(0, 1), self.layer.experts
         choice = self.layer.router(tokens, None, self.layer.tokens)
         out = torch.zeros_like(tokens)
         matrices = [
-            part.weight.view(experts.held, -1, part.weight.shape[1])
+            part.weight.view(experts.num_local, -1, part.weight.shape[1])
             for part in (experts.gate, experts.up, experts.down)
         ]
-        for expert in range(experts.held):
+        for expert in range(experts.num_local):
             token, slot = torch.where(choice.experts_NK == expert)
             gate, up, down = (matrix[expert] for matrix in matrices)
             rows = tokens[token]
@@ -96,23 +94,23 @@ class LoopOfExperts(nn.Module):
         return out.view_as(x)
 
 
-def count_waits(run: Callable[[], Any], device: torch.device) -> int:
-    """Host synchronizations in a call."""
+def count_syncs(run: Callable[[], Any], device: torch.device) -> int:
+    """Device syncs in a call."""
     if device.type != "cuda":
-        with HostWaits() as waits:
+        with SyncCounter() as syncs:
             run()
-        return waits.count
-    with warnings.catch_warnings(record=True) as seen:
+        return syncs.count
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         run()
         torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(warning.message) for warning in seen)
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def build_layer(job: Job, device: torch.device, dtype: torch.dtype) -> MixtureOfExperts:
     """A layer of the job's model, or a rank's shard of it, with random weights."""
-    assert isinstance(job.model, DecoderModel), "experts are a decoder's"
+    assert isinstance(job.model, DecoderModel), "only decoders have experts"
     torch.manual_seed(0)
     layer = MixtureOfExperts(shard_decoder(job.model, 1, job.layout.ep)).to(device, dtype)
     for parameter in layer.parameters():
@@ -128,11 +126,11 @@ def forward_backward(layer: nn.Module, x: Tensor) -> None:
 
 
 def measure(rank: int, options: argparse.Namespace, port: int) -> None:
-    """One rank; the first one reports."""
+    """One rank; rank 0 reports."""
     torch.set_num_threads(1)
     device = torch.device(options.device)
-    job = make_job(options)
-    ranks = None
+    job = build_layer_job(options)
+    mesh = None
     if options.ranks > 1:
         store = dist.TCPStore("127.0.0.1", port, options.ranks, is_master=rank == 0)
         mesh = init_mesh(job, CollectiveCounter(), store, rank)
@@ -142,15 +140,15 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
     ours = build_layer(job, device, dtype)
     alone = build_layer(dataclasses.replace(job, layout=dataclasses.replace(job.layout, ep=1)), device, dtype)
     loop = LoopOfExperts(alone)
-    if ranks is not None:
+    if mesh is not None:
         ours.dispatch = TokenDispatcher(job, mesh)
     x = torch.randn(1, options.tokens, options.hidden, device=device, dtype=dtype, requires_grad=True)
     runs = [functools.partial(forward_backward, layer, x) for layer in (ours, loop)]
     for run in runs:
         run()
-    waits = [count_waits(functools.partial(layer, x), device) for layer in (ours, loop)]
+    syncs = [count_syncs(functools.partial(layer, x), device) for layer in (ours, loop)]
     out = ours(x).square().mean()
-    back = count_waits(out.backward, device)
+    backward_syncs = count_syncs(out.backward, device)
     pairs = list(time_pairs(options.pairs, *runs))
     if rank == 0:
         row = {
@@ -158,25 +156,25 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
             "loop_s": statistics.median(other for _, other in pairs),
             "overhead": statistics.median(one / other for one, other in pairs) - 1,
             "pairs": len(pairs),
-            "target": TARGET if ranks is None else None,
-            "waits": waits[0],
-            "waits_backward": back,
-            "loop_waits": waits[1],
+            "target": TARGET if mesh is None else None,
+            "forward_syncs": syncs[0],
+            "backward_syncs": backward_syncs,
+            "loop_forward_syncs": syncs[1],
         }
         where = f"{options.ranks} ranks" if options.ranks > 1 else str(device)
         report(f"One layer of {options.experts} experts on {where}", [row], _line, options.json)
-    if ranks is not None:
+    if mesh is not None:
         destroy_mesh(mesh)
 
 
 def _line(row: dict[str, Any]) -> str:
     times = f"forward and backward {row['ours_s'] * 1e3:.1f} ms, loop {row['loop_s'] * 1e3:.1f} ms"
-    waits = f"{row['waits']} + {row['waits_backward']} times, in the loop {row['loop_waits']}"
-    return f"{times}; the host waits {waits}"
+    syncs = f"syncs: forward {row['forward_syncs']} (loop {row['loop_forward_syncs']})"
+    return f"{times}; {syncs}, backward {row['backward_syncs']}"
 
 
-def make_job(options: argparse.Namespace) -> Job:
-    """A job with such a layer."""
+def build_layer_job(options: argparse.Namespace) -> Job:
+    """A job whose model has one MoE layer of the given sizes."""
     model = {
         "num_layers": 1, "hidden_size": options.hidden, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 256,
         "ffn_size": options.ffn, "num_experts": options.experts, "experts_per_token": options.per_token,

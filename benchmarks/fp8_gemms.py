@@ -1,8 +1,8 @@
 """Speed-up of fp8: each GEMM of a block in bf16 and in fp8, with compiled casts.
 
 Each linear layer has three GEMMs: forward, input gradient, weight gradient. In bf16 they read their
-operands as they are; in fp8 they cast them first, as ``models.fp8`` does, with compiled code. In a real
-block a cast is fused with the norm or activation before it, so the fp8 times here are an upper bound.
+operands as they are; in fp8 compiled code casts them first, like ``models.kernels.fp8``. In a real block a
+cast is fused with the norm or activation before it, so the fp8 times here are an upper bound.
 ``alone`` is the fp8 GEMM without casts, with fast accumulation and with float32 accumulation (exact). The
 shape is that of a 3.2B model (3072 wide, 24 heads, 8 key heads, ffn 8192) with 4 x 4096 tokens.
 
@@ -142,14 +142,13 @@ def show(figure: Figure) -> None:
     )
 
 
-def sum_up(figures: list[Figure]) -> None:
+def print_totals(figures: list[Figure]) -> None:
     """Speed-up of a step, in all layers, with two of the three GEMMs in fp8 and with all."""
     bf16_s = sum(figure.bf16_s for figure in figures)
     two_s = sum(figure.bf16_s if figure.which == "weight" else figure.fp8_s for figure in figures)
     all_s = sum(figure.fp8_s for figure in figures)
     for name, spent in (("bf16", bf16_s), ("fp8, weight gradients in bf16", two_s), ("fp8", all_s)):
-        won = f"{bf16_s / spent:.2f} times as fast"
-        print(f"{LAYERS} layers of these, {name}: {spent * LAYERS * 1e3:.1f} ms, {won}")
+        print(f"{LAYERS} layers, {name}: {spent * LAYERS * 1e3:.1f} ms, {bf16_s / spent:.2f}x")
 
 
 def main() -> None:
@@ -162,14 +161,14 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and not options.small else "cpu")
     scale, tokens = (32, 64) if options.small else (1, TOKENS)
     print(f"torch {torch.__version__}, {device.type}, {tokens} tokens")
-    print("product   pass      bf16 ms   fp8 ms  ratio  bf16 TF/s fp8 TF/s alone fast    exact")
+    print("GEMM      pass      bf16 ms   fp8 ms  ratio  bf16 TF/s fp8 TF/s alone fast    exact")
     started, figures = time.perf_counter(), list[Figure]()
     for name, (outputs, inputs) in GEMMS.items():
         if time.perf_counter() - started > options.budget:
-            print(f"{name} and what follows left out: {options.budget:g} s have passed")
+            print(f"not measured: {name} and later GEMMs, as {options.budget:g} s have passed")
             break
         figures += measure_gemm(name, outputs // scale, inputs // scale, tokens, device)
-    sum_up(figures)
+    print_totals(figures)
     if options.json:
         print(json.dumps([asdict(figure) for figure in figures]))
 

@@ -1,23 +1,24 @@
-"""Loss curves of fp8 and bf16 compared: the same job, weights and text, step by step.
+"""Loss curves of fp8 against bf16: the same job, weights and text, step by step.
 
     python benchmarks/fp8_loss.py --batch 2 --out losses.jsonl --svg losses.svg      # on a GPU
-    python benchmarks/fp8_loss.py --only bf16 --out losses.jsonl            # one kind now, another one later
-    python benchmarks/fp8_loss.py --judge losses.jsonl --svg losses.svg     # only compare what was written
+    python benchmarks/fp8_loss.py --only bf16 --out losses.jsonl            # one kind now, the others later
+    python benchmarks/fp8_loss.py --judge losses.jsonl --svg losses.svg     # compare written losses
     python benchmarks/fp8_loss.py --kind two:train.precision=fp8            # weight gradients in 16 bits
-    python benchmarks/fp8_loss.py --small --steps 60 --window 10 --last 20 --skip 2     # on a CPU, to try it
+    python benchmarks/fp8_loss.py --small --steps 60 --window 10 --last 20 --skip 2     # a small run on a CPU
 
-The text is real: Python source found on this machine (``python_text.py``). The order of samples and the
-initial weights depend on the job's seed only. Each kind trains in its own process, like those of
-``one_device.py``: all compile at the same time, then they use the device one after the other. Close to
-``--limit`` each gets an equal share of the remaining time.
+The text is Python source found on this machine (``python_text.py``). The order of samples and the initial
+weights depend on the job's seed only. Each kind trains in its own process, like those of ``one_device.py``:
+all compile at the same time, then they use the device one after the other. Near ``--limit`` each gets an
+equal share of the remaining time.
 
-The control is bf16 again, with kernels that round differently. Training amplifies such differences: with a
-high learning rate for the batch, two bf16 runs diverge by more than 1%, and then nothing can be said about
-fp8. So the control is judged, too, over as many steps as it has; without a control the output says so.
+The control, kind ``again``, is bf16 with kernels that round differently. Training amplifies such
+differences: with a high learning rate two bf16 runs diverge by more than 1%, and the comparison with fp8
+means nothing. So the control must be within the limit, too, over the steps that it has. Without a control
+the output says so.
 
-Compared are means over windows of steps, without the first windows, in which the loss falls too quickly,
-and the mean over the last steps. The exit status is 1 unless every kind except the control has all steps,
-and all are within ``--within`` percent of the first kind.
+Two values are compared: means over windows of steps, without the first windows, in which the loss falls
+quickly; and the mean over the last steps. The exit status is 0 if every kind except the control has all
+steps, and all are within ``--within`` percent of the first kind; else 1.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ def compare(losses: dict[str, list[float]], asked: argparse.Namespace) -> Row:
     for name, curve in others:
         steps = min(len(base), len(curve))
         windows = [
-            _differ(base, curve, start, min(start + asked.window, steps))
+            _compare_means(base, curve, start, min(start + asked.window, steps))
             for start in range(0, steps - asked.window // 2, asked.window)
         ]
-        last = _differ(base, curve, max(0, steps - asked.last), steps)
-        judged = windows[asked.skip :]  # a loss that is no number is within nothing
+        last = _compare_means(base, curve, max(0, steps - asked.last), steps)
+        judged = windows[asked.skip :]  # a NaN is not within the limit
         within = bool(judged) and all(abs(w["percent"]) <= asked.within for w in (*judged, last))
         found["kinds"][name] = {
             "steps": steps,
-            "whole": steps >= asked.steps,
+            "complete": steps >= asked.steps,
             "first_step_percent": 100.0 * (curve[0] / base[0] - 1),
             "windows": windows,
             "largest_percent": max((w["percent"] for w in judged), key=abs, default=None),
@@ -86,14 +87,15 @@ def compare(losses: dict[str, list[float]], asked: argparse.Namespace) -> Row:
             "within": within,
         }
     control = found["kinds"].get(CONTROL)
-    found["calm"] = control["within"] if control and control["largest_percent"] is not None else None
+    measured = control and control["largest_percent"] is not None
+    found["control_within"] = control["within"] if measured else None
     judged = [kind for name, kind in found["kinds"].items() if name != CONTROL]
-    passed = bool(judged) and all(kind["within"] and kind["whole"] for kind in judged)
-    found["passed"] = passed and found["calm"] is not False
+    passed = bool(judged) and all(kind["within"] and kind["complete"] for kind in judged)
+    found["passed"] = passed and found["control_within"] is not False
     return found
 
 
-def _differ(base: list[float], curve: list[float], start: int, end: int) -> Row:
+def _compare_means(base: list[float], curve: list[float], start: int, end: int) -> Row:
     """Means over steps ``start + 1`` to ``end``, and the relative difference."""
     ours, theirs = statistics.fmean(curve[start:end]), statistics.fmean(base[start:end])
     return {
@@ -111,24 +113,25 @@ def describe(found: Row, asked: argparse.Namespace) -> list[str]:
         lines.append(f"{'steps':>11} {found['reference']:>9} {name:>9} {'difference':>11}")
         for number, window in enumerate([*kind["windows"], kind["last"]]):
             first, last = window["steps"]
-            note = "  not judged" if number < asked.skip else ""
+            note = "  skipped" if number < asked.skip else ""
             lines.append(
                 f"{first:>5}-{last:<5} {window['reference']:9.4f} {window['loss']:9.4f} "
                 f"{window['percent']:+10.3f}%{note}"
             )
         largest = kind["largest_percent"]
-        said = "no window to judge" if largest is None else f"{largest:+.3f}% at most in a window"
+        worst = "no window to compare" if largest is None else f"worst window {largest:+.3f}%"
         verdict = "within" if kind["within"] else "NOT within"
-        whole = "" if kind["whole"] else f"; NOT WHOLE: {kind['steps']} of {asked.steps} steps"
-        last = f"{kind['last']['percent']:+.3f}% over the last {asked.last} steps"
-        first = f"{kind['first_step_percent']:+.4f}% in the first step"
-        lines.append(f"{name}: {said}, {last}, {first}: {verdict} {asked.within:g}%{whole}")
-    if found["calm"] is False:
+        complete = "" if kind["complete"] else f"; INCOMPLETE: {kind['steps']} of {asked.steps} steps"
+        last = f"last {asked.last} steps {kind['last']['percent']:+.3f}%"
+        first = f"first step {kind['first_step_percent']:+.4f}%"
+        lines.append(f"{name}: {worst}, {last}, {first}: {verdict} {asked.within:g}%{complete}")
+    if found["control_within"] is False:
         lines.append(
-            f"two runs of {found['reference']} part by more than that: this recipe tells nothing of 8 bits"
+            f"control failed: two {found['reference']} runs diverge by more than {asked.within:g}%; "
+            "the result for fp8 means nothing with this recipe"
         )
-    elif lines and found["calm"] is None:
-        lines.append(f"no control: nobody knows how far two runs of {found['reference']} part")
+    elif lines and found["control_within"] is None:
+        lines.append(f"no control: the divergence of two {found['reference']} runs is unknown")
     return lines or ["nothing to compare: fewer than two kinds have losses"]
 
 
@@ -154,7 +157,7 @@ def draw(losses: dict[str, list[float]], found: Row, within: float, path: Path) 
 
 
 def read_losses(files: Sequence[Path]) -> dict[str, list[float]]:
-    """Losses that earlier runs wrote; the later of two runs of a kind."""
+    """Losses written by earlier runs; of two runs of a kind, the later one."""
     losses: dict[str, list[float]] = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -166,7 +169,7 @@ def read_losses(files: Sequence[Path]) -> dict[str, list[float]]:
 
 
 def train(asked: argparse.Namespace, screen: Any) -> tuple[dict[str, list[float]], Row]:
-    """Train every kind; returns the losses, and notes on text, device and speed."""
+    """Train every kind; returns the losses, and a description of text, device and speed."""
     device, name = find_device()
     batch = asked.batch
     sizes = (f"train.global_batch={batch}", f"layout.micro_batch={batch}") if batch else ()
@@ -174,13 +177,13 @@ def train(asked: argparse.Namespace, screen: Any) -> tuple[dict[str, list[float]
     kinds = {**KINDS, **dict(asked.kind)}
     kinds = {kind: settings for kind, settings in kinds.items() if not asked.only or kind in asked.only}
     shared: Row = {"kind": "ours", "shape": asked.shape, "steps": asked.steps - WARM_UP}
-    shared |= {"small": asked.small, "device": device, "length": asked.length, "rehearse": True}
+    shared |= {"small": asked.small, "device": device, "length": asked.length, "precompile": True}
     shared["threads"] = max(1, (os.cpu_count() or 1) // max(1, len(kinds)))
     with tempfile.TemporaryDirectory() as place:
         logs, text = Path(place) / "logs", Path(place) / "text"
         logs.mkdir()
         text.mkdir()
-        company = WorkerPool(asked.limit, logs, asked.out, screen)
+        pool = WorkerPool(asked.limit, logs, asked.out, screen)
         tasks = [
             Task(name=kind, settings=(*common, *settings), text=str(text), **shared)
             for kind, settings in kinds.items()
@@ -188,10 +191,10 @@ def train(asked: argparse.Namespace, screen: Any) -> tuple[dict[str, list[float]
         job = build_shape(tasks[0], text)
         samples = asked.steps * job.train.global_batch + SPARE_SAMPLES
         about = write_text(text, job.model.vocab_size, samples * job.data.seq_len)
-        print(f"[{company.seconds:6.1f} s] {describe_text(about)}", file=screen, flush=True)
-        company.run(tasks, overlap=True, ready_limit_s=asked.ready_limit, evenly=True)
-    rows = [{key: value for key, value in row.items() if key != "times_s"} for row in company.rows]
-    return company.losses, {"machine": f"{name}, torch {company.torch}", "text": about, "rows": rows}
+        print(f"[{pool.seconds:6.1f} s] {describe_text(about)}", file=screen, flush=True)
+        pool.run(tasks, overlap=True, ready_limit_s=asked.ready_limit, evenly=True)
+    rows = [{key: value for key, value in row.items() if key != "times_s"} for row in pool.rows]
+    return pool.losses, {"machine": f"{name}, torch {pool.torch}", "text": about, "rows": rows}
 
 
 def parse_kind(text: str) -> tuple[str, tuple[str, ...]]:
@@ -204,7 +207,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--shape", default="b", choices=tuple(SHAPES), help="of one_device.py")
+    add("--shape", default="b", choices=tuple(SHAPES), help="a shape of one_device.py")
     add("--small", action="store_true", help="a shape for a CPU")
     add("--steps", type=int, default=500)
     add("--batch", type=int, default=0, help="sequences per step; default: the shape's")
@@ -227,9 +230,9 @@ def parse_arguments() -> argparse.Namespace:
         help="train nothing, compare the losses in these files",
     )
     add("--window", type=int, default=50, help="steps per window")
-    add("--skip", type=int, default=1, help="windows at the beginning that are not judged")
+    add("--skip", type=int, default=1, help="first windows to skip")
     add("--last", type=int, default=100, help="steps of the mean at the end")
-    add("--within", type=float, default=0.5, help="percent")
+    add("--within", type=float, default=0.5, help="largest difference, in percent")
     add("--limit", type=float, default=1200.0, help="seconds for everything")
     add("--ready-limit", type=float, default=120.0, help="seconds until the first kind uses the device")
     add("--out", type=Path, help="append everything to this file as JSON lines, each step as it comes")
@@ -249,9 +252,8 @@ def main() -> None:
         losses = read_losses(asked.judge)
     else:
         losses, about = train(asked, sys.stderr if asked.json else sys.stdout)
-    found = (
-        compare(losses, asked) if losses else {"reference": None, "kinds": {}, "calm": None, "passed": False}
-    )
+    nothing: Row = {"reference": None, "kinds": {}, "control_within": None, "passed": False}
+    found = compare(losses, asked) if losses else nothing
     if asked.svg and losses:
         draw(losses, found, asked.within, asked.svg)
     if asked.json:

@@ -14,7 +14,7 @@ from typing import Any
 
 KINDS = (
     ("attention", r"^(?!triton).*(sdpa|flash|fmha|attention)"),
-    ("products", r"triton_tem|^(?!triton).*(gemm|nvjet|cutlass|xmma|splitk|cublas|gemv)"),
+    ("GEMMs", r"triton_tem|^(?!triton).*(gemm|nvjet|cutlass|xmma|splitk|cublas|gemv)"),
     ("optimizer", r"adam|multi_tensor|foreach|(?<!r)sqrt|lpnorm"),
     ("loss", r"softmax|cross_entropy|nll_loss|_amax_|_exp_|_log_"),
     ("copies", r"memcpy|memset|copy_kernel|catarray|fillfunctor|fused__to_copy(_(t|view|transpose))*_\d+$"),
@@ -45,7 +45,7 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
         return {"kinds_ms": {}, "span_ms": 0.0, "idle_ms": 0.0, "gaps": [], "kernels": []}
     spans = sorted((float(row["ts"]), float(row["ts"]) + float(row["dur"]), row["name"]) for row in work)
     busy, reached, before, gaps = 0.0, spans[0][0], spans[0][2], []
-    for begin, end, name in spans:  # kernels of several streams may lie over each other
+    for begin, end, name in spans:  # kernels of several streams may overlap
         busy += max(0.0, end - max(begin, reached))
         if begin > reached:
             gaps.append({"ms": (begin - reached) / 1e3, "after": before, "before": name})
@@ -73,7 +73,7 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def describe(folded: dict[str, Any], shown: int = 20) -> list[str]:
-    """The same as text."""
+    """The profile as text."""
     if "failed" in folded:
         return [f"  no profile: {line}" for line in folded["failed"].splitlines()]
     lines = [f"  {'span':14}{folded['span_ms']:9.2f} ms/step"]

@@ -36,7 +36,7 @@ from meshwright.train.trainer import Trainer  # noqa: E402
 
 
 def build_ours(folder: Path, micro_batch: int) -> Trainer:
-    """A trainer as a rank builds it."""
+    """The trainer of a rank."""
     prepared = folder / "data"
     prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(prepared)), folder)
     tree = {
@@ -50,7 +50,7 @@ def build_ours(folder: Path, micro_batch: int) -> Trainer:
     return build_rank(build_job(tree), folder, prepared)
 
 
-def build_bare(trainer: Trainer) -> Callable[[], float]:
+def build_plain(trainer: Trainer) -> Callable[[], float]:
     """The plain loop: memmap, slices, forward, backward, clip, step."""
     job = trainer.job
     model = build_model(job, torch.device("cpu"))
@@ -77,26 +77,26 @@ def build_bare(trainer: Trainer) -> Callable[[], float]:
 
 
 def measure(pairs: int, micro_batch: int) -> dict[str, Any]:
-    """Alternate and compare."""
+    """Time our steps and plain steps alternately."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_ours(Path(folder), micro_batch)
-        bare, meter = build_bare(trainer), start_meter(trainer)
+        plain, meter = build_plain(trainer), start_meter(trainer)
         for _ in range(5):
             trainer.train_step(meter)
-            bare()
-        ours_s, bare_s = [], []
+            plain()
+        ours_s, plain_s = [], []
         for pair in range(pairs):
-            order = ((trainer.train_step, (meter,), ours_s), (bare, (), bare_s))
+            order = ((trainer.train_step, (meter,), ours_s), (plain, (), plain_s))
             for function, arguments, times in order if pair % 2 else reversed(order):
                 started = time.perf_counter()
                 function(*arguments)
                 times.append(time.perf_counter() - started)
-        ratios = [(a - b) / b for a, b in zip(ours_s, bare_s, strict=True)]
+        ratios = [(a - b) / b for a, b in zip(ours_s, plain_s, strict=True)]
     return {
         "micro_batch": micro_batch,
         "pairs": pairs,
         "ours_s": statistics.median(ours_s),
-        "bare_s": statistics.median(bare_s),
+        "plain_s": statistics.median(plain_s),
         "overhead": statistics.median(ratios),
         "target": 0.02,
     }
@@ -113,8 +113,8 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    ours_ms, bare_ms = row["ours_s"] * 1e3, row["bare_s"] * 1e3
-    return f"micro_batch {row['micro_batch']}: ours {ours_ms:.2f} ms, bare {bare_ms:.2f} ms"
+    ours_ms, plain_ms = row["ours_s"] * 1e3, row["plain_s"] * 1e3
+    return f"micro_batch {row['micro_batch']}: ours {ours_ms:.2f} ms, plain {plain_ms:.2f} ms"
 
 
 if __name__ == "__main__":

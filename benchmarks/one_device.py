@@ -1,8 +1,8 @@
 """Training steps on one device: ours, plain torch and the floor, with ratios and parts.
 
-Ours is the training loop of ``meshwright train``. Plain torch is a Llama after torchtitan's
-(``torch_llama.py``). The floor is the sum of each part of the step timed alone (``step_floor.py``). FLOPs
-are counted alike: 6 per token and parameter without the input embedding, plus causal attention (half). Two
+``ours`` is the training loop of ``meshwright train``. ``bare`` is plain torch, a Llama after torchtitan's
+(``torch_llama.py``). ``floor`` is the sum of each part of the step timed alone (``step_floor.py``). FLOPs of
+all: 6 per token and parameter without the input embedding, plus causal attention (half). Two
 shapes, both bf16, untied, vocabulary 128256: (a) 16 layers, 2048 wide, 8 x 4096 tokens; (b) 28 layers, 3072
 wide, 4 x 4096 tokens.
 
@@ -43,7 +43,7 @@ from typing import Any, TextIO
 from kernel_classes import describe
 from one_device_worker import SHAPES, Task
 
-SUSTAINED = "floor without a pause"
+SUSTAINED = "sustained floor"
 KINDS = ("ours", "bare", "floor", "transformers")
 DEFAULT_KINDS = ("ours", "bare", "floor")
 STDERR_LINES = 15
@@ -100,18 +100,18 @@ class Worker:
             try:
                 messages.put((self, json.loads(line)))
             except ValueError:
-                continue  # not a line of ours
+                continue  # not a message
         self.process.wait()
         messages.put((self, None))
 
-    def go(self) -> None:
+    def start_measuring(self) -> None:
         """Let it use the device."""
         assert self.process.stdin is not None, "a pipe was asked for"
         try:
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # it has ended, and says so in the queue
+            pass  # it has ended; the queue has a message about that
 
     def finish(self) -> None:
         """Wait until it has released the device."""
@@ -139,64 +139,64 @@ class WorkerPool:
         self.rows: list[Row] = []
         self.torch = "unknown"
         """Torch version, as the workers report it."""
-        self._heard: queue.Queue[tuple[Worker, Row | None]] = queue.Queue()
-        self._children: list[Worker] = []
-        self._began = time.monotonic()
+        self._messages: queue.Queue[tuple[Worker, Row | None]] = queue.Queue()
+        self._workers: list[Worker] = []
+        self._started = time.monotonic()
         self._limit_s, self._logs, self._out, self._screen = limit_s, logs, out, screen
 
     @property
     def seconds(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._began
+        return time.monotonic() - self._started
 
     @property
     def losses(self) -> dict[str, list[float]]:
         """Losses by kind, if reported."""
-        return {worker.task.name: worker.losses for worker in self._children if worker.losses}
+        return {worker.task.name: worker.losses for worker in self._workers if worker.losses}
 
     def run(self, tasks: list[Task], overlap: bool, ready_limit_s: float, evenly: bool = False) -> None:
         """Measure all tasks: one after the other, or with overlapping compilation.
 
         Args:
-            tasks: What to measure, in this order.
+            tasks: The tasks, in this order.
             overlap: Whether all start at once.
             ready_limit_s: How long the device waits for the slowest to be ready.
             evenly: Whether the remaining time is shared equally.
         """
         try:
-            children = [self._start(task) for task in tasks] if overlap else []
+            workers = [self._start(task) for task in tasks] if overlap else []
             limit_s = min(ready_limit_s, self._limit_s)
-            while self.seconds < limit_s and not all(c.ready or c.ended for c in children):
-                self._listen(limit_s)
+            while self.seconds < limit_s and not all(w.ready or w.ended for w in workers):
+                self._process_message(limit_s)
             for number, task in enumerate(tasks):
                 left = len(tasks) - number if evenly else 1
                 until_s = self.seconds + (self._limit_s - self.seconds) / left
-                self._measure(children[number] if overlap else self._start(task), until_s)
+                self._measure(workers[number] if overlap else self._start(task), until_s)
         finally:
-            for worker in self._children:
+            for worker in self._workers:
                 worker.kill()
 
     def _start(self, task: Task) -> Worker:
-        worker = Worker(task, self._logs, self._heard)
-        self._children.append(worker)
+        worker = Worker(task, self._logs, self._messages)
+        self._workers.append(worker)
         return worker
 
     def _measure(self, worker: Worker, until_s: float) -> None:
         """Give the device to a worker until it ends or its time is up."""
-        worker.disturbed_by = [c.name for c in self._children if not (c is worker or c.ready or c.ended)]
-        worker.go()
+        worker.disturbed_by = [w.name for w in self._workers if not (w is worker or w.ready or w.ended)]
+        worker.start_measuring()
         while not worker.ended and self.seconds < until_s:
-            self._listen(until_s)
+            self._process_message(until_s)
         if not worker.ended:
             worker.kill()
             worker.finish()
             reason = f"not done after {until_s:.0f} s"
             self._keep(worker, {"failed": f"{reason}\n{worker.stderr_tail()}", "reason": reason})
 
-    def _listen(self, until_s: float) -> None:
-        """Process one message, or detect the time limit."""
+    def _process_message(self, until_s: float) -> None:
+        """Process one message, or return at the time limit."""
         try:
-            worker, message = self._heard.get(timeout=max(0.01, until_s - self.seconds))
+            worker, message = self._messages.get(timeout=max(0.01, until_s - self.seconds))
         except queue.Empty:
             return
         if message is None:
@@ -239,19 +239,19 @@ class WorkerPool:
 
 
 def describe_phase(message: Row) -> str:
-    """What a worker has just done, its time, and its memory."""
+    """The phase that a worker has completed, its time, and its memory."""
     if "failed" in message:
         return f"{message['phase']} failed: {message['failed']}"
     text = f"{message['phase']}, {message['seconds']:.1f} s"
     if message.get("held_bytes") is not None:
         peak = message.get("peak_bytes") or 0
-        text += f", {message['held_bytes'] / GIB:.1f} GiB held, {peak / GIB:.1f} at most"
+        text += f", {message['held_bytes'] / GIB:.1f} GiB allocated, peak {peak / GIB:.1f} GiB"
     if message.get("step_s"):
         text += f", {message['step_s'] * 1e3:.1f} ms/step"
     if message.get("planned_step_s"):
         text += f", {message['planned_step_s'] * 1e3:.1f} ms/step"
         text += f", {message['planned_peak_bytes'] / GIB:.1f} GiB"
-    for name, seconds in {**message.get("parts", {}), **message.get("beside", {})}.items():
+    for name, seconds in {**message.get("parts", {}), **message.get("shown", {})}.items():
         text += f"\n             {name}: {seconds * 1e3:.2f} ms"
     return text
 
@@ -263,14 +263,14 @@ def describe_row(row: Row) -> list[str]:
         lines = [f"    {line}" for line in row["failed"].splitlines()]
         return [f"{name} FAILED: {describe_failure(row)}", *lines]
     if not row["step_s"]:
-        return [f"{name}: not whole, failed: {row['failed_parts']}"]
+        return [f"{name}: incomplete, failed: {row['failed_parts']}"]
     text = f"{name}: {row['step_s'] * 1e3:.1f} ms, {row['flops_per_s'] / 1e12:.4g} TFLOP/s"
     if row.get("peak_bytes"):
         text += f", peak {row['peak_bytes'] / GIB:.1f} GiB (reserved {row['reserved_bytes'] / GIB:.1f})"
     if row.get("held_before_bytes"):
-        text += f", of it {row['held_before_bytes'] / GIB:.2f} left from the rehearsal"
+        text += f", {row['held_before_bytes'] / GIB:.2f} GiB of it from precompiling"
     if row.get("event_step_s"):
-        text += f"; its own events say {row['event_step_s'] * 1e3:.1f} ms"
+        text += f"; {row['event_step_s'] * 1e3:.1f} ms in its step events"
     text += describe_planned(row)
     if row.get("loss") is not None:
         text += f"; loss {row['loss']:.3f}"
@@ -308,11 +308,11 @@ def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
     """For each shape, the speed of every kind of ours against plain torch, transformers and the floor."""
     ratios: dict[str, dict[str, Any]] = {}
     for shape in dict.fromkeys(label(row) for row in in_order(rows)):
-        alike = [row for row in rows if label(row) == shape]
-        times = {row["kind"]: row["step_s"] for row in alike if row.get("step_s")}
-        for row in alike:
-            if row.get("lasting_step_s"):
-                times[SUSTAINED] = row["lasting_step_s"]
+        of_shape = [row for row in rows if label(row) == shape]
+        times = {row["kind"]: row["step_s"] for row in of_shape if row.get("step_s")}
+        for row in of_shape:
+            if row.get("sustained_step_s"):
+                times[SUSTAINED] = row["sustained_step_s"]
         others = [kind for kind in ("bare", "transformers", "floor", SUSTAINED) if kind in times]
         found = {
             f"{kind} / {other}": times[other] / times[kind]
@@ -352,24 +352,24 @@ def describe_all(result: Row) -> list[str]:
 
 
 def _describe_parts(row: Row) -> list[str]:
-    """The floor by kinds of parts."""
+    """The floor by kind of part."""
     groups: dict[str, float] = {}
     for name, seconds in row["parts_s"].items():
         group = name.split(",")[0].split()[0]
         groups[group] = groups.get(group, 0.0) + seconds
     parts = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in groups.items())
     rates = {
-        "products": (row["products_flops_per_s"], "TFLOP/s"),
+        "GEMMs": (row["gemm_flops_per_s"], "TFLOP/s"),
         "attention": (row["attention_flops_per_s"], "TFLOP/s"),
         "copies": (row["copy_bytes_per_s"], "TB/s"),
     }
-    said = [f"{name} {rate / 1e12:.4g} {unit}" for name, (rate, unit) in rates.items() if rate]
-    lines = [f"      {parts}", f"      {', '.join(said)}"]
-    if row.get("lasting_step_s"):
-        lasting = row["lasting_products_flops_per_s"] / 1e12
+    reached = [f"{name} {rate / 1e12:.4g} {unit}" for name, (rate, unit) in rates.items() if rate]
+    lines = [f"      {parts}", f"      {', '.join(reached)}"]
+    if row.get("sustained_step_s"):
+        gemms = row["sustained_gemm_flops_per_s"] / 1e12
         lines.append(
-            f"      without a pause: {row['lasting_step_s'] * 1e3:.1f} ms, "
-            f"{row['flops'] / row['lasting_step_s'] / 1e12:.4g} TFLOP/s, products {lasting:.4g} TFLOP/s"
+            f"      sustained load: {row['sustained_step_s'] * 1e3:.1f} ms, "
+            f"{row['flops'] / row['sustained_step_s'] / 1e12:.4g} TFLOP/s, GEMMs {gemms:.4g} TFLOP/s"
         )
     return lines
 
@@ -425,7 +425,9 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", action="append", choices=tuple(SHAPES), help="default: both")
-    parser.add_argument("--only", action="append", choices=KINDS, help="default: ours, bare and floor")
+    parser.add_argument(
+        "--only", action="append", choices=KINDS, help="default: ours, bare (plain torch) and floor"
+    )
     parser.add_argument(
         "--length",
         action="append",
@@ -463,20 +465,20 @@ def main() -> None:
     device, name = find_device()
     screen = sys.stderr if arguments.json else sys.stdout
     with tempfile.TemporaryDirectory() as logs:
-        company = WorkerPool(arguments.limit, Path(logs), arguments.out, screen)
-        company.run(list_tasks(arguments, device), arguments.overlap, arguments.ready_limit)
+        pool = WorkerPool(arguments.limit, Path(logs), arguments.out, screen)
+        pool.run(list_tasks(arguments, device), arguments.overlap, arguments.ready_limit)
     result: Row = {
         "date": str(datetime.datetime.now(tz=datetime.UTC).date()),
-        "machine": f"{name}, torch {company.torch}",
-        "seconds": company.seconds,
-        "rows": company.rows,
-        "ratios": compare(company.rows),
+        "machine": f"{name}, torch {pool.torch}",
+        "seconds": pool.seconds,
+        "rows": pool.rows,
+        "ratios": compare(pool.rows),
     }
     if arguments.json:
         print(json.dumps(result))
         return
     print("\n".join(describe_all(result)))
-    print(f"  {company.seconds:.0f} s in all")
+    print(f"  total {pool.seconds:.0f} s")
 
 
 if __name__ == "__main__":

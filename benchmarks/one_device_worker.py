@@ -59,12 +59,12 @@ WARM_UP = 3
 PROFILED = 2
 """Steps of a profile; two of them include the gap between steps."""
 TRACEBACK_LINES = 25
-REASON_LETTERS = 200
+REASON_LENGTH = 200
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a process measures."""
+    """The task of one process."""
 
     kind: str
     """``ours``, ``bare``, ``transformers`` or ``floor``."""
@@ -104,7 +104,7 @@ def build_shape(task: Task, folder: Path, layers: int | None = None) -> Any:
         "cluster": {
             "device": task.device,
             "matmul_flops_per_s": 1e15,
-        },  # else a run measures it for a second
+        },  # given, as a run would measure it for a second
         "checkpoint": {"every_minutes": 0.0},
     }
     backend = (
@@ -167,7 +167,7 @@ def write_tokens(folder: Path, job: Any) -> None:
         writer.finish()
 
 
-class EnoughSteps(Exception):  # noqa: N818  (no error)
+class EnoughSteps(Exception):  # noqa: N818  (not an error)
     """Ends the training loop."""
 
 
@@ -177,10 +177,10 @@ class StepClock:
     def __init__(self, warm_up: int, steps: int, task: Task, reporter: Reporter) -> None:
         self._first, self._last = warm_up, warm_up + steps
         self._profile = _Profile(task.device) if task.profile and steps > 1 else None
-        self._voice, self._on_gpu, self._tells = reporter, task.device == "cuda", bool(task.text)
+        self._reporter, self._on_gpu, self._reports_loss = reporter, task.device == "cuda", bool(task.text)
         self._ends: list[float] = []
-        self.own_step_s: list[float] = []
-        """Events of the timed steps."""
+        self.event_step_s: list[float] = []
+        """Step times in the events of the timed steps."""
         self.loss: float | None = None
         self.audited: dict[str, Any] = {}
         """The event of the audited step."""
@@ -188,7 +188,7 @@ class StepClock:
         self.folded: dict[str, Any] | None = None
         """The profile, if requested."""
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: dict[str, Any]) -> None:
         """Handle an event; ends the run after enough steps."""
         if event["event"] == "state":
             self.audited = event
@@ -197,19 +197,19 @@ class StepClock:
         step = event["step"]
         self._ends.append(time.perf_counter())
         self.loss = event["loss"]
-        if self._tells:
-            self._voice.send(step=step, loss=self.loss)
+        if self._reports_loss:
+            self._reporter.send(step=step, loss=self.loss)
         if step == 1:
-            self._voice.send(phase="first step")
+            self._reporter.send(phase="first step")
         if step == self._first:
             _reset_peak(self._on_gpu)
         if self._first < step <= self._last:
-            self.own_step_s.append(event["step_s"])
+            self.event_step_s.append(event["step_s"])
         if step == self._last:
             ends = self._ends[self._first - 1 :]
             times = [b - a for a, b in itertools.pairwise(ends)]
             self.measured = {**_figures(times), **_peaks(self._on_gpu)}
-            self._voice.send(phase="timed", **self.measured)
+            self._reporter.send(phase="timed", **self.measured)
             if self._profile is None:
                 raise EnoughSteps
             self._profile.start()
@@ -232,7 +232,7 @@ class _Profile:
     def start(self) -> None:
         """Start profiling."""
         try:
-            self._settle()
+            self._synchronize()
             self._profiler.start()
         except Exception:
             self._failed = last_lines()
@@ -244,7 +244,7 @@ class _Profile:
         if self._failed:
             return {"failed": self._failed}
         try:
-            self._settle()
+            self._synchronize()
             self._profiler.stop()
             with tempfile.TemporaryDirectory() as folder:
                 trace = Path(folder) / "trace.json"
@@ -253,8 +253,8 @@ class _Profile:
         except Exception:
             return {"failed": last_lines()}
 
-    def _settle(self) -> None:
-        """Synchronize: a step may be reported before its optimizer step has finished."""
+    def _synchronize(self) -> None:
+        """Wait for the device: a step may be reported before its optimizer step has finished."""
         import torch  # noqa: PLC0415
 
         if self._on_gpu:
@@ -303,7 +303,7 @@ def run_ours(task: Task, job: Any, reporter: Reporter, warm_up: int, steps: int)
         if not task.text:
             write_tokens(folder, job)
         data = Path(task.text or folder)
-        trainer = build_rank(job, folder, data, clock.hear, DeviceWeights(job))
+        trainer = build_rank(job, folder, data, clock.on_event, DeviceWeights(job))
         reporter.send(phase="built")
         try:
             with suppress(EnoughSteps):
@@ -311,11 +311,10 @@ def run_ours(task: Task, job: Any, reporter: Reporter, warm_up: int, steps: int)
         finally:
             trainer.counter.remove()
             trainer.events.close()
-        own_s = statistics.median(clock.own_step_s)
         found = {
             **clock.measured,
             "loss": clock.loss,
-            "event_step_s": own_s,
+            "event_step_s": statistics.median(clock.event_step_s),
             "audited_peak_bytes": clock.audited.get("peak_bytes"),
         }
         return {**found, "profile": clock.folded} if clock.folded else found
@@ -422,16 +421,16 @@ def precompile(task: Task, job: Any, reporter: Reporter) -> None:
     """Compile everything once; if that fails, the measurement may still succeed.
 
     Args:
-        task: What will be measured.
-        job: The same with one layer.
-        reporter: Gets the outcome.
+        task: The task to be measured.
+        job: Its job with one layer.
+        reporter: Gets the result.
     """
     try:
         RUNS[task.kind](replace(task, text=""), job, reporter, 1, 1)
     except Exception:
-        reporter.send(phase="rehearsal", failed=last_lines())
+        reporter.send(phase="precompile", failed=last_lines())
     _free(task.device == "cuda")
-    reporter.send(phase="rehearsed")
+    reporter.send(phase="precompiled")
 
 
 def last_lines() -> str:
@@ -444,14 +443,14 @@ def name_failure(error: Exception) -> str:
     if "out of memory" in str(error):  # torch's own error, or a library's
         return "out of memory"
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:REASON_LETTERS].rstrip(": ")
+    return f"{type(error).__name__}: {lines[0]}"[:REASON_LENGTH].rstrip(": ")
 
 
 def measure(task: Task, reporter: Reporter, wait: Callable[[], None]) -> dict[str, Any]:
     """All phases of a process.
 
     Args:
-        task: What to measure.
+        task: The task.
         reporter: Gets each phase.
         wait: Returns when the device may be used.
     """

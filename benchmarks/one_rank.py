@@ -23,10 +23,10 @@ from meshwright.train.trainer import RankContext, Trainer
 
 
 class DeviceWeights:
-    """Initial weights drawn on the device: billions of values take a moment there and a minute on a CPU core.
+    """Random initial weights drawn on the device; a CPU core needs minutes for billions of values.
 
-    The distribution is that of a run, so that nothing runs faster; zeros would. The values depend on the
-    job's seed and the parameter's name only: two kinds of a job start alike.
+    The distribution is that of a run: zeros would make the GPU faster. The values depend on the job's seed
+    and the parameter's name only, so that all kinds of a job start from the same weights.
     """
 
     def __init__(self, job: Job) -> None:
@@ -51,12 +51,12 @@ def build_rank(
     listener: Listener | None = None,
     weights: WeightSource | None = None,
 ) -> Trainer:
-    """A trainer as a rank builds it.
+    """The trainer of a single rank.
 
     Args:
-        job: With a layout of one process.
-        folder: Where its events go.
-        data_dir: A prepared folder.
+        job: A job with a layout of one process.
+        folder: Folder for its events.
+        data_dir: A prepared data folder.
         listener: Gets every event.
         weights: Initial weights instead of the job's.
     """

@@ -1,4 +1,4 @@
-"""Overhead of our parallelisms over the same layout in plain torch: two CPU ranks, one core each.
+"""Overhead of our layouts over the same layouts in plain torch: two CPU ranks, one core each.
 
 Both train the same model on the same batches in the same two processes, in alternate steps, so that other
 load on the machine affects both. Plain torch is DDP, FSDP2 (``fully_shard``) or tensor parallelism
@@ -71,7 +71,7 @@ def build_torch(trainer: Trainer, kind: str) -> Callable[[], Any]:
     job = trainer.job
     alone = with_layout(job, Layout(mode="given", micro_batch=job.layout.micro_batch))
     whole = build_model(alone, torch.device("cpu"))
-    assert isinstance(whole, Decoder), "a model of text"
+    assert isinstance(whole, Decoder), "the job has a decoder"
     mesh = init_device_mesh("cpu", (2,))
     model: nn.Module = whole
     if kind == "ddp":
@@ -80,7 +80,7 @@ def build_torch(trainer: Trainer, kind: str) -> Callable[[], Any]:
         for block in whole.list_blocks():
             fully_shard(block, mesh=mesh)
         fully_shard(whole, mesh=mesh)
-        assert isinstance(whole, FSDPModule), "fully_shard gives modules another class"
+        assert isinstance(whole, FSDPModule), "fully_shard changes the class of the module"
         whole._set_unshard_async_op(True)  # without it nothing overlaps on a CPU
     else:
         _apply_torch_tp(whole, mesh, sequence=kind == "tp+sp")
@@ -103,51 +103,51 @@ def build_torch(trainer: Trainer, kind: str) -> Callable[[], Any]:
         _clip(model, job.train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        shown = loss.detach()
-        if data_ranks > 1:  # a curve is that of all ranks
-            dist.all_reduce(shown)
-        return shown.item()
+        reported = loss.detach()
+        if data_ranks > 1:  # every rank reports the loss of all ranks
+            dist.all_reduce(reported)
+        return reported.item()
 
     return step
 
 
 def _clip(model: nn.Module, most: float) -> None:
-    """Torch does not compute the norm of sharded and full tensors together."""
-    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is cut] for cut in (True, False)]
+    """Clip the gradients. Torch cannot compute one norm of DTensors and plain tensors together."""
+    kinds = [
+        [p for p in model.parameters() if isinstance(p, DTensor) is sharded] for sharded in (True, False)
+    ]
     norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds if kind]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(whole))
+    full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(full))
     for kind in kinds:
         nn.utils.clip_grads_with_norm_(kind, most, total)
 
 
 def _apply_torch_tp(model: Decoder, mesh: Any, sequence: bool) -> None:
     """The tensor-parallel plan of torch's tutorial."""
-    stream = Shard(1) if sequence else Replicate()
+    residual = Shard(1) if sequence else Replicate()
     parallelize_module(
         model,
         mesh,
         {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-            "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
+            "head": ColwiseParallel(input_layouts=residual, output_layouts=Replicate()),
             **({"norm": SequenceParallel()} if sequence else {}),
         },
     )
     for block in model.list_blocks():
-        enter = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
-        first = PrepareModuleInput(
-            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
-        )
         plan: dict[str, Any] = {
-            "attention": first,
+            "attention": PrepareModuleInput(
+                input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
             "attention.wq": ColwiseParallel(),
             "attention.wk": ColwiseParallel(),
             "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=stream),
-            "ffn": enter,
+            "attention.wo": RowwiseParallel(output_layouts=residual),
+            "ffn": PrepareModuleInput(input_layouts=(residual,), desired_input_layouts=(Replicate(),)),
             "ffn.gate": ColwiseParallel(),
             "ffn.up": ColwiseParallel(),
-            "ffn.down": RowwiseParallel(output_layouts=stream),
+            "ffn.down": RowwiseParallel(output_layouts=residual),
         }
         if sequence:
             plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
@@ -155,14 +155,14 @@ def _apply_torch_tp(model: Decoder, mesh: Any, sequence: bool) -> None:
 
 
 def compare(trainer: Trainer) -> None:
-    """Alternate and time; rank 0 writes the pairs."""
+    """Time our steps and torch's alternately; rank 0 writes the pairs."""
     task = json.loads(Path(trainer.assignment.run_dir, "task.json").read_text())
-    by_hand, meter = build_torch(trainer, task["kind"]), start_meter(trainer)
+    torch_step, meter = build_torch(trainer, task["kind"]), start_meter(trainer)
 
     def ours() -> None:
         trainer.train_step(meter)
 
-    pairs = list(time_pairs(WARM_UP + task["pairs"], ours, by_hand))
+    pairs = list(time_pairs(WARM_UP + task["pairs"], ours, torch_step))
     if trainer.mesh.rank == 0:
         Path(trainer.assignment.run_dir, "pairs.json").write_text(json.dumps(pairs[WARM_UP:]))
     report_end(trainer, evaluations=0, stopping=False)
@@ -190,12 +190,12 @@ def measure(kind: str, pairs: int, data: Path, folder: Path) -> dict[str, Any]:
     (folder / "task.json").write_text(json.dumps({"kind": kind, "pairs": pairs}))
     build_launch("parallel_overhead:run_rank", plan.job, folder, lambda event: None).run()
     times = json.loads((folder / "pairs.json").read_text())
-    ours, by_hand = zip(*times, strict=True)
+    ours, torchs = zip(*times, strict=True)
     return {
         "layout": kind,
         "pairs": pairs,
         "ours_s": statistics.median(ours),
-        "by_hand_s": statistics.median(by_hand),
+        "torch_s": statistics.median(torchs),
         "overhead": statistics.median((a - b) / b for a, b in times),
         "target": 0.03,
     }
@@ -214,12 +214,12 @@ def main() -> None:
         prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(data)), Path(place))
         kinds = arguments.layout or list(LAYOUTS)
         rows = [measure(kind, arguments.pairs, data, Path(place) / kind) for kind in kinds]
-    report("plain torch and our layouts", rows, _line, arguments.json)
+    report("our layouts against plain torch", rows, _line, arguments.json)
 
 
 def _line(row: dict[str, Any]) -> str:
-    ours_ms, by_hand_ms = row["ours_s"] * 1e3, row["by_hand_s"] * 1e3
-    return f"{row['layout']:6} ours {ours_ms:7.2f} ms, torch {by_hand_ms:7.2f} ms"
+    ours_ms, torch_ms = row["ours_s"] * 1e3, row["torch_s"] * 1e3
+    return f"{row['layout']:6} ours {ours_ms:7.2f} ms, torch {torch_ms:7.2f} ms"
 
 
 if __name__ == "__main__":

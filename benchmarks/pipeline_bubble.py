@@ -1,11 +1,11 @@
 """Error of the simulated pipeline bubble against the measured one, for every schedule.
 
-The stages only sleep: with more ranks than cores a bubble of real work is not idle, as another rank
-computes in it, but a sleeping rank needs no core. Everything else is what trains: the interpreter and its
-transfers between processes. All ranks record the start and end of their actions on one clock. The measured
-bubble is the idle share of all ranks' time from the first start to the last end, the median over some
-steps. The simulated bubble is that of ``walk_schedule`` with the sleep times as stage times, and the
-transfer time measured just before.
+The stages sleep instead of computing. With more ranks than cores, other ranks would compute during a bubble,
+so it could not be measured; a sleeping rank needs no core. Interpreter and transfers between processes are
+those of training. All ranks record the start and end of their actions on one clock. The measured bubble is
+the idle share of all ranks' time from the first start to the last end, the median over some steps. The
+simulated bubble is that of ``walk_schedule`` with the sleep times as stage times and the transfer time
+measured just before.
 
     python benchmarks/pipeline_bubble.py [--ranks 4] [--schedule zbv] [--picture FOLDER]
 """
@@ -57,7 +57,7 @@ TARGET = 0.10
 FORWARD, BACKWARD, WEIGHT = 1.0, 1.5, 1.0
 """Times of a stage's actions, in forward passes."""
 UNEVEN = 0.5
-"""How much slower the last of uneven stages is than the first; linear in between."""
+"""Extra time of the last stage over the first with uneven stages; linear in between."""
 
 Span = tuple[Action, float, float]
 
@@ -89,7 +89,7 @@ class Case:
         return walk_schedule(self.build(), self.times(), transfer_s)
 
 
-class Waits:
+class SleepingStages:
     """Stages that sleep instead of computing."""
 
     def __init__(self, schedule: PipelineSchedule, times: StageTimes) -> None:
@@ -114,46 +114,46 @@ class Waits:
         time.sleep(self._weight_s[stage])
 
 
-class Moments(ActionTimes):
-    """Action times of one step, on the machine's clock, which all ranks share."""
+class ClockTimes(ActionTimes):
+    """Action times of one step on the machine's clock, which all ranks share."""
 
-    began = 0.0
+    started = 0.0
 
     def begin(self) -> None:
         """A step begins."""
         super().begin()
-        self.began = time.perf_counter()
+        self.started = time.perf_counter()
 
     def rows(self) -> list[list[Any]]:
         """Kind, stage, micro-batch, start and end of each action."""
-        return [[*what, self.began + start, self.began + end] for *what, start, end in super().rows()]
+        return [[*action, self.started + start, self.started + end] for *action, start, end in super().rows()]
 
 
 @dataclass(frozen=True)
-class Seen:
+class Measurement:
     """Measurements of a case."""
 
     transfer_s: float
     steps: list[list[list[Span]]]
     """For each step and rank, start and end of each action."""
 
-    def middle(self) -> list[list[Span]]:
+    def median_step(self) -> list[list[Span]]:
         """The step with the median bubble."""
         return sorted(self.steps, key=measure_bubble)[(len(self.steps) - 1) // 2]
 
 
-def run_waits(case: Case, mesh: Mesh, steps: int) -> dict[str, Any]:
+def run_case(case: Case, mesh: Mesh, steps: int) -> dict[str, Any]:
     """On one rank: start and end of each action in each step, and the time of a transfer."""
     schedule = case.build()
-    row, waits = schedule.ranks[mesh.pp_rank], Waits(schedule, case.times())
+    row, stages = schedule.ranks[mesh.pp_rank], SleepingStages(schedule, case.times())
     exchange = P2PExchange(schedule, mesh, SHAPE, torch.float32)
     transfer_s, found = time_transfer(mesh), []
     for _ in range(steps):
-        moments = Moments(row, mesh.device)
-        interpreter = Interpreter(schedule, mesh.pp_rank, exchange, moments)
+        times = ClockTimes(row, mesh.device)
+        interpreter = Interpreter(schedule, mesh.pp_rank, exchange, times)
         dist.barrier()
-        interpreter.run(waits)
-        found.append(moments.rows())
+        interpreter.run(stages)
+        found.append(times.rows())
     return {"transfer_s": transfer_s, "steps": found}
 
 
@@ -195,14 +195,14 @@ def run_rank(run_dir: str, listener: Any = None) -> int:
     counter = CollectiveCounter()
     counter.install()
     mesh = init_mesh(job, counter)
-    found = [run_waits(Case(**case), mesh, task["steps"]) for case in task["cases"]]
-    (folder / f"seen-{mesh.rank}.json").write_text(json.dumps(found))
+    found = [run_case(Case(**case), mesh, task["steps"]) for case in task["cases"]]
+    (folder / f"measured-{mesh.rank}.json").write_text(json.dumps(found))
     destroy_mesh(mesh)
     counter.remove()
     return 0
 
 
-def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[Seen]:
+def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[Measurement]:
     """Run cases with the same number of ranks."""
     pp = cases[0].pp
     tree = {
@@ -217,40 +217,42 @@ def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[Seen]:
     write_plan(plan, folder / PLAN_FILE)
     (folder / "task.json").write_text(json.dumps({"steps": steps, "cases": [vars(case) for case in cases]}))
     build_launch("pipeline_bubble:run_rank", plan.job, folder, lambda event: None).run()
-    by_rank = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(pp)]
+    by_rank = [json.loads((folder / f"measured-{rank}.json").read_text()) for rank in range(pp)]
     return [_join(found) for found in zip(*by_rank, strict=True)]
 
 
-def _join(by_rank: Sequence[dict[str, Any]]) -> Seen:
+def _join(by_rank: Sequence[dict[str, Any]]) -> Measurement:
     """The measurements of all ranks of one case."""
     by_step = zip(*(found["steps"] for found in by_rank), strict=True)
-    return Seen(by_rank[0]["transfer_s"], [[_read_spans(row) for row in rows] for rows in by_step])
+    return Measurement(by_rank[0]["transfer_s"], [[_read_spans(row) for row in rows] for rows in by_step])
 
 
 def _read_spans(row: list[list[Any]]) -> list[Span]:
     return [(Action(Kind(kind), stage, m), start, end) for kind, stage, m, start, end in row]
 
 
-def judge(case: Case, seen: Seen) -> dict[str, Any]:
+def compare(case: Case, measurement: Measurement) -> dict[str, Any]:
     """A row of the table."""
-    simulated, measured = case.walk(seen.transfer_s).bubble, measure_bubble(seen.middle())
+    simulated = case.walk(measurement.transfer_s).bubble
+    measured = measure_bubble(measurement.median_step())
     return {
         **vars(case),
-        "transfer_s": seen.transfer_s,
+        "transfer_s": measurement.transfer_s,
         "simulated": simulated,
         "measured": measured,
         "difference": (measured - simulated) / simulated,
     }
 
 
-def draw(case: Case, seen: Seen, folder: Path) -> None:
-    """Plot of the simulated above the measured schedule."""
-    schedule, walk, spans = case.build(), case.walk(seen.transfer_s), seen.middle()
+def draw(case: Case, measurement: Measurement, folder: Path) -> None:
+    """Plot the simulated schedule above the measured one."""
+    schedule, walk = case.build(), case.walk(measurement.transfer_s)
+    spans = measurement.median_step()
     stages = "even" if case.even else "uneven"
     title = f"{case.schedule}, {case.pp} ranks, {stages} stages"
     upper = build_timeline(schedule, walk, f"{title}: simulated", f"bubble {walk.bubble:.1%}", unit="s")
     note = f"bubble {measure_bubble(spans):.1%}"
-    lower = measured_timeline(schedule, spans, f"{title}: measured with timed waits", note)
+    lower = measured_timeline(schedule, spans, f"{title}: measured with sleeping stages", note)
     write_timelines(folder / f"{case.schedule}-{case.pp}-{stages}.svg", upper, lower)
 
 
@@ -262,7 +264,7 @@ def main() -> None:
     parser.add_argument(
         "--forward-ms", type=float, default=100.0, help="forward time of all stages of a rank"
     )
-    parser.add_argument("--steps", type=int, default=5, help="the median of which counts")
+    parser.add_argument("--steps", type=int, default=5, help="steps per case; the median bubble is reported")
     parser.add_argument("--picture", type=Path, help="folder for a plot of each row")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -276,11 +278,11 @@ def main() -> None:
         ]
         with tempfile.TemporaryDirectory() as place:
             found = run_cases(cases, arguments.steps, Path(place) / "run")
-        for case, seen in zip(cases, found, strict=True):
-            rows.append(judge(case, seen))
+        for case, measurement in zip(cases, found, strict=True):
+            rows.append(compare(case, measurement))
             if arguments.picture:
                 arguments.picture.mkdir(parents=True, exist_ok=True)
-                draw(case, seen, arguments.picture)
+                draw(case, measurement, arguments.picture)
     show(rows, arguments.json)
 
 
@@ -291,12 +293,12 @@ def show(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"date": str(date), "machine": machine, "rows": rows}))
         return
-    print(f"bubbles of timed waits, {date}, {machine}")
+    print(f"pipeline bubbles of sleeping stages, {date}, {machine}")
     for row in rows:
         stages = "even" if row["even"] else "uneven"
         print(
             f"  {row['schedule']:11} {row['pp']} ranks, {row['micro_batches']:2} micro-batches, {stages:6} "
-            f"stages: simulated {row['simulated']:6.2%} with transfers of {row['transfer_s'] * 1e3:.2f} ms, "
+            f"stages: simulated {row['simulated']:6.2%} ({row['transfer_s'] * 1e3:.2f} ms per transfer), "
             f"measured {row['measured']:6.2%}, difference {row['difference']:+.1%}"
         )
     worst = max(rows, key=lambda row: abs(row["difference"]))

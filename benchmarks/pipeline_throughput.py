@@ -51,8 +51,8 @@ from meshwright.train.worker import run_with_trainer  # noqa: E402
 
 WARM_UP = 5
 """Untimed steps of both; their losses must be equal."""
-EQUAL = 1e-4
-"""Relative difference of losses that rounding explains."""
+TOLERANCE = 1e-4
+"""Largest relative difference of losses due to rounding."""
 
 
 class TorchPipeline:
@@ -60,26 +60,26 @@ class TorchPipeline:
 
     def __init__(self, trainer: Trainer) -> None:
         job = trainer.job
-        self._job, self._place, self._order = job, trainer.mesh.pp_rank, trainer.data.order
+        self._job, self._pp_rank, self._order = job, trainer.mesh.pp_rank, trainer.data.order
         model = build_local_model(job, trainer.mesh)
         init_weights(model, job, find_weight_source(job, from_hf=False), trainer.mesh)
-        assert isinstance(model, Stages), "a pipeline of two"
+        assert isinstance(model, Stages), "the job has pp=2"
         (self.module,) = model
         self._optimizer, self._tokens = build_adamw(self.module, job.train), open_tokens(trainer)
         self._targets = job.train.global_batch * job.data.seq_len
         self._positions = 0
-        stream = torch.empty(activation_shape(job), requires_grad=True)
-        tokens = torch.empty(stream.shape[:2], dtype=torch.int64)
+        activations = torch.empty(activation_shape(job), requires_grad=True)
+        tokens = torch.empty(activations.shape[:2], dtype=torch.int64)
         stage = PipelineStage(
             self.module,
-            self._place,
+            self._pp_rank,
             2,
             torch.device("cpu"),
-            input_args=stream if self._place else tokens,
-            output_args=torch.empty(()) if self._place else stream,
+            input_args=activations if self._pp_rank else tokens,
+            output_args=torch.empty(()) if self._pp_rank else activations,
             group=trainer.mesh.group("pp"),
         )
-        # The stage makes the sum of the losses, as ours does: what torch calls the loss divides it.
+        # The last stage returns the summed loss; torch's loss_fn divides it by the number of targets.
         self._schedule = Schedule1F1B(
             stage,
             trainer.plan.micro_batches,
@@ -97,7 +97,7 @@ class TorchPipeline:
         nn.utils.clip_grads_with_norm_(parameters, self._job.train.clip, squared.sqrt())
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        dist.all_reduce(loss)  # a curve is that of all ranks
+        dist.all_reduce(loss)  # both ranks report the loss
         return loss.item()
 
     def read(self) -> Tensor:
@@ -105,12 +105,12 @@ class TorchPipeline:
         count, length = self._job.train.global_batch, self._job.data.seq_len
         samples = self._order.samples_at(np.arange(self._positions, self._positions + count))
         self._positions += count
-        cut = [self._tokens[s * length : s * length + length + 1].astype(np.int64) for s in samples]
-        return torch.from_numpy(np.stack(cut))
+        rows = [self._tokens[s * length : s * length + length + 1].astype(np.int64) for s in samples]
+        return torch.from_numpy(np.stack(rows))
 
     def passes(self, rows: Tensor) -> Tensor:
         """All forward and backward passes; returns the loss, zero on the first rank."""
-        if not self._place:
+        if not self._pp_rank:
             self._schedule.step(rows[:, :-1].contiguous())
             return torch.zeros(())
         targets, losses = rows[:, 1:].contiguous(), list[Tensor]()
@@ -123,7 +123,7 @@ class Ours:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._meter = trainer, start_meter(trainer)
-        assert trainer.pipeline is not None, "a pipeline of two"
+        assert trainer.pipeline is not None, "the job has pp=2"
         self._pipeline, self._divisor = trainer.pipeline, 1
 
     def step(self) -> None:
@@ -146,34 +146,34 @@ class Ours:
         self._trainer.sharded_state.zero_grads()
 
 
-def require_equal_losses(trainer: Trainer, ours: Ours, by_hand: TorchPipeline) -> None:
+def require_equal_losses(trainer: Trainer, ours: Ours, torch_pipeline: TorchPipeline) -> None:
     """Warm both up and check that their losses are equal."""
     theirs = []
     for _ in range(WARM_UP):
         ours.step()
-        theirs.append(by_hand.step())
+        theirs.append(torch_pipeline.step())
     lines = Path(trainer.assignment.run_dir, EVENTS_FILE).read_text().splitlines()
     events = [json.loads(line) for line in lines if '"step"' in line]
     mine = [e["loss"] for e in events if e["event"] == "step" and e["rank"] == trainer.mesh.rank]
     for step, (loss, other) in enumerate(zip(mine, theirs, strict=True)):
-        assert abs(loss - other) <= EQUAL * other, f"step {step}: ours {loss}, torch's {other}"
+        assert abs(loss - other) <= TOLERANCE * other, f"step {step}: ours {loss}, torch's {other}"
 
 
 def compare(trainer: Trainer) -> None:
     """Full steps, then passes only; rank 0 writes the pairs."""
     task = json.loads(Path(trainer.assignment.run_dir, "task.json").read_text())
-    ours, by_hand = Ours(trainer), TorchPipeline(trainer)
-    require_equal_losses(trainer, ours, by_hand)
-    batches, rows = ours.read(), by_hand.read()
+    ours, theirs = Ours(trainer), TorchPipeline(trainer)
+    require_equal_losses(trainer, ours, theirs)
+    batches, rows = ours.read(), theirs.read()
 
     def clear() -> None:
         ours.clear()
-        by_hand.module.zero_grad(set_to_none=True)
+        theirs.module.zero_grad(set_to_none=True)
 
     found = {
-        "whole step": list(time_pairs(task["pairs"], ours.step, by_hand.step, clear)),
+        "full step": list(time_pairs(task["pairs"], ours.step, theirs.step, clear)),
         "passes": list(
-            time_pairs(task["pairs"], lambda: ours.passes(batches), lambda: by_hand.passes(rows), clear)
+            time_pairs(task["pairs"], lambda: ours.passes(batches), lambda: theirs.passes(rows), clear)
         ),
     }
     if trainer.mesh.rank == 0:
@@ -233,7 +233,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     with tempfile.TemporaryDirectory() as place:
         rows = measure(arguments.pairs, Path(place))
-    report("1F1B of two stages, ours and torch's", rows, _line, arguments.json)
+    report("1F1B with two stages, ours against torch's", rows, _line, arguments.json)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -243,7 +243,7 @@ def _line(row: dict[str, Any]) -> str:
     medians = (
         f"ours {ours_ms:.2f} ms, torch {torch_ms:.2f} ms (fastest {ours_best_ms:.2f}, {torch_best_ms:.2f})"
     )
-    return f"{row['what']:10} {medians}, half of the pairs within {low:+.2%} to {high:+.2%}"
+    return f"{row['what']:10} {medians}, quartiles {low:+.2%} to {high:+.2%}"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     meshwright probe -o probed.toml
     python benchmarks/probe_accuracy.py probed.toml
 
-Measures real steps of three models whose shapes the probe does not use. On a CPU, which others may share,
-steps are measured as by the probe: in CPU time.
+Measures steps of models whose shapes the probe does not use. On a CPU, which other processes may share,
+steps are measured in CPU time, as the probe does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
 
 
 def build(case: dict[str, Any], cluster: dict[str, Any], on_gpu: bool, recompute: str) -> Job:
-    """The job of a case: as probed, in one process and one micro-batch."""
+    """The job of a case with the settings of the probe: one process, one micro-batch."""
     train: dict[str, Any] = {"steps": 10, "global_batch": case["batch"]}
     train |= {"precision": "bf16", "block_backend": "triton", "residual_dtype": "bf16"} if on_gpu else {}
     return build_job(
@@ -116,8 +116,8 @@ def main() -> None:
 def _line(row: dict[str, Any]) -> str:
     took = row["measured_s"]
     parts = [f"{row['case']}, {row['recompute']}: measured {took * 1e3:.1f} ms"]
-    for key, words in (("assumed_s", "without the probe"), ("probed_s", "with it")):
-        parts.append(f"{words} {row[key] * 1e3:.1f} ms ({row[key] / took - 1:+.1%})")
+    for key, label in (("assumed_s", "predicted without probe"), ("probed_s", "with probe")):
+        parts.append(f"{label} {row[key] * 1e3:.1f} ms ({row[key] / took - 1:+.1%})")
     if peak := row["measured_peak_bytes"]:
         planned = row["predicted_peak_bytes"]
         parts.append(f"peak {peak / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB ({planned / peak - 1:+.1%})")

@@ -1,7 +1,7 @@
-"""Real training text without a download: the source of Python's standard library, and of torch.
+"""Training text without a download: the source code of Python's standard library and of torch.
 
-The text is split into words, numbers, spaces, newlines and punctuation, numbered by frequency: 10 M tokens
-and 118,000 words take a few seconds on one core.
+The tokens are words, numbers, spaces, newlines and punctuation, numbered by frequency. 10 M tokens with a
+vocabulary of 118,000 take a few seconds on one core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.data.tokenizer import ByteTokenizer
 PIECES = re.compile(r"[^\W\d]\w*|\d+|[^\S\n]+|\n|.")
 """Words, numbers, runs of spaces, newlines, punctuation: every character is in exactly one token."""
 END, UNKNOWN = 0, 1
-"""End of document, and unknown token; words follow."""
+"""Ids of end of document and unknown token; other tokens follow."""
 SHUFFLE_SEED = 8
 
 
@@ -75,8 +75,8 @@ def write_text(folder: Path, vocab_size: int, wanted: int) -> dict[str, Any]:
 
     Args:
         folder: An empty folder.
-        vocab_size: Of the model.
-        wanted: Tokens that all steps together read.
+        vocab_size: Vocabulary size of the model.
+        wanted: Tokens that all steps read together.
     """
     documents = number_pieces(read_documents(wanted), vocab_size)
     tokenizer = ByteTokenizer()
@@ -89,7 +89,7 @@ def write_text(folder: Path, vocab_size: int, wanted: int) -> dict[str, Any]:
     return {
         "files": len(documents),
         "tokens": tokens,
-        "words": max(int(document.max()) for document in documents) + 1,
+        "vocabulary": max(int(document.max()) for document in documents) + 1,
         "unknown_share": sum(int((document == UNKNOWN).sum()) for document in documents) / tokens,
         "passes": wanted / tokens,
     }
@@ -97,6 +97,6 @@ def write_text(folder: Path, vocab_size: int, wanted: int) -> dict[str, Any]:
 
 def describe_text(about: dict[str, Any]) -> str:
     """Description of the text."""
-    text = f"{about['tokens'] / 1e6:.2f} M tokens of {about['files']} files, {about['words']} words"
+    text = f"{about['tokens'] / 1e6:.2f}M tokens of {about['files']} files, vocabulary {about['vocabulary']}"
     text += f", {about['unknown_share']:.2%} unknown"
-    return text + (f"; read {about['passes']:.1f} times" if about["passes"] > 1 else "; read once")
+    return text + (f"; {about['passes']:.1f} epochs" if about["passes"] > 1 else "; less than one epoch")

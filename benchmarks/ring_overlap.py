@@ -1,23 +1,22 @@
-"""How well ring attention overlaps its transfers: two ranks in network namespaces with a slow link.
+"""Overlap of transfers and compute in ring attention: two ranks in network namespaces with a slow link.
 
 The benchmark creates two network namespaces and a link with a limited rate in each direction (``tc``, token
 bucket), and removes them at the end. In each namespace a rank trains the same small model with long sequences
 and ``layout.cp=2``, on one core. It times alternately, in the same processes:
 
-- compute: the same rounds, where received data are the sent data;
+- compute: the same ring steps without transfers; a rank receives its own data;
 - transfer: the same messages, all started at once, without compute;
 - both: as in training.
 
 The figure is the time of both over the larger of the other two; the minimum of several runs each, as other
-load only adds time. Rates are chosen relative to the compute time: so that transfers take half of it, as
-long, and so on. It is measured for
+load only adds time. The link rates are relative to the compute time: transfers take half of it, all of it,
+and so on. Three kinds of work are measured:
 
-- attention with timed waits: forward and backward of one call in which a kernel is a sleep, which needs no
-  core, so that only the order of sends, waits and rounds is measured;
+- attention with timed waits: forward and backward of one call with sleeps instead of kernels. A sleep needs
+  no core, so only the order of sends, waits and ring steps is measured;
 - attention, with its kernels;
-- a training step. Its feed-forward, norms and loss overlap nothing, as the keys of the next block do not
-  exist
-  yet.
+- a training step. Its feed-forward, norms and loss overlap no transfer, as the keys of the next block do not
+  exist yet.
 
     python benchmarks/ring_overlap.py [--repeats 5] [--only waits] [--json]
 
@@ -71,12 +70,12 @@ SHARES = {
     "attention": (0.5, 1.0, 2.0),
     "step": (0.5, 1.0, 2.0),
 }
-"""Transfer time, over compute time."""
+"""Transfer time over compute time."""
 TITLES = {"waits": "attention, timed waits", "attention": "attention", "step": "training step"}
 WAIT_S = 0.012
-"""Sleep of one query head in one forward round."""
+"""Sleep per query head in one forward ring step."""
 BACKWARD = 2.5
-"""Backward time, over forward time."""
+"""Backward time over forward time."""
 TARGET = 1.2
 LIMIT_S = 900
 """Seconds after which the ranks are stopped."""
@@ -88,19 +87,19 @@ Work = Callable[[], Any]
 Message = tuple[tuple[int, ...], torch.dtype]
 
 
-class CompletedWork:
-    """Stands for a transfer that has completed at once."""
+class NoTransfer:
+    """Replaces a transfer: returns the sent tensor at once."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
         self._sent = sent
 
     def wait(self) -> Tensor:
-        """Completed."""
+        """The sent tensor."""
         return self._sent
 
 
-class Waits(ring.AttentionBlock):
-    """A round that sleeps instead of computing."""
+class SleepingBlock(ring.AttentionBlock):
+    """A ring step that sleeps instead of computing."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Zeros in the shape of the output."""
@@ -114,7 +113,7 @@ class Waits(ring.AttentionBlock):
 
 
 def record_messages(work: Work) -> list[Message]:
-    """The messages that a piece of work sends around the ring."""
+    """The messages that the work sends around the ring."""
     messages: list[Message] = []
 
     class Recorded(ring.RingSendRecv):
@@ -128,15 +127,16 @@ def record_messages(work: Work) -> list[Message]:
 
 
 def send_all(messages: list[Message], group: dist.ProcessGroup) -> None:
-    """The same messages without compute."""
-    for passing in [ring.RingSendRecv(torch.empty(shape, dtype=dtype), group) for shape, dtype in messages]:
-        passing.wait()
+    """Send the same messages without compute."""
+    transfers = [ring.RingSendRecv(torch.empty(shape, dtype=dtype), group) for shape, dtype in messages]
+    for transfer in transfers:
+        transfer.wait()
 
 
 def limit_rate(bits_per_s: float) -> None:
     """Limit the rate out of this rank's namespace."""
     burst = max(2**16, int(bits_per_s / 8 * 0.002))
-    # So long a queue drops nothing: what is measured is the rate, not how TCP finds it out.
+    # A queue this long drops no packet: TCP's congestion control does not affect the measurement.
     rule = ["tbf", "rate", f"{int(bits_per_s)}bit", "burst", f"{burst}b", "latency", "4s"]
     subprocess.run(["tc", "qdisc", "replace", "dev", DEVICE, "root", *rule], check=True)
 
@@ -155,11 +155,11 @@ def time_together(work: Work) -> float:
     return time.perf_counter() - started
 
 
-def all_reduce_mean_s(seconds: float) -> float:
-    """The first rank's value, so that both set the same rate."""
-    said = torch.tensor(seconds, dtype=torch.float64)
-    dist.broadcast(said, 0)
-    return said.item()
+def broadcast_s(seconds: float) -> float:
+    """The value of rank 0, so that both ranks set the same rate."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.broadcast(value, 0)
+    return value.item()
 
 
 def measure(work: Work, group: dist.ProcessGroup, repeats: int, shares: tuple[float, ...]) -> dict[str, Any]:
@@ -169,10 +169,10 @@ def measure(work: Work, group: dist.ProcessGroup, repeats: int, shares: tuple[fl
     sent = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in messages)
 
     def compute() -> None:
-        with mock.patch.object(ring, "RingSendRecv", CompletedWork):
+        with mock.patch.object(ring, "RingSendRecv", NoTransfer):
             work()
 
-    compute_s = all_reduce_mean_s(min(time_together(compute) for _ in range(repeats)))
+    compute_s = broadcast_s(min(time_together(compute) for _ in range(repeats)))
     rows = []
     for share in shares:
         rate = 8 * sent / (share * compute_s)
@@ -210,7 +210,8 @@ def compare(trainer: Trainer) -> None:
     task, group = json.loads((folder / "task.json").read_text()), trainer.mesh.group("cp")
     attend, meter, found = attend_once(trainer), start_meter(trainer), {}
     for kind in task["kinds"]:
-        with mock.patch.object(ring, "AttentionBlock", Waits if kind == "waits" else ring.AttentionBlock):
+        block = SleepingBlock if kind == "waits" else ring.AttentionBlock
+        with mock.patch.object(ring, "AttentionBlock", block):
             work = (lambda: trainer.train_step(meter)) if kind == "step" else attend
             found[kind] = measure(work, group, task["repeats"], SHARES[kind])
     if trainer.mesh.rank == 0:
@@ -261,7 +262,7 @@ def run_ranks(folder: Path) -> None:
         ends = time.monotonic() + LIMIT_S
         while any(rank.poll() is None for rank in ranks):
             if time.monotonic() > ends or any(rank.poll() not in (None, 0) for rank in ranks):
-                sys.exit("ring_overlap: a rank failed, or time was up")
+                sys.exit(f"ring_overlap: a rank failed, or {LIMIT_S} s have passed")
             time.sleep(0.1)
     finally:
         for rank in ranks:
@@ -306,17 +307,17 @@ def show(found: dict[str, Any], as_json: bool) -> None:
             print(
                 f"  {row['mbit_per_s']:7.0f} Mbit/s: compute {row['compute_s'] * 1e3:6.0f} ms, "
                 f"transfer {row['transfer_s'] * 1e3:6.0f} ms, both {row['both_s'] * 1e3:6.0f} ms: "
-                f"{row['ratio']:.3f} of the larger"
+                f"ratio {row['ratio']:.3f}"
             )
         worst = max(row["ratio"] for row in part["rows"])
-        print(f"  worst {worst:.3f} (target: at most {TARGET})")
+        print(f"  worst ratio {worst:.3f} (target: at most {TARGET})")
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="of each time, the shortest of which counts")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a sequence")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each kind; the fastest is reported")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens per sequence")
     parser.add_argument("--only", choices=SHARES, action="append")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -325,13 +326,13 @@ def main() -> None:
     if arguments.rank is not None:
         sys.exit(run_rank(arguments.rank, arguments.run_dir))
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        print("ring_overlap: making network namespaces needs root, ip and tc (iproute2)", file=sys.stderr)
+        print("ring_overlap: network namespaces need root, ip and tc (iproute2)", file=sys.stderr)
         sys.exit(2)
     try:
         task = {"repeats": arguments.repeats, "tokens": arguments.tokens}
         found = run_all({**task, "kinds": arguments.only or list(SHARES)})
     except subprocess.CalledProcessError as error:
-        print(f"ring_overlap: no namespaces here: {error.cmd}: {error.stderr}", file=sys.stderr)
+        print(f"ring_overlap: cannot create namespaces: {error.cmd}: {error.stderr}", file=sys.stderr)
         sys.exit(2)
     show(found, arguments.json)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/search_rate.py [MODEL] [--on 128x8xa100-80g-sxm] [--batch 1536] [--seq-len 2048]
 
-Prints, on one core: layouts per second with memory bound and time computed for every layout of the space,
-without pruning; the share of the search itself; and the time and counts of the search as ``plan`` runs it.
+On one core, it prints the layouts per second if memory bound and step time are computed for every layout
+without pruning, the part of that time to list the layouts, and time and counts of the search of ``plan``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.plan.search.space import LayoutSpace
 from meshwright.plan.time.engine import estimate_step
 from meshwright.spec.load import load_job
 
-PRICED_AT_ONCE = 1 << 14
+CHUNK_LAYOUTS = 1 << 14
 
 
 def main() -> None:
@@ -34,27 +34,26 @@ def main() -> None:
     overrides = [f"train.global_batch={asked.batch}", f"data.seq_len={asked.seq_len}"]
     job = load_job(asked.model, overrides, asked.on, to_run=False)
     workload, bound = Workload.of(job), PeakBound(job)
-    made_s = priced_s = 0.0
+    space_s = estimate_s = 0.0
     count = 0
     mark = time.perf_counter()
-    for chunk in LayoutSpace(job, job.cluster.world_size).chunks(PRICED_AT_ONCE):
+    for chunk in LayoutSpace(job, job.cluster.world_size).chunks(CHUNK_LAYOUTS):
         grid = chunk.expand_schedules()
-        made = time.perf_counter()
+        listed = time.perf_counter()
         bound.needed_bytes(grid, EndCosts.of(estimate_step(workload, grid)))
-        made_s, priced_s = made_s + made - mark, priced_s + time.perf_counter() - made
+        space_s, estimate_s = space_s + listed - mark, estimate_s + time.perf_counter() - listed
         count += len(grid)
         mark = time.perf_counter()
-    total = made_s + priced_s
+    total = space_s + estimate_s
     print(f"{asked.model} on {asked.on}, {job.cluster.world_size} devices")
-    print(f"every layout, nothing pruned: {count:,} in {total:.2f} s, {count / total:,.0f} layouts/s")
-    print(f"  the search's own part: {made_s / count * 1e6:.2f} us of {total / count * 1e6:.2f} us a layout")
+    print(f"all layouts without pruning: {count:,} in {total:.2f} s, {count / total:,.0f} layouts/s")
+    print(f"  {total / count * 1e6:.2f} us per layout, {space_s / count * 1e6:.2f} us of it to list it")
     found = find_layouts(job, {}, 50)
-    print(f"the search, even parts of the cluster too: {found.seconds:.2f} s")
-    print(
-        f"  {found.evaluated:,} priced ({found.evaluated / found.seconds:,.0f}/s), {found.may_fit:,} may fit"
-    )
-    print(f"  {found.checked:,} checked exactly, {len(found.best):,} of them fit")
-    print(f"  {found.pruned:,} ruled out by bounds, {found.illegal:,} combinations by rules")
+    print(f"search as in plan, also on parts of the cluster: {found.seconds:.2f} s")
+    rate = found.evaluated / found.seconds
+    print(f"  {found.evaluated:,} estimated ({rate:,.0f}/s), {found.may_fit:,} may fit")
+    print(f"  {found.checked:,} predicted exactly, {len(found.best):,} of them fit")
+    print(f"  {found.pruned:,} pruned by bounds, {found.illegal:,} combinations refused by legality rules")
 
 
 if __name__ == "__main__":

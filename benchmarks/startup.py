@@ -2,8 +2,8 @@
 
 The baseline is a minimal script that imports torch, builds a model of the same widths, and takes one AdamW
 step. Both run alternately in their own processes, so that other load on the machine affects both. Wall time
-on a busy machine says little, so CPU time up to the first step is printed, too. Parts are times since the
-command started; the fork server imports torch while the command still plans.
+on a busy machine says little, so CPU time up to the first step is printed, too. Phases are times since the
+start of the command; the fork server imports torch while the command still plans.
 
     python benchmarks/startup.py [--rounds 5] [--src OTHER/src] [--json]
 
@@ -52,7 +52,7 @@ dp_replicate = 1
 preset = "local"
 device = "cpu"
 """
-BY_HAND = """
+TORCH_SCRIPT = """
 import os, sys
 os.environ["OMP_NUM_THREADS"] = "1"
 import torch
@@ -90,7 +90,7 @@ print("stepped", flush=True)
 while True:
     step()
 """
-PATIENCE_S = 120.0
+LIMIT_S = 120.0
 MEMORY_STEPS = 4
 """Steps after which memory is read: after the audited one, which is the second."""
 
@@ -102,38 +102,38 @@ def run_ours(folder: Path, source: Path) -> dict[str, float]:
     job.write_text(JOB.format(run_dir=run_dir))
     environment = {**os.environ, "PYTHONPATH": str(source)}
     with _started([sys.executable, "-m", "meshwright", "train", str(job)], folder, environment) as command:
-        begun = time.time()
-        stepped = _wait_for(run_dir, command, step=1)
-        cpu_s = sum(_cpu_seconds(pid) for pid in _family(command.pid))
+        started = time.time()
+        first_step = _wait_for(run_dir, command, step=1)
+        cpu_s = sum(_cpu_seconds(pid) for pid in _process_tree(command.pid))
         events = {event["event"]: event for event in _read_events(run_dir)}
         _wait_for(run_dir, command, step=MEMORY_STEPS)
         memory = _memory(events["started"]["pid"])
-        all_pss_mb = sum(_memory(pid)["pss_mb"] for pid in _family(command.pid))
+        all_pss_mb = sum(_memory(pid)["pss_mb"] for pid in _process_tree(command.pid))
     return {
-        "planned_s": (run_dir / "plan.toml").stat().st_mtime - begun,
-        "ranks_up_s": events["started"]["time"] - begun,
-        "ready_s": events["ready"]["time"] - begun,
-        "first_step_s": stepped["time"] - begun,
+        "planned_s": (run_dir / "plan.toml").stat().st_mtime - started,
+        "ranks_started_s": events["started"]["time"] - started,
+        "ready_s": events["ready"]["time"] - started,
+        "first_step_s": first_step["time"] - started,
         "cpu_s": cpu_s,
         **memory,
         "all_pss_mb": all_pss_mb,
     }
 
 
-def run_by_hand(folder: Path) -> dict[str, float]:
-    """The same for the script."""
-    with _started([sys.executable, "-c", BY_HAND], folder, dict(os.environ)) as script:
-        begun = time.time()
+def run_torch(folder: Path) -> dict[str, float]:
+    """One start of the torch script: time and CPU time up to the first step, memory."""
+    with _started([sys.executable, "-c", TORCH_SCRIPT], folder, dict(os.environ)) as script:
+        started = time.time()
         assert script.stdout is not None, "its output is a pipe"
         assert script.stdout.readline() == b"stepped\n", "the script failed"
-        moment, cpu_s = time.time() - begun, _cpu_seconds(script.pid)
-        time.sleep(0.3)  # a few more steps: what the first one needed for itself is given back
-        return {"first_step_s": moment, "cpu_s": cpu_s, **_memory(script.pid)}
+        first_step_s, cpu_s = time.time() - started, _cpu_seconds(script.pid)
+        time.sleep(0.3)  # a few more steps free the temporary memory of the first
+        return {"first_step_s": first_step_s, "cpu_s": cpu_s, **_memory(script.pid)}
 
 
 def time_imports(source: Path) -> dict[str, float]:
-    """CPU seconds of a process that only imports."""
-    wanted = {
+    """CPU seconds of processes that only import."""
+    imports = {
         "python": "pass",
         "command line": "import meshwright.cli",
         "job": "import meshwright.cli, meshwright.spec.load",
@@ -143,7 +143,7 @@ def time_imports(source: Path) -> dict[str, float]:
     }
     environment = {**os.environ, "PYTHONPATH": str(source)}
     found = {}
-    for name, text in wanted.items():
+    for name, text in imports.items():
         process = subprocess.Popen([sys.executable, "-c", text], env=environment)
         _, _, usage = os.wait4(process.pid, 0)
         process.returncode = 0
@@ -155,7 +155,7 @@ def time_imports(source: Path) -> dict[str, float]:
 def _started(
     arguments: list[str], folder: Path, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, killed with its children."""
+    """A process; at the end it is killed with its children."""
     process = subprocess.Popen(
         arguments,
         cwd=folder,
@@ -173,13 +173,13 @@ def _started(
 
 
 def _wait_for(run_dir: Path, command: subprocess.Popen[bytes], step: int) -> dict[str, Any]:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and command.poll() is None:
         for event in _read_events(run_dir):
             if event["event"] == "step" and event["step"] >= step:
                 return event
         time.sleep(0.005)
-    raise SystemExit(f"no step {step} after {PATIENCE_S:.0f} s, or the command failed; see {run_dir}")
+    raise SystemExit(f"no step {step} after {LIMIT_S:.0f} s, or the command failed; see {run_dir}")
 
 
 def _read_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -189,10 +189,10 @@ def _read_events(run_dir: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _family(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     """A process and its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(one for child in children for one in _family(int(child)))]
+    return [pid, *(one for child in children for one in _process_tree(int(child)))]
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -219,49 +219,49 @@ def main() -> None:
     parser.add_argument("--src", type=Path, default=Path(__file__).resolve().parents[1] / "src")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    ours, hand, imports = [], [], []
+    ours, torchs, imports = [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_ours(folder, arguments.src)  # prepares the data, and warms the disk
+        run_ours(folder, arguments.src)  # prepares the data and fills the disk cache
         for _ in range(arguments.rounds):
             ours.append(run_ours(folder, arguments.src))
-            hand.append(run_by_hand(folder))
+            torchs.append(run_torch(folder))
             imports.append(time_imports(arguments.src))
     result: dict[str, Any] = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "load": os.getloadavg()[0],
         "rounds": arguments.rounds,
         "ours": _medians(ours),
-        "by_hand": _medians(hand),
+        "torch": _medians(torchs),
         "import_cpu_s": _medians(imports),
         "ratios": {
-            key: statistics.median(a[key] / b[key] for a, b in zip(ours, hand, strict=True))
-            for key in hand[0]
+            key: statistics.median(a[key] / b[key] for a, b in zip(ours, torchs, strict=True))
+            for key in torchs[0]
         },
     }
     print(json.dumps(result) if arguments.json else _describe(result))
 
 
 def _describe(result: dict[str, Any]) -> str:
-    ours, hand, ratios = result["ours"], result["by_hand"], result["ratios"]
+    ours, torchs, ratios = result["ours"], result["torch"], result["ratios"]
     lines = [
         f"start-up, medians of {result['rounds']} rounds: {result['machine']}; load {result['load']:.1f}",
-        "imports, processor seconds: "
+        "imports, CPU seconds: "
         + ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["import_cpu_s"].items()),
-        "since the command was given: "
+        "since the start of the command: "
         + ", ".join(f"{key.removesuffix('_s')} {ours[key]:.2f} s" for key in list(ours)[:4]),
         f"{'':22}{'ours':>9}{'torch':>9}{'ratio':>8}",
     ]
     names = {
         "first_step_s": "first step, s",
-        "cpu_s": "processor time, s",
+        "cpu_s": "CPU time, s",
         "pss_mb": "memory (PSS), MB",
         "rss_mb": "resident (RSS), MB",
         "private_mb": "private, MB",
     }
     for key, name in names.items():
-        lines.append(f"{name:22}{ours[key]:9.2f}{hand[key]:9.2f}{ratios[key]:8.2f}")
-    lines.append(f"with the command and the idle fork server: {ours['all_pss_mb']:.0f} MB (PSS)")
+        lines.append(f"{name:22}{ours[key]:9.2f}{torchs[key]:9.2f}{ratios[key]:8.2f}")
+    lines.append(f"rank, command and fork server together: {ours['all_pss_mb']:.0f} MB (PSS)")
     return "\n".join(lines)
 
 

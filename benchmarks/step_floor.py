@@ -1,12 +1,12 @@
 """The floor of a training step on one device: the sum of its parts, each timed alone.
 
-A part is what any implementation must do: every GEMM (forward, input gradient, weight gradient; q, k, v in
-one, gate and up in one, the head in one), attention forward and backward, the optimizer step, and the bytes
-that elementwise work must read and write once, at the bandwidth of a large copy. Nothing is recomputed,
-launched late or waited for.
+The parts are work that every implementation must do: every GEMM (forward, input gradient, weight gradient;
+q, k, v in one, gate and up in one, the head in one), attention forward and backward, the optimizer step, and
+the bytes that elementwise work must read and write once, at the bandwidth of a large copy. There is no
+recomputation and no idle time.
 
-That is the floor of a cool device. Under sustained load a GPU reaches its power limit and lowers its clock:
-an H200 with 700 W to 1.5 of 1.98 GHz. So on GPUs, GEMMs and attention are timed again under sustained load.
+That is the floor at full clock. Under sustained load a GPU reaches its power limit and lowers its clock: an
+H200 with 700 W to 1.5 of 1.98 GHz. So on GPUs, GEMMs and attention are timed again under sustained load.
 
 The counts (``list_gemms``, ``elementwise_bytes``) need no torch; ``time_floor`` does.
 """
@@ -28,7 +28,7 @@ LOW_BYTES, FLOAT32_BYTES = 2, 4
 WARM_UP, REPEATS = 2, 10
 SUSTAINED_S = 0.4
 """Seconds that an operation runs for its sustained time; the second half counts."""
-COPY = "copy of half a terabyte, read and written"
+COPY = "copy of 0.5 TB, read and written"
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ def elementwise_bytes(model: DecoderModel, tokens: int) -> dict[str, float]:
     reads three and writes two. The loss reads the logits twice and writes their gradient once. The
     embedding reads float32 rows and writes 16 bits; backward the reverse.
     """
-    stream = float(tokens * model.hidden_size * LOW_BYTES)
-    turned = float(tokens * (model.query_size + model.kv_size) * LOW_BYTES)
-    wide = float(tokens * model.ffn_size * LOW_BYTES)
+    residual = float(tokens * model.hidden_size * LOW_BYTES)
+    rotated = float(tokens * (model.query_size + model.kv_size) * LOW_BYTES)
+    hidden = float(tokens * model.ffn_size * LOW_BYTES)
     return {
-        "residuals and norms": 8 * stream * (2 * model.num_layers + 1),
-        "rotations": 4 * turned * model.num_layers,
-        "gates": 8 * wide * model.num_layers,
+        "residuals and norms": 8 * residual * (2 * model.num_layers + 1),
+        "RoPE": 4 * rotated * model.num_layers,
+        "SwiGLU": 8 * hidden * model.num_layers,
         "loss": 3.0 * tokens * model.vocab_size * LOW_BYTES,
         "embedding": 2.0 * tokens * model.hidden_size * (LOW_BYTES + FLOAT32_BYTES),
     }
@@ -129,64 +129,65 @@ class SustainedTimer(Timer):
 
 
 def time_floor(job: Job, report: Callable[..., None]) -> dict[str, Any]:
-    """Time every part; a part that fails is named and does not stop the others.
+    """Time every part; a part that fails is reported and does not stop the others.
 
     Args:
-        job: Its model, batch and device.
-        report: Gets each part as soon as it is known.
+        job: Gives model, batch and device.
+        report: Gets each part after its measurement.
     """
     tokens = job.train.global_batch * job.data.seq_len
     timer = Timer(job.cluster.device)
     parts: dict[str, float] = {}
-    beside: dict[str, float] = {}
+    shown: dict[str, float] = {}
     failed: dict[str, str] = {}
-    flops = sum(product.flops(tokens) for product in list_gemms(job.model))
+    flops = sum(gemm.flops(tokens) for gemm in list_gemms(job.model))
 
     def attempt(name: str, work: Callable[[], tuple[dict[str, float], dict[str, float]]]) -> None:
         started = time.perf_counter()
         try:
-            counted, shown = work()
+            counted, extra = work()
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
             report(phase=name, failed=failed[name])
             return
         parts.update(counted)
-        beside.update(shown)
-        report(phase=name, seconds=time.perf_counter() - started, parts=counted, local_values=shown)
+        shown.update(extra)
+        report(phase=name, seconds=time.perf_counter() - started, parts=counted, shown=extra)
 
-    attempt("products", lambda: _time_gemms(job, tokens, timer))
+    attempt("GEMMs", lambda: _time_gemms(job, tokens, timer))
     attempt("attention", lambda: (_time_attention(job, timer), {}))
     attempt("optimizer", lambda: _time_optimizer(job, timer))
     attempt("elementwise", lambda: _time_elementwise(job, tokens, timer))
-    whole, lasting = not failed, dict[str, float]()
-    if job.cluster.device == "cuda":  # the CPU has no such product
-        attempt("float32 gradients of weights", lambda: _time_exact_gemms(job, tokens, timer))
+    complete, sustained = not failed, dict[str, float]()
+    if job.cluster.device == "cuda":  # a CPU GEMM has no float32 output for bf16 inputs
+        attempt("float32 weight gradients", lambda: _time_exact_gemms(job, tokens, timer))
         attempt("flash attention", lambda: ({}, _time_attention(job, timer, flash=True)))
-        if whole:
-            attempt("without a pause", lambda: ({}, lasting.update(_time_sustained(job, tokens)) or {}))
-    gemm_s = sum(seconds for name, seconds in parts.items() if name.startswith("product "))
+        if complete:
+            attempt("sustained load", lambda: ({}, sustained.update(_time_sustained(job, tokens)) or {}))
+    gemm_s, sustained_gemm_s = (
+        sum(seconds for name, seconds in times.items() if name.startswith("GEMM "))
+        for times in (parts, sustained)
+    )
     attention_s = sum(seconds for name, seconds in parts.items() if name.startswith("attention,"))
     return {
-        "step_s": sum(parts.values()) if whole else None,
-        "lasting_step_s": sum((parts | lasting).values()) if lasting else None,
-        "lasting_products_flops_per_s": flops / sum(s for n, s in lasting.items() if n.startswith("product "))
-        if lasting
-        else None,
+        "step_s": sum(parts.values()) if complete else None,
+        "sustained_step_s": sum((parts | sustained).values()) if sustained else None,
+        "sustained_gemm_flops_per_s": flops / sustained_gemm_s if sustained_gemm_s else None,
         "parts_s": parts,
-        "beside_s": beside,
+        "shown_s": shown,
         "failed_parts": failed,
-        "products_flops_per_s": flops / gemm_s if gemm_s else None,
+        "gemm_flops_per_s": flops / gemm_s if gemm_s else None,
         "attention_flops_per_s": attention_flops(job.model, tokens, job.data.seq_len) / attention_s
         if attention_s
         else None,
-        "copy_bytes_per_s": 1e12 / beside[COPY] if COPY in beside else None,
+        "copy_bytes_per_s": 1e12 / shown[COPY] if COPY in shown else None,
     }
 
 
 def _time_sustained(job: Job, tokens: int) -> dict[str, float]:
     """GEMMs and attention of a GPU under sustained load."""
     timer = SustainedTimer(job.cluster.device)
-    _time_gemms(job, tokens, Timer(job.cluster.device))  # or the first one would still run cool
+    _time_gemms(job, tokens, Timer(job.cluster.device))  # lowers the clock before the first measurement
     return _time_gemms(job, tokens, timer)[0] | _time_attention(job, timer)
 
 
@@ -200,17 +201,17 @@ def _time_gemms(job: Job, tokens: int, timer: Timer) -> FloorTimes:
 
     device = job.cluster.device
     counted = {}
-    for product in list_gemms(job.model):
-        x = torch.randn(tokens, product.inner, device=device, dtype=torch.bfloat16)
-        weight = torch.randn(product.outer, product.inner, device=device, dtype=torch.bfloat16) * 0.02
-        grad = torch.randn(tokens, product.outer, device=device, dtype=torch.bfloat16)
+    for gemm in list_gemms(job.model):
+        x = torch.randn(tokens, gemm.inner, device=device, dtype=torch.bfloat16)
+        weight = torch.randn(gemm.outer, gemm.inner, device=device, dtype=torch.bfloat16) * 0.02
+        grad = torch.randn(tokens, gemm.outer, device=device, dtype=torch.bfloat16)
         out, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
         for name, work in (
             ("forward", lambda a=x, b=weight, c=out: torch.mm(a, b.T, out=c)),
             ("input", lambda a=grad, b=weight, c=grad_x: torch.mm(a, b, out=c)),
             ("weight", lambda a=grad, b=x, c=grad_weight: torch.mm(a.T, b, out=c)),
         ):
-            counted[f"product {product.name}, {name}"] = timer.median_s(work) * product.times
+            counted[f"GEMM {gemm.name}, {name}"] = timer.median_s(work) * gemm.times
         del x, weight, grad, out, grad_x, grad_weight
     return counted, {}
 
@@ -220,20 +221,20 @@ def _time_exact_gemms(job: Job, tokens: int, timer: Timer) -> FloorTimes:
     import torch  # noqa: PLC0415
 
     shown = {}
-    for product in list_gemms(job.model):
-        x = torch.randn(tokens, product.inner, device=job.cluster.device, dtype=torch.bfloat16)
-        grad = torch.randn(tokens, product.outer, device=job.cluster.device, dtype=torch.bfloat16)
+    for gemm in list_gemms(job.model):
+        x = torch.randn(tokens, gemm.inner, device=job.cluster.device, dtype=torch.bfloat16)
+        grad = torch.randn(tokens, gemm.outer, device=job.cluster.device, dtype=torch.bfloat16)
         taken_s = timer.median_s(lambda a=grad, b=x: torch.mm(a.T, b, out_dtype=torch.float32))
-        shown[f"product {product.name}, weight in float32"] = taken_s * product.times
+        shown[f"GEMM {gemm.name}, weight in float32"] = taken_s * gemm.times
         del x, grad
     return {}, shown
 
 
 def _time_attention(job: Job, timer: Timer, flash: bool = False) -> dict[str, float]:
-    """Attention forward and backward of all layers, with heads as the GEMMs leave them.
+    """Attention forward and backward of all layers, with heads in the memory layout of the GEMM outputs.
 
     Args:
-        job: Its model and batch.
+        job: Gives model and batch.
         timer: Measures the time.
         flash: Use flash attention instead of cuDNN; equal times mean that cuDNN fell back.
     """
@@ -253,16 +254,16 @@ def _time_attention(job: Job, timer: Timer, flash: bool = False) -> dict[str, fl
     q, k, v = heads(model.num_heads), heads(model.num_kv_heads), heads(model.num_kv_heads)
     grouped = model.num_heads != model.num_kv_heads
 
-    def mix() -> torch.Tensor:
+    def attend() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     with fast_attention(device, SDPBackend.FLASH_ATTENTION if flash else SDPBackend.CUDNN_ATTENTION):
-        mixed = mix()
-        gradient = torch.randn_like(mixed)
-        forward_s = timer.median_s(mix)
-        back = timer.median_s(lambda: torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True))
+        out = attend()
+        gradient = torch.randn_like(out)
+        forward_s = timer.median_s(attend)
+        backward_s = timer.median_s(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
     name, layers = "flash attention" if flash else "attention", model.num_layers
-    return {f"{name}, forward": forward_s * layers, f"{name}, backward": back * layers}
+    return {f"{name}, forward": forward_s * layers, f"{name}, backward": backward_s * layers}
 
 
 def _time_optimizer(job: Job, timer: Timer) -> FloorTimes:
@@ -276,7 +277,7 @@ def _time_optimizer(job: Job, timer: Timer) -> FloorTimes:
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm_s = timer.median_s(lambda: torch.nn.utils.get_total_norm(gradients, foreach=True))
-    return {"optimizer": timer.median_s(optimizer.step)}, {"norm of the gradients": norm_s}
+    return {"optimizer": timer.median_s(optimizer.step)}, {"gradient norm": norm_s}
 
 
 def _time_elementwise(job: Job, tokens: int, timer: Timer) -> FloorTimes:

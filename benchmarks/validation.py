@@ -1,4 +1,4 @@
-"""Regenerates what depends on the published rows, after a change of the formulas or of the calibration.
+"""Regenerates the files that depend on published runs, after a change of the formulas or the calibration.
 
     .venv/bin/python benchmarks/validation.py          # writes
     .venv/bin/python benchmarks/validation.py --check  # only compares; exit status 1 if something is stale
@@ -10,6 +10,7 @@ the rows in the package.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -82,7 +83,7 @@ def golden_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "held_out": errors_of([outcome for outcome in gating if outcome.held_out]),
     }
     rounded = _rounded({"families": summarise_families(outcomes), "totals": totals})
-    assert isinstance(rounded, dict), "a table stays a table"
+    assert isinstance(rounded, dict), "rounding keeps the type"
     return rounded
 
 
@@ -113,10 +114,10 @@ def page_table(figures: dict[str, Any]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
-    for key, words in (("fit", "Rows open to the fit"), ("held_out", "Held-out rows")):
+    for key, label in (("fit", "Rows open to the fit"), ("held_out", "Held-out rows")):
         time, memory = figures["totals"][key]["time"], figures["totals"][key]["memory"]
         lines.append(
-            f"{words}: time off by {_share(time['mape'])} on average ({time['rows']} rows), "
+            f"{label}: time off by {_share(time['mape'])} on average ({time['rows']} rows), "
             f"memory by {_share(memory['mape'])} ({memory['rows']} rows).\n"
         )
     return "\n".join(lines).rstrip() + "\n"
@@ -144,15 +145,20 @@ def wanted_files() -> dict[Path, str]:
 
 def main() -> int:
     """Write the files, or compare them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if a file is stale"
+    )
+    check = parser.parse_args().check
     stale = 0
     for path, text in wanted_files().items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale += 1
-        print(f"{'out of date' if '--check' in sys.argv else 'written'}: {path.relative_to(ROOT)}")
-        if "--check" not in sys.argv:
+        print(f"{'stale' if check else 'written'}: {path.relative_to(ROOT)}")
+        if not check:
             path.write_text(text, encoding="utf-8")
-    return 1 if stale and "--check" in sys.argv else 0
+    return 1 if stale and check else 0
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ def test_measured_bubbles_equal_the_simulated_ones_within_25_percent(bubbles, tm
     """
     cases = [bubbles.Case(name, 2, 4, even=False, forward_s=0.01) for name in ("1f1b", "zb-h1")]
     found = bubbles.run_cases(cases, 3, tmp_path / "run")
-    for case, seen in zip(cases, found, strict=True):
-        simulated = case.walk(seen.transfer_s).bubble
-        measured = [bubbles.measure_bubble(spans) for spans in seen.steps]
+    for case, measurement in zip(cases, found, strict=True):
+        simulated = case.walk(measurement.transfer_s).bubble
+        measured = [bubbles.measure_bubble(spans) for spans in measurement.steps]
         assert min(abs(bubble / simulated - 1) for bubble in measured) < 0.25, (case, simulated, measured)
-        bubbles.draw(case, seen, tmp_path)
-    picture = (tmp_path / "zb-h1-2-uneven.svg").read_text()
-    assert picture.index("zb-h1, 2 ranks, uneven stages: simulated") < picture.index("measured with timed")
+        bubbles.draw(case, measurement, tmp_path)
+    plot = (tmp_path / "zb-h1-2-uneven.svg").read_text()
+    assert plot.index("zb-h1, 2 ranks, uneven stages: simulated") < plot.index("measured with sleeping")

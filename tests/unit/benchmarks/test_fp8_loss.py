@@ -76,15 +76,15 @@ def test_two_bf16_runs_that_differ_leave_no_verdict_on_fp8():
     from fp8_loss import compare, describe
 
     base = [4.0] * 200
-    calm = compare({"bf16": base, "fp8": base, "again": base[:120]}, ASKED)
-    assert (calm["calm"], calm["passed"]) == (True, True)
-    wild = compare({"bf16": base, "fp8": base, "again": [4.04] * 120}, ASKED)
-    assert (wild["calm"], wild["passed"]) == (False, False)
-    assert "tells nothing of 8 bits" in describe(wild, ASKED)[-1]
+    close = compare({"bf16": base, "fp8": base, "again": base[:120]}, ASKED)
+    assert (close["control_within"], close["passed"]) == (True, True)
+    far = compare({"bf16": base, "fp8": base, "again": [4.04] * 120}, ASKED)
+    assert (far["control_within"], far["passed"]) == (False, False)
+    assert "control failed" in describe(far, ASKED)[-1]
     assert not compare({"bf16": base, "again": base}, ASKED)["passed"]
     for losses in ({"bf16": base, "fp8": base}, {"bf16": base, "fp8": base, "again": base[:40]}):
         found = compare(losses, ASKED)
-        assert (found["calm"], found["passed"]) == (None, True)
+        assert (found["control_within"], found["passed"]) == (None, True)
         assert "no control" in describe(found, ASKED)[-1]
 
 
@@ -93,7 +93,7 @@ def test_a_run_with_missing_steps_does_not_pass():
 
     found = compare({"bf16": [4.0] * 200, "fp8": [4.0] * 120}, ASKED)
     assert (found["kinds"]["fp8"]["within"], found["passed"]) == (True, False)
-    assert "NOT WHOLE: 120 of 200 steps" in describe(found, ASKED)[-2]
+    assert "INCOMPLETE: 120 of 200 steps" in describe(found, ASKED)[-2]
 
 
 @pytest.mark.slow

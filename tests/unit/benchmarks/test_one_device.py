@@ -87,7 +87,7 @@ def test_settings_override_the_defaults_of_the_benchmark(job_of):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "products"),
+        ("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "GEMMs"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
         ("void pytorch_flash::flash_bwd_kernel<Traits<128, cutlass::bfloat16_t> >", "attention"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
@@ -118,7 +118,7 @@ def test_idle_time_of_overlapping_streams_is_counted_once():
     folded = fold_trace(rows, steps=2)
     assert folded["span_ms"] == 1.0
     assert folded["idle_ms"] == pytest.approx(0.05)
-    assert folded["kinds_ms"] == {"products": 0.5, "copies": 0.2, "elementwise": 0.5}
+    assert folded["kinds_ms"] == {"GEMMs": 0.5, "copies": 0.2, "elementwise": 0.5}
     assert [row["name"] for row in folded["kernels"]][-1] == "Memcpy HtoD"
 
 
