@@ -86,7 +86,13 @@ def test_merged_linears_match_single_ones():
 
 
 @pytest.mark.parametrize(
-    ("model", "recompute"), [(LLAMA, "none"), (LLAMA, "selective"), (LLAMA, "full"), (GPT, "none")]
+    ("model", "recompute"),
+    [
+        pytest.param(LLAMA, "none", marks=pytest.mark.slow),
+        (LLAMA, "selective"),
+        pytest.param(LLAMA, "full", marks=pytest.mark.slow),
+        (GPT, "none"),
+    ],
 )
 def test_step_with_weight_copies_matches_one_without(model, recompute):
     """The results are within 16-bit rounding, with merged linears and with biases, which are not merged."""

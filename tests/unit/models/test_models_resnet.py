@@ -165,7 +165,7 @@ def test_image_batches_are_padded_with_zero_weight_images():
     assert sorted(seen) == pytest.approx(sorted(data.read(samples)[0].sum(axis=(1, 2, 3)).tolist()), rel=1e-4)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("precision", "recompute"), [("fp32", "none"), ("bf16", "none"), ("bf16", "full")])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_predicted_memory_matches_an_eager_step(shape, micro_batches, precision, recompute):

@@ -26,7 +26,7 @@ ALL = list(dict.fromkeys([*CHOSEN, *list_model_cluster_pairs()]))
 
 
 def as_parameters() -> list:
-    """Half of the sample runs in ``make test``, the rest in ``make test-all``."""
+    """The first cases of the sample run in ``make test``, the rest in ``make test-all``."""
     slow = [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in ALL[QUICK:]]
     return [*(pytest.param(case, id=str(case)) for case in ALL[:QUICK]), *slow]
 

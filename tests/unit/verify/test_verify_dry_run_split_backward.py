@@ -32,15 +32,11 @@ CASES = [
 ]
 
 
-QUICK = (
-    "schedule=zbv zero=2",
-    "schedule=zb-h1 zero=2 recompute=selective tp=2",
-    "schedule=dualpipe-v zero=2",
-)
+QUICK = ("schedule=zbv zero=2",)
 
 
 def as_parameters() -> list:
-    """``make test`` has a dense layout, one with tensor parallel and one with experts."""
+    """``make test`` has one dense layout."""
     marks = {True: (), False: pytest.mark.slow}
     return [pytest.param(*(*case, ())[:3], marks=marks[case[1] in QUICK]) for case in CASES]
 

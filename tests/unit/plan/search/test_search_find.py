@@ -77,7 +77,7 @@ def test_shortlist_equals_exhaustive_pricing(make_decoder_job, kind, by):
     assert len(found.best) <= 4 <= found.checked
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
 def test_recommended_layout_is_the_best_of_all_predictions(make_decoder_job, kind):
     """It may be slower by the simplicity margin and the error of the closed-form bubble."""
     job = make_decoder_job(kind, cluster={"devices_per_node": 4})
