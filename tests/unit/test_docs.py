@@ -72,7 +72,7 @@ def job_tables() -> str:
         if section == "data":
             rows = schema["$defs"]["Source"]
             parts += ["", "## `[[data.sources]]`", "", str(rows["description"]), ""]
-            parts += key_table("", rows["properties"], set(rows["required"]))
+            parts += key_table("data.sources.", rows["properties"], set(rows["required"]))
     return "\n".join(parts)
 
 
@@ -186,7 +186,7 @@ def test_job_page_names_every_key_and_no_other() -> None:
             keys |= {f"{section}.{key}" for key in schema["$defs"][kind]["properties"]}
         if not kinds:
             keys.add(section)
-    keys |= set(schema["$defs"]["Source"]["properties"])  # the table of [[data.sources]]
+    keys |= {f"data.sources.{key}" for key in schema["$defs"]["Source"]["properties"]}
     named = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "job-file.md").read_text(), re.MULTILINE))
     assert len(keys) > 50
     assert named == keys, REWRITE
