@@ -58,8 +58,7 @@ def test_training_continues_when_the_disk_is_full(command, job_file, small_disk,
     assert result["audit_ok"], result["differences"]
     assert status == 4, "a run without a final checkpoint is a failure for scripts"
     assert "[checkpoint-not-written]" in err
-    assert "lines are lost, training continues" in err
-    assert "no checkpoint" in err
+    assert "lines are lost" in err, "no warning about lost events"
     assert not list(run_dir.glob("checkpoints/.*")), "a half-written checkpoint was left behind"
 
 

@@ -104,7 +104,8 @@ def test_deterministic_mode_is_bit_identical_and_refuses_nondeterministic_operat
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:nondeterministic_op")
     assert train("layout.dp_replicate=2").result["status"] == "complete"
     refused = train("layout.dp_replicate=2", "train.deterministic=true", expect=4)
-    assert "deterministic" in refused.result["errors"][0]["message"]
+    assert refused.result["errors"][0]["code"] == "run-rank-died"
+    assert "deterministic" in refused.result["errors"][0]["message"], "the error has torch's message"
 
 
 def test_sqrt_lr_scaling_multiplies_the_learning_rate(train):

@@ -114,26 +114,26 @@ def resume(straight, train, tmp_path):
 
 
 ONE = ("layout.dp_replicate=1",)
-BY_HAND = ("layout.pp=2", "layout.schedule=gpipe", "layout.stage_layers=[3, 1]")
+UNEVEN = ("layout.pp=2", "layout.schedule=gpipe", "layout.stage_layers=[3, 1]")
 SHARDED = ("layout.pp=2", "layout.schedule=zb-h1", "layout.dp_shard=2", "layout.zero=3")
 
 
 @pytest.mark.parametrize(
-    ("source", "layout"), [(0, BY_HAND), pytest.param(1, ONE, marks=pytest.mark.slow), (1, SHARDED)]
+    ("source", "layout"), [(0, UNEVEN), pytest.param(1, ONE, marks=pytest.mark.slow), (1, SHARDED)]
 )
 def test_a_checkpoint_resumes_with_and_without_a_pipeline(straight, resume, source, layout):
-    """From one process and back, with other stages, another schedule and FSDP: the same curve."""
+    """From one process and back, with other stages, another schedule and FSDP: equal losses."""
     resumed = resume(straight[source], *layout)
     assert max_relative_diff(resumed.losses, straight[source].result["losses"][3:]) < 1e-5
     assert resumed.result["eval_loss"] == pytest.approx(straight[0].result["eval_loss"], rel=1e-5)
     assert "the sharding was" in resumed.messages
-    if layout == BY_HAND:
+    if layout == UNEVEN:
         job = read_plan(resumed.run_dir / PLAN_FILE).job
         assert [len(part.layers) for pp_rank in (0, 1) for part in local_stages(job, pp_rank)] == [3, 1]
 
 
 def test_a_pipeline_checkpoint_generates_and_exports(straight, train, job_file, tmp_path, capfd):
-    """A pipeline's checkpoint is a whole model: it generates text, and a pipeline starts from its export."""
+    """The checkpoint has the full model: it generates text, and a pipeline starts from its export."""
     run = straight[1]
     settings = {"prompt": "the ", "tokens": 8, "temperature": 0.0, "template": None, "seed": 0, "tp": 1}
     texts = []

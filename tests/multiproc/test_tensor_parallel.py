@@ -61,7 +61,7 @@ def test_losses_equal_one_process_and_the_plan_holds(train, layout, job, toleran
 
 
 def test_a_block_has_four_all_reduces(train):
-    """Two in the forward pass and two in the backward pass, beside one each for embedding and head."""
+    """Two in the forward pass and two in the backward pass; embedding and head have one each."""
     result = train("layout.tp=2", "model.num_layers=3", "layout.micro_batch=12").result
     wanted = {"axis": "tp", "op": "all_reduce", "phase": "step"}
     [row] = [row for row in result["collectives"] if row.items() >= wanted.items()]
@@ -92,12 +92,12 @@ def test_compiled_blocks_equal_one_process(train):
 @pytest.mark.slow
 def test_checkpoints_resume_in_other_layouts(train, tmp_path):
     """Tensor parallel resumes bit-identically; other layouts up to rounding, and the other way."""
-    runs, whole = ResumeChecker(train, tmp_path, *GPT.split()), ("layout.dp_replicate=2",)
+    runs, ddp = ResumeChecker(train, tmp_path, *GPT.split()), ("layout.dp_replicate=2",)
     split = ("layout.tp=2", "layout.dp_shard=2", "layout.sequence_parallel=true")
     runs.require_bit_identical(split)
-    runs.require_equal_losses(split, whole)
-    runs.require_equal_losses(whole, split)
-    runs.require_equal_losses(whole, (*split, "layout.zero=1"))
+    runs.require_equal_losses(split, ddp)
+    runs.require_equal_losses(ddp, split)
+    runs.require_equal_losses(ddp, (*split, "layout.zero=1"))
 
 
 def test_generate_with_tensor_parallel_writes_the_text_of_one_process(train, capfd):

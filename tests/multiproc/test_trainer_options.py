@@ -32,17 +32,17 @@ def test_an_fp16_overflow_skips_the_step_on_all_ranks_and_resumes_equally(train)
     """
     scale = ("train.precision=fp16", "train.loss_scale=1e9", "train.steps=24", "train.lr=2e-3", REPLICATED)
     scale += ("train.schedule=constant",)
-    whole = train("run_dir=whole", *scale)
-    events = [e for e in read(whole.run_dir) if e["event"] == "step"]
+    straight = train("run_dir=straight", *scale)
+    events = [e for e in read(straight.run_dir) if e["event"] == "step"]
     skipped = {e["step"] for e in events if e["skipped"]}
     assert skipped, "nothing overflowed"
     assert {(e["step"], e["skipped"]) for e in events if e["rank"] == 0} == {
         (e["step"], e["skipped"]) for e in events if e["rank"] == 1
     }
-    assert whole.losses[-1] < whole.losses[0]
+    assert straight.losses[-1] < straight.losses[0]
     train("run_dir=part", *scale, "train.steps=2")
-    rest = train("run_dir=part", *scale, resume=True)
-    assert rest.losses == whole.losses[2:], "the loss scale was not restored"
+    resumed = train("run_dir=part", *scale, resume=True)
+    assert resumed.losses == straight.losses[2:], "the loss scale was not restored"
 
 
 def test_diverging_fp16_stops_with_the_step_of_the_collapsed_loss_scale(train):
