@@ -544,13 +544,6 @@ def export_checkpoint(
     return export_to(find_checkpoint(path), Path(out), dtype, shard_bytes)
 
 
-def describe_preparation(report: PrepareReport) -> str:
-    """What was prepared, in a few lines."""
-    from meshwright.runs.data import describe_preparation as describe  # noqa: PLC0415
-
-    return describe(report)
-
-
 def prepare_corpus(corpus: str | Path, *, reporter: Reporter = SILENT) -> PrepareReport:
     """Tokenize the text that a CORPUS.toml describes into shards."""
     from meshwright.data.corpus_spec import load_corpus_spec  # noqa: PLC0415

@@ -9,11 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from meshwright.api import load_run  # noqa: E402
 from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.measure.collective_counter import CollectiveCounter  # noqa: E402
 from meshwright.parallel.mesh import init_mesh  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
+from meshwright.spec.execution import resolve_block_backend  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.train import loop  # noqa: E402
 from meshwright.train.build import build_trainer  # noqa: E402
@@ -83,11 +85,12 @@ def test_document_masks_use_fused_attention(train, precision):
     [(), ("train.residual_dtype=bf16", "layout.recompute=selective")],
     ids=["fp32_residual", "bf16_residual"],
 )
-def test_triton_blocks_have_the_losses_of_eager_blocks(train, more):
+def test_triton_blocks_are_the_default_and_have_the_losses_of_eager_blocks(train, more):
     """With bf16 weight copies, cuDNN attention, the fused loss and AdamW that updates the copies."""
-    eager = train(*ON_GPU, *WIDE, "train.precision=bf16", "run_dir=eager")
-    options = ("train.precision=bf16", "train.block_backend=triton")
-    triton = train(*ON_GPU, *WIDE, *options, *more, "run_dir=triton")
+    bf16 = "train.precision=bf16"
+    eager = train(*ON_GPU, *WIDE, bf16, "train.block_backend=eager", "run_dir=eager")
+    triton = train(*ON_GPU, *WIDE, bf16, *more, "run_dir=triton")
+    assert resolve_block_backend(load_run(triton.run_dir).contract.job) == "triton"
     assert triton.losses == pytest.approx(eager.losses, rel=1e-2)
     assert triton.result["audit_ok"], triton.result["differences"]
 

@@ -9,6 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from meshwright.api import load_run  # noqa: E402
+from meshwright.spec.execution import resolve_block_backend  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -26,6 +29,7 @@ WIDE = (
     "data.seq_len=256",
     "train.global_batch=8",
     "train.steps=4",
+    "train.block_backend=eager",
 )
 
 
@@ -136,3 +140,19 @@ def test_expert_parallel_with_nccl_equals_one_rank(train, monkeypatch, settings)
     """NCCL sends tokens to their experts: losses of one rank; state and collectives match the plan."""
     experts = ("model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=1024")
     require_equal_with_nccl(train, monkeypatch, settings, *experts)
+
+
+@pytest.mark.parametrize("settings", ["dp_shard=2 zero=3", "tp=2 sequence_parallel=true", "pp=2"])
+def test_compiled_blocks_are_the_default_of_sharded_layouts_and_train_like_eager(
+    train, monkeypatch, settings
+):
+    """Dense decoders in bf16 run as compiled blocks where Triton blocks are ruled out."""
+    monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None] * 4)
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:through_nccl")
+    given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
+    given += tuple(f"layout.{key}" for key in settings.split())
+    eager = train(*given, "run_dir=eager")
+    default = train(*(key for key in given if "block_backend" not in key), "run_dir=default")
+    assert resolve_block_backend(load_run(default.run_dir).contract.job) == "compile"
+    assert default.losses == pytest.approx(eager.losses, rel=1e-2)
+    assert default.result["audit_ok"], default.result["differences"]

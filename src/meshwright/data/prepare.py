@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.core.units import format_count, format_rate
 from meshwright.data.chat import Template
 from meshwright.data.chat_templates import load_template
 from meshwright.data.corpus import CorpusStats, Document, ReadOptions, iter_corpus
@@ -47,6 +48,9 @@ _BATCH_CHARACTERS = 256 * 1024
 """The library takes about 130 bytes per character while it encodes."""
 _BATCHES_IN_FLIGHT = 2
 _COPIED_TOKENS = 1024**2
+
+MOST_NAMED = 5
+"""Unreadable documents that are named; ``--json`` has all."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,22 @@ class PrepareReport:
     def as_dict(self) -> dict[str, Any]:
         """The report for ``--json``."""
         return asdict(self)
+
+    def describe(self) -> str:
+        """One line about what was prepared, and one for each of the first unreadable documents."""
+        prompts = f"({format_count(self.prompt_tokens)} of prompts) " if self.prompt_tokens else ""
+        done = (
+            f"prepared {self.documents_out} documents ({self.train_documents} to train on, "
+            f"{self.eval_documents} held out; left out: {self.duplicates} duplicates, "
+            f"{self.quarantined} unreadable) as {format_count(self.tokens)} tokens "
+            f"{prompts}in {self.out}, "
+            f"{format_rate(self.bytes_per_s, 'B')}"
+        )
+        named = self.quarantined_names[:MOST_NAMED]
+        lines = [done, *(f"  left out: {name}" for name in named)]
+        if self.quarantined > len(named):
+            lines.append(f"  and {self.quarantined - len(named)} more")
+        return "\n".join(lines)
 
 
 def prepare_corpus(

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
-from meshwright.core.units import format_bytes, format_count, format_rate
+from meshwright.core.units import format_bytes
 from meshwright.data.chat_templates import load_template
 from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
@@ -39,8 +39,6 @@ PREPARATION_KEYS = (
 """Keys that a job passes on to the preparation."""
 DEFAULT_CACHE = ".meshwright/data"
 """Folder of prepared data, in the working folder."""
-MOST_NAMED = 5
-"""Unreadable documents that are named; ``--json`` has all."""
 
 
 def prepare_data(job: Job, reporter: Reporter) -> Path:
@@ -273,7 +271,7 @@ def _prepare_cached(data: Data, reporter: Reporter) -> Path:
             raise
         problems = [dataclasses.replace(p, fix="Set data.cache to a writable folder") for p in error.problems]
         raise UserError(*problems) from None
-    reporter.message(describe_preparation(report))
+    reporter.message(report.describe())
     return folder
 
 
@@ -332,20 +330,3 @@ def show_percentages(names: str, show: Callable[[str, int], None]) -> Progress:
             show(f"{phase} {percent}% of {names}: {done}", percent)
 
     return on_progress
-
-
-def describe_preparation(report: PrepareReport) -> str:
-    """One line about what was prepared, and one for each of the first unreadable documents."""
-    prompts = f"({format_count(report.prompt_tokens)} of prompts) " if report.prompt_tokens else ""
-    done = (
-        f"prepared {report.documents_out} documents ({report.train_documents} to train on, "
-        f"{report.eval_documents} held out; left out: {report.duplicates} duplicates, "
-        f"{report.quarantined} unreadable) as {format_count(report.tokens)} tokens "
-        f"{prompts}in {report.out}, "
-        f"{format_rate(report.bytes_per_s, 'B')}"
-    )
-    named = report.quarantined_names[:MOST_NAMED]
-    lines = [done, *(f"  left out: {name}" for name in named)]
-    if report.quarantined > len(named):
-        lines.append(f"  and {report.quarantined - len(named)} more")
-    return "\n".join(lines)

@@ -13,7 +13,7 @@ from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LocalLaunch
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import find_gpus
-from meshwright.spec.execution import uses_eager_blocks
+from meshwright.spec.execution import uses_eager_blocks, wanted_block_backend
 from meshwright.spec.job import Job
 
 PRELOAD = (
@@ -93,7 +93,7 @@ def require_compiler(job: Job) -> None:
     if shutil.which(compiler) is None:
         rule = f"needs a C++ compiler; {compiler} was not found"
         fix = (
-            "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or leave train.block_backend out"
+            "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or set train.block_backend=eager"
         )
-        path, value = "train.block_backend", job.train.block_backend
+        path, value = "train.block_backend", wanted_block_backend(job)
         raise UserError(Problem("train-compile-no-compiler", rule, path=path, value=value, fix=fix))

@@ -27,18 +27,34 @@ def resolve_block_backend(job: Job) -> BlockBackend:
     Args:
         job: With its layout settled.
     """
-    backend = job.train.block_backend
+    backend = wanted_block_backend(job)
     if backend == "triton" and _find_triton_obstacle(job) is not None:
         return "compile"
     return backend
 
 
+def wanted_block_backend(job: Job) -> BlockBackend:
+    """``train.block_backend``, or its default, which does not depend on the layout.
+
+    The default is ``triton`` for a dense decoder in 16 bits or fp8 on GPUs, ``eager`` elsewhere. On CPUs
+    compiling takes longer than a short run. The shapes of experts' inputs change with every batch.
+    """
+    train, model = job.train, job.model
+    if train.block_backend is not None:
+        return train.block_backend
+    dense = isinstance(model, DecoderModel) and model.num_experts is None
+    ours = train.runtime == "meshwright" and job.cluster.device == "cuda"
+    return "triton" if ours and dense and train.precision in LOW_PRECISIONS else "eager"
+
+
 def explain_block_backend(job: Job) -> list[str]:
-    """Why ``train.block_backend=triton`` runs as ``compile``, as a sentence; empty if it does not.
+    """Which backend the default is, or why ``triton`` runs as ``compile``, as a sentence; else empty.
 
     Args:
         job: With its layout settled.
     """
+    if job.train.block_backend is None and not uses_eager_blocks(job):
+        return [f"train.block_backend={resolve_block_backend(job)}: the fastest here, by default"]
     if job.train.block_backend != "triton":
         return []
     missing = _find_triton_obstacle(job)
@@ -81,7 +97,7 @@ def uses_bf16_weight_copies(job: Job) -> bool:
 
 def uses_eager_blocks(job: Job) -> bool:
     """Whether the blocks run as plain PyTorch modules."""
-    return job.train.block_backend == "eager"
+    return wanted_block_backend(job) == "eager"
 
 
 def uses_triton_blocks(job: Job) -> bool:

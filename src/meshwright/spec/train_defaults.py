@@ -83,7 +83,8 @@ def fill_defaults(train: Train) -> dict[str, Any]:
 def with_eager_blocks(train: Train) -> Train:
     """The section with eager blocks, and defaults for the keys of other block backends."""
     first = {field.name: field.default for field in dataclasses.fields(train)}
-    return dataclasses.replace(train, **{key: first[key] for key in BLOCK_BACKEND_KEYS})  # type: ignore[arg-type]
+    plain = {key: first[key] for key in BLOCK_BACKEND_KEYS} | {"block_backend": "eager"}
+    return dataclasses.replace(train, **plain)  # type: ignore[arg-type]
 
 
 def readers(key: str) -> list[str]:

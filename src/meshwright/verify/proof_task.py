@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.events import to_json
-from meshwright.spec.execution import uses_eager_blocks
+from meshwright.spec.execution import uses_eager_blocks, wanted_block_backend
 from meshwright.spec.job import Checkpoint, Compression, Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import with_layout
@@ -212,7 +212,7 @@ def explain_settings(job: Job) -> list[str]:
     if job.compression.kind != "none":
         changes.append(f"uncompressed gradients instead of compression.kind={job.compression.kind}")
     if not uses_eager_blocks(job):
-        changes.append(f"train.block_backend=eager instead of {job.train.block_backend}")
+        changes.append(f"train.block_backend=eager instead of {wanted_block_backend(job)}")
     if job.cluster.device != "cpu":
         changes.append(f"the CPU of this machine instead of {job.cluster.device_name or job.cluster.device}")
     if isinstance(job.model, DecoderModel) and job.model.hf is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from meshwright.plan.search.alternatives import (
     with_seq_len,
 )
 from meshwright.plan.search.find import SearchResult, find_layouts, with_cluster
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+from meshwright.spec.train_defaults import with_eager_blocks
 
 MOST_DOUBLINGS = 8
 SUGGEST_S = 2.5
@@ -95,9 +98,10 @@ def _suggest_cluster(job: Job) -> list[str]:
 
 
 def suggest_changes(job: Job, pins: dict[str, Any]) -> list[str]:
-    """Changes with which some layout fits: fewer fixed keys, more nodes, a shorter sequence."""
+    """Changes with which some layout fits: fewer fixed keys, eager blocks, more nodes, a shorter sequence."""
     found, until = [], time.perf_counter() + SUGGEST_S
-    for changes in (_freed_keys(job, pins), _more_nodes(job, pins), _shorter_sequences(job, pins)):
+    tried = (_freed_keys, _eager_blocks, _more_nodes, _shorter_sequences)
+    for changes in (find(job, pins) for find in tried):
         for words, changed, kept in changes:
             left = until - time.perf_counter()
             if left <= 0:
@@ -121,6 +125,13 @@ def _freed_keys(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict
     if len(names) > 1:
         words = f"Leave {', '.join('layout.' + n for n in names)} to the planner"
         yield words, job, {k: v for k, v in pins.items() if k not in names}
+
+
+def _eager_blocks(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
+    """They have no 16-bit weight copies that persist across steps."""
+    if not uses_eager_blocks(job) and job.train.precision != "fp8":
+        eager = dataclasses.replace(job, train=with_eager_blocks(job.train))
+        yield "Use train.block_backend=eager", eager, pins
 
 
 def _more_nodes(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:

@@ -8,7 +8,8 @@ The space is limited further:
 - Settings without effect are not repeated: one schedule with ``pp=1``, one context method with ``cp=1``.
 - ``micro_batch`` divides the samples per rank, or is the smallest size with as many micro-batches as a power
   of two. ``virtual_stages`` is the smallest for each number of layers per stage, at most 8.
-- ``sequence_parallel`` is on wherever ``tp`` allows it: the best with it is within 1% of the best without.
+- ``sequence_parallel`` is on wherever ``tp`` allows it with eager blocks: the best with it is within 1% of
+  the best without. Compiled and Triton blocks gain less by it: both are tried.
 - ``etp`` is 1 or ``tp``: expert matrices are split like all others, or not at all.
 - Schedules, ZeRO stages and axes are those that the job's runtime supports (``runtimes.py``).
 - ``gpipe`` and ``dualpipe-v`` only if named: 1F1B takes as long as GPipe and never needs more memory.
@@ -36,6 +37,7 @@ from meshwright.plan.estimate.grid import (
 )
 from meshwright.plan.search.columns import Choices, Columns, count_choices, expand, keep
 from meshwright.plan.search.runtimes import runtime_support
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.model import DecoderModel
@@ -231,7 +233,10 @@ class LayoutSpace:
         return [(int(flag),) for flag in self._allowed("sequence_parallel", self._sp_values(able))]
 
     def _sp_values(self, able: bool) -> tuple[bool, ...]:
-        return (False,) if not able else (True, False) if "sequence_parallel" in self.pins else (True,)
+        if not able:
+            return (False,)
+        both = "sequence_parallel" in self.pins or not uses_eager_blocks(self.job)
+        return (True, False) if both else (True,)
 
     def _expand_context(self, columns: Columns) -> Columns:
         """Ring attention, or Ulysses where tp x cp divides the heads; one choice without cp."""

@@ -75,7 +75,7 @@ def check_image_training(job: Job) -> Problem | None:
     """Settings for decoders only."""
     if not isinstance(job.model, ResNetModel):
         return None
-    if job.train.block_backend != "eager":
+    if job.train.block_backend not in (None, "eager"):
         rule = "is for the identical blocks of a decoder; each block of a ResNet would compile on its own"
         path, value = "train.block_backend", job.train.block_backend
         return Problem("train-not-for-images", rule, path=path, value=value, fix="Leave it out")

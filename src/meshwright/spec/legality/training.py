@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.errors import Problem
+from meshwright.spec.execution import uses_eager_blocks, wanted_block_backend
 from meshwright.spec.job import Job, Train
 from meshwright.spec.legality.rule import Rule, name_unused, needs_setting, not_built
 from meshwright.spec.model import DecoderModel
@@ -66,7 +67,7 @@ def check_eval_names(job: Job) -> Problem | None:
 def check_compile_backend(job: Job) -> Problem | None:
     """Eager blocks do not go through torch.compile."""
     value = job.train.compile_backend
-    if value == "inductor" or job.train.block_backend != "eager":
+    if value == "inductor" or not uses_eager_blocks(job):
         return None
     rule = "has an effect only with train.block_backend=compile or triton: eager blocks are not compiled"
     fix = "Set train.block_backend=compile, or leave train.compile_backend out"
@@ -76,7 +77,7 @@ def check_compile_backend(job: Job) -> Problem | None:
 def check_residual_dtype(job: Job) -> Problem | None:
     """A bf16 residual stream goes with bf16 or fp8 GEMMs; eager norms would keep a float32 copy of it."""
     train = job.train
-    fused = train.block_backend != "eager" and train.precision in ("bf16", "fp8")
+    fused = not uses_eager_blocks(job) and train.precision in ("bf16", "fp8")
     if train.residual_dtype == "fp32" or fused:
         return None
     rule = "needs compiled or Triton blocks in bf16 or fp8: eager norms keep a float32 copy of it"
@@ -91,7 +92,7 @@ def check_grad_dtype(job: Job) -> Problem | None:
     train = job.train
     if train.grad_dtype == "fp32":
         return None
-    triton = train.block_backend == "triton" and train.precision in ("bf16", "fp8")
+    triton = wanted_block_backend(job) == "triton" and train.precision in ("bf16", "fp8")
     if triton and train.optimizer == "adamw" and not train.grad_noise:
         return None
     rule = "needs Triton blocks in bf16 or fp8, and AdamW without gradient noise"
@@ -108,7 +109,7 @@ def check_gemm_autotune(job: Job) -> Problem | None:
     if train.deterministic:
         rule = "may choose other algorithms in each run, and train.deterministic=true promises the same bits"
         fix = "Leave train.gemm_autotune or train.deterministic out"
-    elif train.block_backend != "triton":
+    elif wanted_block_backend(job) != "triton":
         rule = "tunes the GEMMs of Triton blocks"
         fix = "Set train.block_backend=triton, or leave train.gemm_autotune out"
     else:
@@ -145,7 +146,7 @@ def check_fp8(job: Job) -> Problem | None:
     elif layout.tp > 1:
         rule = f"needs unsharded matrices, and layout.tp={layout.tp} shards them"
         fix += ", or leave layout.tp out"
-    elif job.train.block_backend == "eager":
+    elif uses_eager_blocks(job):
         rule = "needs train.block_backend=compile or triton: casts not fused with the op before them cost "
         rule += "more than the GEMMs save"
         fix = "Set train.block_backend=compile, or use train.precision=bf16"

@@ -19,6 +19,13 @@ from meshwright.spec.load import apply_override, build_job, job_tree
 GB = 10**9
 
 
+@pytest.fixture(autouse=True)
+def unhurried_suggestions(monkeypatch):
+    """Suggestions do not depend on how busy the machine is."""
+    monkeypatch.setattr("meshwright.plan.search.failure.SUGGEST_S", 60.0)
+    monkeypatch.setattr("meshwright.plan.search.failure.TRY_S", 20.0)
+
+
 def refuse(job, *named):
     """The problem that the search reports."""
     with pytest.raises(UserError) as caught:

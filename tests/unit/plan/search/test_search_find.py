@@ -11,6 +11,7 @@ from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.fit import usable_bytes
 from meshwright.plan.predict import predict
+from meshwright.plan.search.failure import suggest_changes
 from meshwright.plan.search.find import (
     SHORTLIST,
     SIMPLICITY_MARGIN,
@@ -39,6 +40,13 @@ LARGE = {
     },
 }
 """Jobs for which many layouts do not fit."""
+
+
+@pytest.fixture(autouse=True)
+def unhurried_suggestions(monkeypatch):
+    """Suggestions do not depend on how busy the machine is."""
+    monkeypatch.setattr("meshwright.plan.search.failure.SUGGEST_S", 60.0)
+    monkeypatch.setattr("meshwright.plan.search.failure.TRY_S", 20.0)
 
 
 def price_everything(job, by):
@@ -142,14 +150,18 @@ def test_pinned_schedule_is_the_only_one_searched(make_decoder_job, pins):
 
 
 def test_offloading_is_searched_only_if_nothing_else_fits(make_decoder_job):
+    """Triton blocks keep 16-bit weight copies and do not fit even so: eager blocks are suggested."""
     one = {"devices_per_node": 1, "memory_bytes": 90 * 10**9}
-    job = make_decoder_job("llama3-8b", cluster=one, train={"global_batch": 4})
+    job = make_decoder_job("llama3-8b", cluster=one, train={"global_batch": 4, "block_backend": "eager"})
     room = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, memory_bytes=10**12))
     assert {p.layout.offload for p in find_layouts(room, {}, 5).best} == {"none"}
     found = find_layouts(job, {}, 5)
     assert found.best
     assert "none" not in {p.layout.offload for p in found.best}
     assert find_layouts(job, {"offload": "none"}, 5).best == []
+    default = dataclasses.replace(job, train=dataclasses.replace(job.train, block_backend=None))
+    assert find_layouts(default, {}, 5).best == []
+    assert any(text.startswith("Use train.block_backend=eager") for text in suggest_changes(default, {}))
 
 
 def test_search_without_a_fit_returns_the_closest_layout(make_decoder_job):

@@ -21,6 +21,7 @@ from meshwright.plan.search.space import (
     virtual_stage_choices,
     world_sizes,
 )
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Runtime
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality.table import find_problems, with_layout
@@ -68,7 +69,8 @@ def brute_force(job, world: int):
             if schedule == "interleaved" and stages > 1 and stages not in fewest:
                 continue
             able = tp > 1 and job.data.seq_len % (tp * cp) == 0
-            if (able and not sp) or etp not in (1, tp):  # the space leaves these out
+            left_out = able and not sp and uses_eager_blocks(job)
+            if left_out or etp not in (1, tp):  # the space leaves these out
                 continue
             layout = Layout(
                 mode="given", pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep,
@@ -221,11 +223,13 @@ TOLERANCE = 1.05
 def test_sequence_parallel_is_never_slower_or_larger(make_decoder_job, kind, precision):
     """The space therefore always has sequence parallel with tp. 40 random layouts on GPUs are compared.
 
-    It is never slower without cp and never needs more memory without pp. Otherwise 5% are allowed.
+    Eager blocks are never slower without cp and never need more memory without pp. Otherwise 5% are allowed.
     """
     seq_len = 2048 if kind == "llama3-8b" else 64
     job = make_decoder_job(
-        kind, train={"precision": precision, "global_batch": 16}, data={"seq_len": seq_len}
+        kind,
+        train={"precision": precision, "global_batch": 16, "block_backend": "eager"},
+        data={"seq_len": seq_len},
     )
     dice, seen = random.Random(f"{kind} {precision}"), 0
     layouts = [layout for layout in layouts_of(LayoutSpace(job, 8)) if layout.sequence_parallel]
@@ -244,7 +248,8 @@ def test_sequence_parallel_is_never_slower_or_larger(make_decoder_job, kind, pre
 def test_best_layout_with_tp_has_sequence_parallel(make_decoder_job, kind, seq_len):
     """With tp=2 and tp=4 the best layout without it is at most 1% faster."""
     cluster = {"preset": "h200-sxm", "nodes": 2}
-    job = make_decoder_job(kind, cluster=cluster, train={"global_batch": 32}, data={"seq_len": seq_len})
+    train = {"global_batch": 32, "block_backend": "eager"}
+    job = make_decoder_job(kind, cluster=cluster, train=train, data={"seq_len": seq_len})
     for tp in (2, 4):
         with_it, without = (
             find_layouts(job, {"tp": tp, "sequence_parallel": flag}, 8).best[:1] for flag in (True, False)
@@ -254,8 +259,11 @@ def test_best_layout_with_tp_has_sequence_parallel(make_decoder_job, kind, seq_l
             assert with_it[0].step_s <= without[0].step_s * 1.01, tp
 
 
-def test_pinned_sequence_parallel_false_is_searched(make_decoder_job):
-    job = make_decoder_job("dense")
+def test_sequence_parallel_false_is_searched_if_pinned_or_blocks_are_not_eager(make_decoder_job):
+    compiled = make_decoder_job("dense")
+    flags = {layout.sequence_parallel for layout in layouts_of(LayoutSpace(compiled, 8)) if layout.tp > 1}
+    assert flags == {True, False}
+    job = make_decoder_job("dense", train={"block_backend": "eager"})
     assert all(layout.sequence_parallel for layout in layouts_of(LayoutSpace(job, 8)) if layout.tp > 1)
     named = layouts_of(LayoutSpace(job, 8, {"sequence_parallel": False, "tp": 2}))
     assert named

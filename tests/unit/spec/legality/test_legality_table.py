@@ -109,7 +109,9 @@ CASES = {
     "train-nesterov-unused": {"train": {"nesterov": False}},
     "train-min-lr-ratio-unused": {"train": {"schedule": "constant", "min_lr_ratio": 0.1}},
     "train-decay-fraction-unused": {"train": {"decay_fraction": 0.2}},
-    "train-residual-dtype": {"train": {"residual_dtype": "bf16", "precision": "bf16"}},
+    "train-residual-dtype": {
+        "train": {"residual_dtype": "bf16", "precision": "bf16", "block_backend": "eager"}
+    },
     "data-eval-name": {"data": {"eval": [{"name": "old", "path": "a"}, {"name": "old", "path": "b"}]}},
     "train-nesterov-momentum": {"train": {"optimizer": "sgd", "momentum": 0.0, "nesterov": True}},
     "train-wsd-room": {"train": {"schedule": "wsd", "warmup": 3, "decay_fraction": 0.5}},
@@ -128,7 +130,7 @@ CASES = {
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
-    "train-fp8-not-built": {"train": {"precision": "fp8"}},
+    "train-fp8-not-built": {"train": {"precision": "fp8", "block_backend": "eager"}},
     "train-precision-device": {"train": {"precision": "fp4"}},
     "train-precision-not-built": {"train": {"precision": "fp4"}, "cluster": {"preset": "b200"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
@@ -200,7 +202,7 @@ def test_bf16_grad_dtype_needs_a_supported_recipe(tree, refused, other):
 @pytest.mark.parametrize(
     ("tables", "reason"),
     [
-        ({}, "needs train.block_backend=compile"),
+        ({"train": {"block_backend": "eager"}}, "needs train.block_backend=compile"),
         ({"train": {"block_backend": "compile"}, "model": EXPERTS}, "model.num_experts=4"),
         ({"train": {"block_backend": "compile"}, "layout": {"pp": 2}}, "layout.pp=2"),
         ({"train": {"block_backend": "compile"}, "layout": {"tp": 2}}, "layout.tp=2"),
