@@ -66,8 +66,8 @@ def folder(tmp_path) -> Path:
 @pytest.fixture
 def finetune(train, job_file, folder):
     """Train the job of the example with the small model."""
-    shutil.copytree(EXAMPLES, "examples")
-    job_file.write_text(Path("examples/finetune-7b.toml").read_text())
+    shutil.copytree(EXAMPLES, job_file.parent, dirs_exist_ok=True)  # its paths start from the job's folder
+    job_file.write_text((EXAMPLES / "finetune-7b.toml").read_text())
     return lambda *more: train(f"model.hf={folder}", *SMALL, *more)
 
 
