@@ -67,7 +67,7 @@ def test_the_written_cluster_file_is_used_by_plans(cli, quick, cpu_job, tmp_path
     assert (32, 64, 32) in shapes
     assert {"fp32", "fp8"} == {entry["precision"] for entry in written["probed"]["gemms"]}
     assert "meshwright probe" in written["basis"]
-    assert "meshwright probe" in cli("plan", cpu_job, "cluster.file=mine.toml").out
+    assert "meshwright probe" in cli("plan", cpu_job, "cluster.file=mine.toml", "-v").out
     assert cli("probe", "--cpu", "-o", "mine.toml").status == 0, "its own file is overwritten"
 
 
