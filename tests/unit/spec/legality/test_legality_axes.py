@@ -99,7 +99,7 @@ def test_v_schedule_implies_two_virtual_stages(tree):
     """``schedule = "zbv"`` sets virtual_stages to 2, as dp_shard sets zero to 3."""
     made = tree(model={"num_layers": 8}, layout={"pp": 4, "schedule": "zbv"})
     assert build_job(made, to_run=False).layout.virtual_stages == 2
-    alone = tree(layout={"schedule": "zbv"})
+    alone = tree(layout={"dp_replicate": 2, "schedule": "zbv"})
     with pytest.raises(SpecError) as caught:
         build_job(alone)
     assert [p.code for p in caught.value.problems] == ["layout-schedule-pp"]
