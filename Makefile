@@ -30,7 +30,9 @@ demo: setup
 
 # Two files at once, the longest first: tests that start ranks wait most of the time. Fault tests have deadlines:
 # they run after the others, at most two at once.
+# Bytecode is cached even where the environment forbids it: every rank and command would compile the package again.
 JOBS ?= 2
+test test-all: export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(BIN)/python -m pytest
 test: setup
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/multiproc tests/unit

@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     number, count = read_shard(config.getoption("--shard"))
     passed = read_passed(config.getoption("--resume-file"))
     kept = [item for item in items if shard_of(item.nodeid, count) == number and item.nodeid not in passed]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    running = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in running])
     items[:] = kept
 
 

@@ -182,10 +182,14 @@ def sample_cells(ranks: int) -> Iterator[Cell]:
         for pipelined in (False, True)
     }
     while True:
-        workload, zero = rng.choice(list(WORKLOADS)), rng.randrange(4)
-        settings = {**rng.choice(shapes), "zero": zero}
-        settings |= {key: rng.choice(values) for key, values in SETTINGS.items()}
-        if _is_legal(jobs[workload, settings["pp"] > 1], settings):
+        workload, settings = rng.choice(list(WORKLOADS)), {**rng.choice(shapes), "zero": rng.randrange(4)}
+        job = jobs[workload, settings["pp"] > 1]
+        for key, values in SETTINGS.items():
+            legal = [value for value in values if _is_legal(job, {**settings, key: value})]
+            if not legal:
+                break
+            settings[key] = rng.choice(legal)
+        else:
             yield Cell(workload, tuple(settings.items()))
 
 
@@ -278,10 +282,9 @@ def list_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
     return itertools.combinations((("workload", cell.workload), *cell.settings, *cell.routing), 2)
 
 
-def list_triples(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """All triples of settings, and the degrees; the workload is one of the settings."""
-    settings = (("workload", cell.workload), *cell.settings)
-    return [*itertools.combinations(settings, 3), ("degrees", cell.degrees)]
+def list_pairs_and_degrees(cell: Cell) -> Iterable[tuple[Any, ...]]:
+    """All pairs of settings, and the degrees of all axes together."""
+    return [*list_pairs(cell), ("degrees", cell.degrees)]
 
 
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:

@@ -49,10 +49,10 @@ def prover(tmp_path_factory, prepared):
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp_shard=2 ep=2 zero=1",
-        "dp_shard=2 ep=2 zero=3",
+        slow("dp_shard=2 ep=2 zero=1"),
+        slow("dp_shard=2 ep=2 zero=3"),
         "tp=2 ep=2 sequence_parallel=true",
-        "cp=2 ep=2",
+        slow("cp=2 ep=2"),
         "cp=2 etp=2 zero=2 micro_batch=1",
         slow("tp=2 ep=2"),
         slow("tp=2 etp=2 recompute=full"),

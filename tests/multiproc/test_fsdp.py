@@ -15,7 +15,7 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
     [
         ("dp_shard=2 zero=1", ""),
         pytest.param("dp_shard=2 zero=2 micro_batch=1 recompute=full", "", marks=pytest.mark.slow),
-        ("dp_shard=2 zero=3 micro_batch=3", ""),
+        pytest.param("dp_shard=2 zero=3 micro_batch=3", "", marks=pytest.mark.slow),
         pytest.param("dp_shard=3 zero=1 micro_batch=1", "", marks=pytest.mark.slow),
         pytest.param(
             "dp_shard=3 zero=2",
@@ -47,14 +47,18 @@ def test_losses_equal_one_process_and_the_plan_holds(train, layout, job):
 @pytest.mark.parametrize(
     ("layout", "job"),
     [
-        ("dp_shard=2 zero=2 micro_batch=1 accumulate=deferred", ""),
+        pytest.param("dp_shard=2 zero=2 micro_batch=1 accumulate=deferred", "", marks=pytest.mark.slow),
         ("dp_shard=3 zero=3 micro_batch=1 accumulate=deferred", "model.tied_embeddings=false"),
-        ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=1 accumulate=deferred", ""),
-        ("dp_shard=2 zero=3 micro_batch=3 prefetch=0", ""),
+        pytest.param(
+            "dp_replicate=2 dp_shard=2 zero=3 micro_batch=1 accumulate=deferred", "", marks=pytest.mark.slow
+        ),
+        pytest.param("dp_shard=2 zero=3 micro_batch=3 prefetch=0", "", marks=pytest.mark.slow),
         ("dp_shard=3 zero=3 micro_batch=2 offload=optimizer bucket_mb=0.05", ""),
-        ("dp_shard=2 zero=3 micro_batch=3 offload=all", ""),
+        pytest.param("dp_shard=2 zero=3 micro_batch=3 offload=all", "", marks=pytest.mark.slow),
         ("dp_shard=3 zero=2 micro_batch=2 offload=all", "train.optimizer=lion"),
-        ("dp_shard=2 zero=3 micro_batch=2 prefetch=2", "model.num_layers=4"),
+        pytest.param(
+            "dp_shard=2 zero=3 micro_batch=2 prefetch=2", "model.num_layers=4", marks=pytest.mark.slow
+        ),
         ("dp_shard=2 zero=3 micro_batch=3 prefetch=9 accumulate=deferred", "model.num_layers=4"),
     ],
 )

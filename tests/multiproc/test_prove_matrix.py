@@ -1,8 +1,8 @@
 """The layout matrix: every legal layout equals one process, and its state and collectives equal the plan.
 
 The cells come from the legality table (``layout_matrix``). `make test` runs a few cheap cells that cover
-every setting. `make test-all` runs sets on two to four ranks that cover all legal pairs and triples of
-settings, and samples with eight ranks, compiled blocks and other routing settings.
+every setting. `make test-all` runs sets on two to four ranks that cover all legal pairs of settings
+and of traits, and samples with eight ranks, compiled blocks and other routing settings.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from layout_matrix import (
     ROUTING,
     SEED,
     SETTINGS,
+    WORKLOADS,
     Cell,
     Combinations,
     choose_covering,
     list_cells,
     list_compiled,
     list_pairs,
+    list_pairs_and_degrees,
     list_traits,
-    list_triples,
     list_values,
     sample_cells,
     sample_routings,
@@ -37,40 +38,56 @@ from prover import Prover, require_equal_and_planned
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
 
 MAX_FAST_COST = 4
-CELLS = list_cells((2, 3, 4))
-COVERING = choose_covering(CELLS, list_traits)
-COMPILED = sorted(random.Random(SEED).sample(list_compiled(COVERING), 8), key=lambda cell: cell.cost)
-LARGE = list(islice(sample_cells(8), 12))
-HSDP_TP = next(cell for cell in sample_cells(8) if cell.degrees == (1, 2, 2, 1, 2))
-FSDP_CP_TP = next(
-    cell for cell in sample_cells(8) if cell.degrees == (1, 1, 2, 2, 2) and dict(cell.settings)["zero"] == 3
+SAMPLES = 150
+"""Cells per number of ranks from which `make test` chooses; listing all takes seconds per worker."""
+PP_FSDP_TP, HSDP_TP, FSDP_CP_TP = (
+    next(cell for cell in sample_cells(8) if cell.degrees == degrees and dict(cell.settings)["zero"] == 3)
+    for degrees in ((2, 1, 2, 1, 2), (1, 2, 2, 1, 2), (1, 1, 2, 2, 2))
 )
-PP_FSDP_TP = next(
-    cell for cell in sample_cells(8) if cell.degrees == (2, 1, 2, 1, 2) and dict(cell.settings)["zero"] == 3
+FAST = choose_covering(
+    [c for ranks in (2, 3, 4) for c in islice(sample_cells(ranks), SAMPLES) if c.cost <= MAX_FAST_COST],
+    list_values,
 )
-FAST = choose_covering([cell for cell in COVERING if cell.cost <= MAX_FAST_COST], list_values)
 """Cells of `make test`: they cover each setting of the cheap cells."""
 
 
 @cache
-def triples() -> list[Cell]:
-    """Cells that cover all legal triples of settings. Cached: choosing them takes seconds."""
-    return choose_covering(CELLS, list_triples)
+def all_cells() -> list[Cell]:
+    """Every legal cell on two to four ranks."""
+    return list_cells((2, 3, 4))
+
+
+@cache
+def trait_cells() -> list[Cell]:
+    """Cells that cover all legal pairs of traits."""
+    return choose_covering(all_cells(), list_traits)
+
+
+@cache
+def pair_cells() -> list[Cell]:
+    """Cells that cover all legal pairs of settings and all degrees."""
+    return choose_covering(all_cells(), list_pairs_and_degrees)
 
 
 @cache
 def routings() -> list[Cell]:
     """MoE cells that cover all pairs of layout and routing settings."""
-    return choose_covering(sample_routings(CELLS, 1000), list_pairs)
+    return choose_covering(sample_routings(all_cells(), 1000), list_pairs)
+
+
+def compiled_cells() -> list[Cell]:
+    """A sample of the trait cells, with compiled blocks."""
+    chosen = random.Random(SEED).sample(list_compiled(trait_cells()), 8)
+    return sorted(chosen, key=lambda cell: cell.cost)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize by cells; the slow sets are computed only if ``-m`` selects them."""
     slow = "not slow" not in metafunc.config.option.markexpr
     sets: dict[str, tuple[list[Cell], Callable[[], list[Cell]]]] = {
-        "cell": (FAST, lambda: list(dict.fromkeys([*COVERING, *triples()]))),
-        "compiled": ([], lambda: COMPILED),
-        "large": ([PP_FSDP_TP], lambda: [HSDP_TP, FSDP_CP_TP, *LARGE]),
+        "cell": (FAST, lambda: list(dict.fromkeys([*trait_cells(), *pair_cells()]))),
+        "compiled": ([], compiled_cells),
+        "large": ([PP_FSDP_TP], lambda: [HSDP_TP, FSDP_CP_TP, *islice(sample_cells(8), 12)]),
         "routed": ([], routings),
     }
     for name, (fast, list_slow) in sets.items():
@@ -112,30 +129,36 @@ def test_routing_settings_equal_one_process_and_the_plan(prover, routed):
     require_equal_and_planned(prover, routed.job)
 
 
-def test_cells_cover_all_pairs_of_traits():
-    """`make test` covers every axis, context method, expert axis and workload; `make test-all` all pairs."""
-    for trait in ("context_method", "expert_axes", "workload"):
-        assert {getattr(cell, trait) for cell in FAST} == {getattr(cell, trait) for cell in CELLS}
+def test_fast_cells_cover_every_axis_method_and_workload():
+    assert {cell.context_method for cell in FAST} == {"", *SETTINGS["context"]}
+    assert {cell.expert_axes for cell in FAST} == {"", "ep", "etp", "ep etp"}
+    assert {cell.workload for cell in FAST} == set(WORKLOADS)
     assert {axis for cell in FAST for axis, degree in cell.settings if degree != 1} >= set(DEGREES)
-    assert require_covering(COVERING, list_traits) < len(CELLS) / 10
-    pipelines = [dict(cell.settings) for cell in COVERING if cell.pipelined]
+    for key in ("zero", "recompute", "micro_batch", "accumulate", "prefetch", "offload", "sequence_parallel"):
+        assert {dict(cell.settings)[key] for cell in FAST} == set(SETTINGS.get(key, range(4))), key
+
+
+@pytest.mark.slow
+def test_cells_cover_all_pairs_of_traits():
+    assert require_covering(trait_cells(), list_traits) < len(all_cells()) / 10
+    pipelines = [dict(cell.settings) for cell in trait_cells() if cell.pipelined]
     assert {settings["schedule"] for settings in pipelines} == set(SETTINGS["schedule"])
     assert {settings["zero"] for settings in pipelines} == {0, 1, 2, 3}
-    context = [dict(cell.settings) for cell in COVERING if cell.context_method]
+    context = [dict(cell.settings) for cell in trait_cells() if cell.context_method]
     assert {settings["zero"] for settings in context if settings["dp_shard"] == 1} == {0, 1, 2, 3}
     assert {settings["cp"] for settings in context} == {2, 3, 4}
-    experts = [dict(cell.settings) for cell in COVERING if cell.expert_axes]
+    experts = [dict(cell.settings) for cell in trait_cells() if cell.expert_axes]
     degrees = {(settings["ep"], settings["etp"]) for settings in experts}
     assert degrees >= {(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)}
     assert {settings["zero"] for settings in experts} == {0, 1, 2, 3}
 
 
 @pytest.mark.slow
-def test_cells_cover_all_triples_of_settings():
-    """`make test-all` covers all legal triples, all degrees of 2 to 4 ranks, and axes with routing."""
-    assert require_covering(triples(), list_triples) < len(CELLS) / 10
+def test_cells_cover_all_pairs_of_settings():
+    """`make test-all` covers all legal pairs, all degrees of 2 to 4 ranks, and axes with routing."""
+    assert require_covering(pair_cells(), list_pairs_and_degrees) < len(all_cells()) / 10
     all_degrees = {degrees for degrees in product(range(1, 5), repeat=5) if 2 <= prod(degrees) <= 4}
-    assert {cell.degrees for cell in triples()} == all_degrees
+    assert {cell.degrees for cell in pair_cells()} == all_degrees
     covered = {pair for cell in routings() for pair in list_pairs(cell)}
     routing = [(key, value) for key, values in ROUTING.items() for value in values]
     degrees = [(key, 2) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")]
@@ -144,17 +167,15 @@ def test_cells_cover_all_triples_of_settings():
 
 def require_covering(chosen: list[Cell], combinations: Combinations) -> int:
     """Require that the chosen cells cover every combination of any legal cell; returns their number."""
-    assert set(chosen) <= set(CELLS)
-    legal, covered = ({c for cell in cells for c in combinations(cell)} for cells in (CELLS, chosen))
+    assert set(chosen) <= set(all_cells())
+    legal, covered = ({c for cell in cells for c in combinations(cell)} for cells in (all_cells(), chosen))
     assert covered == legal
     return len(chosen)
 
 
 def test_ring_steps_without_document_mask_are_located(prover):
     """Only the first ring step masks documents; sequences with several documents reveal it."""
-    cell = next(
-        c for c in CELLS if c.context_method == "ring" and c.ranks == 2 and c.job.data.mask == "document"
-    )
+    cell = next(c for c in sample_cells(2) if c.context_method == "ring" and c.job.data.mask == "document")
     first = prover.prove(
         cell.job, "parallelism_bugs:ring_document_mask_first_step_only"
     ).verdict.first_divergence
