@@ -148,7 +148,7 @@ def test_compiled_blocks_are_the_default_of_sharded_layouts_and_train_like_eager
 ):
     """Dense decoders in bf16 run as compiled blocks where Triton blocks are ruled out."""
     monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None] * 4)
-    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:through_nccl")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:run_with_nccl")
     given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
     given += tuple(f"layout.{key}" for key in settings.split())
     eager = train(*given, "run_dir=eager")

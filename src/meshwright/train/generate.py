@@ -25,7 +25,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.mesh import Mesh, destroy_mesh, init_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-from meshwright.train.saved_model import build_saved_job, load_saved_model
+from meshwright.train.saved_model import build_saved_job, is_image_model, load_saved_model
 from meshwright.train.worker import report_error
 
 TASK_FILE = "generate.json"
@@ -94,11 +94,10 @@ class GenerateTask:
             UserError: It is not a language model, or the tensor-parallel degree is illegal.
         """
         folder = Path(self.checkpoint)
-        job = build_saved_job(folder, {"path": "builtin:python-stdlib", "tokenizer": "byte"}, tp=self.tp)
-        if not isinstance(job.model, DecoderModel):
+        if is_image_model(folder):
             rule, fix = "is an image model and generates no text", "Give a checkpoint of a decoder"
             raise UserError(Problem("generate-not-text", rule, path=str(folder), fix=fix))
-        return job
+        return build_saved_job(folder, {"path": "builtin:python-stdlib", "tokenizer": "byte"}, tp=self.tp)
 
 
 def load_model(task: GenerateTask, mesh: Mesh | None = None) -> Decoder:

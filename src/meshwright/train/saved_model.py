@@ -63,6 +63,11 @@ def build_saved_job(folder: Path, data: Tree, overrides: Sequence[str] = (), tp:
         raise UserError(*error.problems) from None
 
 
+def is_image_model(folder: Path) -> bool:
+    """Whether a saved model reads images."""
+    return _read_tables(folder)[0].get("architecture") == "resnet"
+
+
 def _read_tables(folder: Path) -> tuple[Tree, Tree]:
     """The tables ``[model]`` and ``[data]`` of a saved model."""
     if (folder / MANIFEST).is_file():
