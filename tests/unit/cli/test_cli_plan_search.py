@@ -244,7 +244,7 @@ def test_why_predicts_the_best_layout_with_the_given_degrees_on_all_devices(cli)
     assert sentence.endswith(f"{full['against_best']:+.1%} against the best")
     searched = cli(*LLAMA, "--json", "--top", "50").json["layouts"]
     same = [e["step_s"] for e in searched if (e["layout"]["tp"], e["layout"]["pp"]) == (2, 1)]
-    assert full["step_s"] <= min(same, default=full["step_s"]) * 1.0001
+    assert full["step_s"] <= min(same, default=full["step_s"]) * 1.01, "the simplest within 1%"
 
 
 def test_why_without_a_degree_explains_the_best_layout_with_that_setting(cli):
