@@ -43,6 +43,14 @@ def test_held_out_loss_equals_that_of_the_run_and_of_its_export(trained, prepare
     assert second.samples > 5 * first.samples
 
 
+def test_experts_have_the_capacity_of_training(train, prepared):
+    """The loss of the run's own evaluation, in which tokens beyond the capacity are dropped."""
+    experts = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_size=64")
+    run = train("layout.dp_replicate=1", "train.steps=1", *experts, "model.capacity_factor=0.5")
+    (found,) = mw.evaluate(run.run_dir, prepared, samples=16)
+    assert found.loss == pytest.approx(run.result["eval_loss"], rel=1e-6)
+
+
 def test_packed_documents_and_masked_prompts_count_like_in_training(train, tmp_path):
     """A run on instructions: the same loss with the same keys, over answers only."""
     lines = [f'{{"prompt": "say {n}", "answer": "it is {n} and {n}"}}' for n in range(64)]

@@ -35,6 +35,8 @@ _ROLE_NAMES = {
 }
 """Roles by the names that datasets use."""
 _PROMPTS = ("instruction", "prompt", "question")
+RECORD_FIELDS = (MESSAGES_FIELD, SHAREGPT_FIELD, *_PROMPTS)
+"""Any of these marks an object as a conversation, not as a container of records."""
 _INPUTS = ("input", "context")
 _ANSWERS = ("output", "completion", "answer", "response")
 INPUT_SEPARATOR = "\n"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.chat import Span, Template, holds_conversation, read_conversation
+from meshwright.data.chat import RECORD_FIELDS, Span, Template, holds_conversation, read_conversation
 from meshwright.data.digests import DigestSet
 from meshwright.data.files import BadDataError, FileKind, decode_chunks, file_kind, open_file
 from meshwright.data.records import iter_records
@@ -301,9 +301,11 @@ def _read_records(
     name: str, path: Path, kind: FileKind, options: ReadOptions, tally: CorpusStats, reject: _Rejects
 ) -> Iterator[Document]:
     columns = () if options.template is not None else (options.text_field,)
+    own_field = options.text_field if options.template is None else options.prompt_field
+    record_fields = (*RECORD_FIELDS, own_field) if own_field else RECORD_FIELDS
     with open_file(path, kind.compression) as (stream, raw):
         tally.opened(raw, tally.files_done_bytes)
-        for where, record in iter_records(kind.kind, stream, columns):
+        for where, record in iter_records(kind.kind, stream, columns, record_fields):
             try:
                 if isinstance(record, BadDataError):
                     raise record

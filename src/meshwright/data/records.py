@@ -1,8 +1,8 @@
 """The records of a file: JSON Lines, JSON, CSV and Parquet, one at a time.
 
-A JSON file may be an array of records, an object with an array of records (``{"data": [...]}``), an object of
-records by name, a single record, or JSON Lines. Arrays are parsed element by element, so that memory does not
-grow with the file.
+A JSON file may be an array of records, an object with an array of records beside scalars
+(``{"version": 1, "data": [...]}``), an object of records by name, a single record, or JSON Lines. Arrays are
+parsed element by element, so that memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _PARQUET_ROWS = 64
 _SPACE = " \t\r\n"
 
 
-def iter_records(kind: Kind, stream: IO[bytes], columns: tuple[str, ...] = ()) -> Iterator[Record]:
+def iter_records(
+    kind: Kind, stream: IO[bytes], columns: tuple[str, ...], record_fields: tuple[str, ...]
+) -> Iterator[Record]:
     """The records of a file, in order.
 
     A bad record of JSON Lines or CSV comes as a :class:`BadDataError` in place of its content, because the
@@ -42,6 +44,7 @@ def iter_records(kind: Kind, stream: IO[bytes], columns: tuple[str, ...] = ()) -
         kind: Of the file; not text.
         stream: Its decompressed content.
         columns: The only columns that are needed; empty for all. Parquet reads no others.
+        record_fields: A JSON object with one of these is a record, not a container of records.
 
     Raises:
         BadDataError: The file itself is malformed.
@@ -49,7 +52,7 @@ def iter_records(kind: Kind, stream: IO[bytes], columns: tuple[str, ...] = ()) -
     if kind == "jsonl":
         return _read_jsonl(stream)
     if kind == "json":
-        return _JsonReader(decode_chunks(stream)).records()
+        return _JsonReader(decode_chunks(stream), record_fields).records()
     if kind == "parquet":
         return _read_parquet(stream, columns)
     return _read_csv(stream, "\t" if kind == "tsv" else ",")
@@ -127,8 +130,9 @@ def _seekable(stream: IO[bytes]) -> Iterator[IO[bytes]]:
 class _JsonReader:
     """Parses the text of a JSON file piece by piece."""
 
-    def __init__(self, chunks: Iterable[str]) -> None:
+    def __init__(self, chunks: Iterable[str], record_fields: tuple[str, ...]) -> None:
         self._chunks = iter(chunks)
+        self._record_fields = record_fields
         self._decode = json.JSONDecoder().raw_decode
         self._text = ""
         self._at = 0
@@ -163,7 +167,12 @@ class _JsonReader:
         except ValueError as error:
             if self._ended:
                 raise self._error(error) from error
-            yield from self._elements("}")
+            is_container = False
+            for record in self._elements("}"):
+                is_container = True
+                yield record
+            if not is_container:
+                raise _large_record() from error
             return
         self._at = end
         if self._peek() == "{":  # JSON Lines
@@ -171,7 +180,7 @@ class _JsonReader:
             while self._peek():
                 yield self._value()
         else:
-            yield from _records_of(content)
+            yield from _records_of(content, self._record_fields)
 
     def _elements(self, closing: str) -> Iterator[Any]:
         """The values of an array or object; the elements of arrays inside an object."""
@@ -179,8 +188,10 @@ class _JsonReader:
         if self._peek() != closing:
             while True:
                 if closing == "}":
-                    self._value()
+                    key = self._value()
                     self._expect(":")
+                    if key in self._record_fields and self._peek() != "{":
+                        raise _large_record()
                 if closing == "}" and self._peek() == "[":
                     yield from self._elements("]")
                 else:
@@ -246,14 +257,17 @@ class _JsonReader:
         return BadDataError("data-bad-json", f"not JSON at line {line}: {reason}", "Correct the file")
 
 
-def _records_of(content: dict[str, Any]) -> Iterator[Any]:
-    """The records of an object: of its only array of objects, or by name; else the object is the record."""
-    arrays = [
-        v for v in content.values() if isinstance(v, list) and v and all(isinstance(i, dict) for i in v)
-    ]
-    is_conversation = {"messages", "conversations", "prompt"} & content.keys()
-    if len(arrays) == 1 and not is_conversation:
-        yield from arrays[0]
+def _large_record() -> BadDataError:
+    reason = f"a single record of more than {WHOLE_JSON_CHARACTERS:,} characters"
+    return BadDataError("data-bad-json", reason, "Write it as one line of a .jsonl file")
+
+
+def _records_of(content: dict[str, Any], record_fields: tuple[str, ...]) -> Iterator[Any]:
+    """The records of an object: of its array of objects beside scalars, or by name; else it is the record."""
+    nested = [value for value in content.values() if value and isinstance(value, dict | list)]
+    is_record = any(field in content for field in record_fields)
+    if not is_record and len(nested) == 1 and all(isinstance(item, dict) for item in nested[0]):
+        yield from nested[0]
     elif content and all(isinstance(value, dict) for value in content.values()):
         yield from content.values()
     else:

@@ -139,4 +139,5 @@ def _open_batcher(job: Job, held_out: HeldOutSet) -> Batcher | ImageBatcher:
         return dataclasses.replace(images, micro_batch=BATCH_IMAGES)
     data = job.data
     dataset = TokenDataset.open(held_out.folder, held_out.split, data.seq_len, data.mask, data.prompt_masking)
-    return Batcher(dataset, 0, 1, max(1, BATCH_TOKENS // data.seq_len))
+    sample_weight = 1.0 if job.model.num_experts else None  # a router without weights applies no capacity
+    return Batcher(dataset, 0, 1, max(1, BATCH_TOKENS // data.seq_len), sample_weight=sample_weight)

@@ -47,7 +47,8 @@ def _iter_logits(
         yield model(inputs), targets
         return
     segments = None if batch.segments is None else batch.segments.to(device)
-    hidden = model.norm(model.run_blocks(inputs, segments)).flatten(0, 1)
+    weights = None if batch.weights is None else batch.weights.to(device)
+    hidden = model.norm(model.run_blocks(inputs, segments, weights)).flatten(0, 1)
     chunk = model.loss_chunk
     for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         yield model.head(part).float(), wanted

@@ -93,6 +93,32 @@ def test_a_single_record_is_a_document(tmp_path):
     assert texts(tmp_path / "one.json") == TEXTS[:1]
 
 
+def test_a_record_with_an_array_is_not_a_container(tmp_path):
+    """An object with the text field is the record; its array of objects is one of its fields."""
+    (tmp_path / "one.json").write_text('{"body": "hello", "meta": [{"body": "not a record"}]}')
+    assert texts(tmp_path / "one.json", text_field="body") == ["hello"]
+    chat = {"question": "hello", "answer": "hi", "meta": [{"question": "not", "answer": "a record"}]}
+    (tmp_path / "chat.json").write_text(json.dumps(chat))
+    assert texts(tmp_path / "chat.json", template=BUILTIN["plain"]) == ["hello\nhi"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "a" * 2000},
+        {"id": "a" * 2000},
+        {"id": 1, "messages": [{"role": "user", "content": "a" * 2000}]},
+        {"meta": [{"text": "not a record"}], "prompt": "a" * 2000},
+    ],
+)
+def test_a_large_single_record_is_refused(tmp_path, monkeypatch, record):
+    """Above the limit an object must contain records: one record is neither lost nor torn."""
+    monkeypatch.setattr("meshwright.data.records.WHOLE_JSON_CHARACTERS", 1000)
+    monkeypatch.setattr("meshwright.data.files.CHUNK_BYTES", 97)
+    (tmp_path / "one.json").write_text(json.dumps(record))
+    assert failure(tmp_path / "one.json") == "data-bad-json"
+
+
 def test_text_field_names_the_column(tmp_path):
     (tmp_path / "a.csv").write_text("title,body\nx,one\ny,two\n")
     assert texts(tmp_path / "a.csv", text_field="body") == ["one", "two"]
