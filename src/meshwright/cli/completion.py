@@ -5,6 +5,7 @@ Modules are imported when a shell asks: commands start as fast as without comple
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 
@@ -13,7 +14,8 @@ def complete_model(incomplete: str) -> list[str]:
     """Model presets, and files and folders."""
     from meshwright.spec.presets import preset_names  # noqa: PLC0415
 
-    files = [f"{path}/" if path.is_dir() else str(path) for path in Path().glob(f"{incomplete}*")]
+    paths = glob.glob(f"{glob.escape(incomplete)}*")  # noqa: PTH207  (Path.glob takes no absolute pattern)
+    files = [f"{path}/" if Path(path).is_dir() else path for path in paths]
     return [name for name in preset_names("models") if name.startswith(incomplete)] + sorted(files)
 
 

@@ -17,12 +17,14 @@ from meshwright.layout.flops import peak_rate
 from meshwright.layout.placement import tier_of
 from meshwright.layout.text import describe_layout, layout_overrides
 from meshwright.plan.contract import PlanContract, RankPrediction
+from meshwright.plan.memory.compiled import has_exact_peak
 from meshwright.plan.memory.fit import MemoryNeed, describe_usable
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import SearchResult
 from meshwright.plan.sizing import format_cost
 from meshwright.plan.time.interval import step_interval
 from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
+from meshwright.spec.execution import uses_torch_compile
 from meshwright.spec.model import DecoderModel
 
 MOST_REASONS = 12
@@ -54,6 +56,8 @@ def describe_answer(output: Output, plan: PlanContract, verbose: bool) -> None:
     step = f"{format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.1%}"
     output.print(f"  step    {step}")
     exact = "" if plan.exact else " (estimated)"
+    if plan.exact and uses_torch_compile(job) and not has_exact_peak(job):
+        exact = " (as eager blocks; not audited with compile)"
     output.print(f"  memory  {format_bytes(needed)} of {format_bytes(plan.usable_bytes)} per device{exact}")
     output.print(f"  cost    {_describe_cost(plan)}")
     output.print()

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.core.files import replace_text
 from meshwright.data.order import SampleOrder
 
 MIXTURE_FILE = "mixture.json"
@@ -42,7 +43,7 @@ class MixedSource:
 def write_mixture(folder: Path, sources: Sequence[MixedSource]) -> None:
     """Write the file that makes a folder a mixture of prepared folders."""
     content = {"version": MIXTURE_VERSION, "sources": [asdict(source) for source in sources]}
-    (folder / MIXTURE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    replace_text(folder / MIXTURE_FILE, json.dumps(content, indent=1))
 
 
 def read_mixture(folder: Path) -> tuple[MixedSource, ...]:
@@ -123,9 +124,9 @@ def _period_counts(weights: Sequence[float]) -> list[int]:
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MAX_PERIOD:
         return [int(share * period) for share in shares]
-    counts = [math.floor(share * MAX_PERIOD) for share in shares]
+    counts = [max(math.floor(share * MAX_PERIOD), int(share > 0)) for share in shares]  # no source vanishes
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i] * MAX_PERIOD, i))
-    for number in by_remainder[: MAX_PERIOD - sum(counts)]:
+    for number in by_remainder[: max(0, MAX_PERIOD - sum(counts))]:
         counts[number] += 1
     return counts
 

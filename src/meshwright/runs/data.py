@@ -140,7 +140,14 @@ def _train_shared_tokenizer(sources: list[Data], name: str, data: Data, reporter
         raise UserError(*problems)
     templates = [load_template(d.template, base, name) if d.template else None for d in sources]
     facts = [
-        (list_files(d.path, base), d.text_field, t and t.identity)
+        (
+            list_files(d.path, base),
+            d.text_field,
+            d.prompt_field,
+            d.answer_field,
+            d.on_bad_records,
+            t and t.identity,
+        )
         for d, t in zip(sources, templates, strict=True)
     ]
     digest = hashlib.sha256(repr((name, facts, sys.version)).encode()).hexdigest()[:16]

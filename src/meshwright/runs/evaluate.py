@@ -61,10 +61,9 @@ def name_sets(data: HeldOutData) -> dict[str, str]:
     Raises:
         UserError: Two sets have one name, or there is none.
     """
-    if isinstance(data, Mapping):
-        return {name: str(path) for name, path in data.items()}
-    sets: dict[str, str] = {}
-    for text in [str(data)] if isinstance(data, str | Path) else data:
+    sets = {name: str(path) for name, path in data.items()} if isinstance(data, Mapping) else {}
+    texts = () if isinstance(data, Mapping) else [str(data)] if isinstance(data, str | Path) else data
+    for text in texts:
         named = re.fullmatch(r"([\w.-]+)=(.+)", text)
         name, path = named.groups() if named else (Path(text.removeprefix("builtin:")).stem or text, text)
         if name in sets:

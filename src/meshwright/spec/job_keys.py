@@ -61,6 +61,7 @@ def list_choices(key: str) -> list[str]:
     hint = typing.get_type_hints(owner).get(leaf) if owner else None
     if hint is bool:
         return ["true", "false"]
-    return (
-        [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
-    )
+    for kind in (hint, *typing.get_args(hint)):  # a key without a default may also be None
+        if typing.get_origin(kind) is typing.Literal:
+            return [str(value) for value in typing.get_args(kind)]
+    return []

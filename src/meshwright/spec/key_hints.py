@@ -72,7 +72,8 @@ HINTS = (
     KeyHint("tokenizer_name tokenizer_path tokenizer_model tokenizer_name_or_path", "data.tokenizer"),
     KeyHint("validation_split val_split test_size split", "data.eval_fraction"),
     KeyHint("packing reset_attention_mask", "data.mask", "samples are always packed"),
-    KeyHint("train_on_inputs train_on_prompts completion_only_loss", "data.prompt_masking"),
+    KeyHint("completion_only_loss", "data.prompt_masking"),
+    KeyHint("train_on_inputs train_on_prompts", "data.prompt_masking", "the opposite: it masks prompts"),
     KeyHint("chat_template prompt_template", "data.template"),
     # steps and batch
     KeyHint(
@@ -94,7 +95,11 @@ HINTS = (
         "layout.micro_batch",
         "accumulation steps are train.global_batch / (data-parallel ranks x layout.micro_batch)",
     ),
-    KeyHint("per_device_eval_batch_size eval_batch_size eval_iters", "train.eval_samples"),
+    KeyHint(
+        "per_device_eval_batch_size eval_batch_size eval_iters",
+        "train.eval_samples",
+        "samples in all, not a batch",
+    ),
     # optimizer
     KeyHint("learning_rate max_lr base_lr peak_lr optimizer.params.lr", "train.lr"),
     KeyHint("optim optimizer.name optimizer.type optimizer_type", "train.optimizer"),
@@ -124,10 +129,13 @@ HINTS = (
         "layout.dp_replicate layout.dp_shard",
         "DDP or ZeRO (FSDP)",
     ),
-    KeyHint("ddp data_parallel_replicate_degree num_replicas", "layout.dp_replicate"),
+    KeyHint(
+        "ddp data_parallel_replicate_degree num_replicas num_distributed_optimizer_instances",
+        "layout.dp_replicate",
+    ),
     KeyHint(
         "fsdp fsdp_size fsdp_config fsdp_sharding_strategy sharding_strategy data_parallel_shard_degree "
-        "num_distributed_optimizer_instances hybrid_shard",
+        "hybrid_shard",
         "layout.dp_shard",
         "with layout.zero=3 for FSDP; add layout.dp_replicate for hybrid sharding",
     ),
@@ -151,9 +159,10 @@ HINTS = (
     KeyHint("expert_tensor_parallel_size expert_tensor_parallel_degree expert_tensor_parallel", "layout.etp"),
     KeyHint("pipeline_parallel_schedule pipeline_schedule pp_schedule", "layout.schedule"),
     KeyHint(
-        "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages",
+        "virtual_pipeline_model_parallel_size num_virtual_stages",
         "layout.virtual_stages",
     ),
+    KeyHint("num_layers_per_virtual_pipeline_stage", "layout.virtual_stages", "stages per rank, not layers"),
     KeyHint("cp_comm_type context_parallel_method ulysses", "layout.context"),
     KeyHint(
         "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_activations "

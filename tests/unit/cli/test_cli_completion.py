@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from meshwright.cli.completion import complete_key, complete_model
+
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
@@ -49,3 +51,9 @@ def test_bash_completes_commands_presets_clusters_and_keys(complete):
         "layout.context=ulysses",
     ]
     assert set(complete("train", "job.toml", "compression.")) >= {"compression.kind=none"}
+
+
+def test_absolute_paths_and_choices_of_optional_keys_are_completed(tmp_path):
+    (tmp_path / "job[1].toml").touch()
+    assert complete_model(f"{tmp_path}/job[") == [str(tmp_path / "job[1].toml")]
+    assert complete_key("train.block_backend=t") == ["train.block_backend=triton"]

@@ -55,6 +55,10 @@ def test_weights_with_a_long_period_are_rounded():
     assert pattern.counts[2] == 0
 
 
+def test_source_with_a_tiny_weight_has_a_sample_in_every_period():
+    assert MixturePattern([1, 1e-6]).counts[1] == 1
+
+
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -0.5], []])
 def test_weights_must_add_up_to_something(weights):
     with pytest.raises(ValueError, match="weights"):

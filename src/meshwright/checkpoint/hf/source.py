@@ -9,10 +9,11 @@ import io
 import json
 import zipfile
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from meshwright.checkpoint.hf.names import is_buffer
 from meshwright.checkpoint.hf.weights import find_weights
+from meshwright.core.errors import Problem, UserError
 from meshwright.core.tensor_header import read_tensor_header
 from meshwright.spec.model import DecoderModel
 
@@ -81,5 +82,21 @@ def load_source(checkpoint: Path) -> HfSource | None:
     if not path.is_file():
         return None
     with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            _check_entry(path, entry)
         files = {name: archive.read(name) for name in archive.namelist()}
     return HfSource(tensors=json.loads(files.pop(_TENSORS)), files=files)
+
+
+def _check_entry(archive: Path, entry: zipfile.ZipInfo) -> None:
+    """Refuse a file that :func:`read_source` does not write: export would write it outside its folder.
+
+    Raises:
+        UserError: The entry is not one of the kept kinds, or too large.
+    """
+    name = PurePosixPath(entry.filename)
+    inside = not name.is_absolute() and ".." not in name.parts
+    known = entry.filename == _TENSORS or any(name.match(pattern) for pattern in PATTERNS)
+    if not (inside and known and entry.file_size <= MAX_FILE_BYTES):
+        rule = f"has a file that no checkpoint keeps: {entry.filename}"
+        raise UserError(Problem("checkpoint-broken", rule, path=str(archive), fix="Use another checkpoint"))
