@@ -122,7 +122,7 @@ BAD = [
     (lambda _: ["data.path=nowhere.txt"], "data-path-missing"),
     (empty_folder, "data-corpus-empty"),
     (short_corpus, "data-corpus-short"),
-    (binary_corpus, "data-corpus-empty"),
+    (binary_corpus, "data-file-kind"),
     (lambda _: ["model.vocab_size=64"], "model-vocab-small"),
     (lambda _: ["data.tokenizer=byte"], "data-already-prepared"),
     (lambda _: ["data.path=builtin:tolstoy"], "data-source-unknown"),
