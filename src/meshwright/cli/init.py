@@ -13,7 +13,8 @@ import typer
 from meshwright.api import load_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
-from meshwright.spec.job_template import BUILTIN, write_job_text
+from meshwright.spec.job_template import write_job_text
+from meshwright.spec.paths import BUILTIN
 
 MODEL, DEVICES = "demo-2m", "local"
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.core.errors import Problem
+from meshwright.spec.paths import BUILTIN
 
-BUILTIN = "builtin:"
-STDLIB = "builtin:python-stdlib"
+STDLIB = f"{BUILTIN}python-stdlib"
 
 _STDLIB_SKIPPED = frozenset(
     {

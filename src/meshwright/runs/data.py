@@ -27,6 +27,7 @@ from meshwright.runs.reporter import Reporter
 from meshwright.spec.hf_config import find_weights_file
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job, Source
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
+from meshwright.spec.paths import BUILTIN
 
 PREPARATION_KEYS = (
     "eval_fraction",
@@ -295,7 +296,7 @@ def _fingerprint(settings: dict[str, Any], base: Path, template: str) -> str:
     if template:
         facts.append(template)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    stem = "".join(c if c.isalnum() else "-" for c in Path(source.removeprefix("builtin:")).stem) or "corpus"
+    stem = "".join(c if c.isalnum() else "-" for c in Path(source.removeprefix(BUILTIN)).stem) or "corpus"
     return f"{stem}-{choice.kind}{choice.vocab_size or ''}-{digest}"
 
 

@@ -23,6 +23,7 @@ from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
+from meshwright.spec.paths import BUILTIN
 
 if TYPE_CHECKING:
     from meshwright.train.batches import Batcher
@@ -65,7 +66,7 @@ def name_sets(data: HeldOutData) -> dict[str, str]:
     texts = () if isinstance(data, Mapping) else [str(data)] if isinstance(data, str | Path) else data
     for text in texts:
         named = re.fullmatch(r"([\w.-]+)=(.+)", text)
-        name, path = named.groups() if named else (Path(text.removeprefix("builtin:")).stem or text, text)
+        name, path = named.groups() if named else (Path(text.removeprefix(BUILTIN)).stem or text, text)
         if name in sets:
             rule, fix = "names two held-out sets", "Give each its own name: --data NAME=PATH"
             raise UserError(Problem("eval-set-name", rule, path=name, fix=fix))

@@ -10,12 +10,11 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.load import apply_on
+from meshwright.spec.paths import BUILTIN
 from meshwright.spec.presets import read_preset
 
 LARGE = 1024
 """Hidden size from which a preset gets a long sequence and bf16."""
-BUILTIN = "builtin:"
-"""Prefix of data that come with Meshwright."""
 TEMPLATE = """\
 # A job for meshwright. All keys: docs/job-file.md, or meshwright schema.
 #   meshwright plan {file}     predicts memory and step time, and chooses a layout

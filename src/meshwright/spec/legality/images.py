@@ -10,6 +10,7 @@ from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.legality.rule import Rule, needs_setting
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.numbers import divisors, list_choices, near_divisors
+from meshwright.spec.paths import BUILTIN
 
 IMAGE_SETTINGS = frozenset({"path", "eval_fraction"})
 """Keys of ``[data]`` that apply to images."""
@@ -25,7 +26,7 @@ def check_image_data(job: Job) -> Problem | None:
     """A ResNet reads images, not text."""
     if not isinstance(job.model, ResNetModel):
         return None
-    if job.data.path.startswith("builtin:") and job.data.path != SYNTHETIC_IMAGES:
+    if job.data.path.startswith(BUILTIN) and job.data.path != SYNTHETIC_IMAGES:
         fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
         rule = "is text; this model reads images"
         return Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
