@@ -63,12 +63,6 @@ def test_a_resumed_run_prints_as_much_as_it_is_asked_to(job_file, tmp_path):
         assert table in verbose.stdout
 
 
-def test_a_job_file_of_init_trains_as_it_is(tmp_path):
-    assert run("init", "--model", "tiny", cwd=tmp_path).returncode == 0
-    done = run("train", "job.toml", "train.steps=2", "--quiet", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
 def test_without_torch_planning_works_and_training_names_the_extra(job_file, tmp_path):
     planned = run("plan", job_file, "-o", "plan.toml", cwd=tmp_path, code=NO_TORCH)
     assert planned.returncode == 0, planned.stderr
