@@ -1,4 +1,4 @@
-"""The built wheel works on its own, outside of the repository: presets, built-in data and tables are in it."""
+"""The built wheel works outside of the repository: presets, built-in data and tables are in it."""
 
 from __future__ import annotations
 
