@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 from contextlib import suppress
@@ -14,6 +15,7 @@ from meshwright.api import load_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.job_template import write_job_text
+from meshwright.spec.load import other_format_problem
 from meshwright.spec.paths import BUILTIN
 
 MODEL, DEVICES = "demo-2m", "local"
@@ -33,6 +35,8 @@ class InitRequest:
 def init_job(output: Output, request: InitRequest) -> int:
     """Write the file and check that it loads."""
     out = request.out
+    if problem := other_format_problem(out):
+        raise UserError(problem)
     if out.exists() and not request.force:
         fix = "Choose another file with -o, or overwrite it with --force"
         raise UserError(Problem("init-exists", "already exists", path=str(out), fix=fix))
@@ -69,7 +73,10 @@ def _ask(asks: bool, question: str, default: str) -> str:
 
 
 def _require_data(data: str) -> None:
-    if not data or data.startswith(BUILTIN) or Path(data).exists() or "*" in data:
+    """Refuse a path or a glob without a match; a file's name may look like a glob."""
+    path = os.path.expanduser(data)  # noqa: PTH111  (Path.expanduser raises for an unknown user)
+    matches = Path(path).exists() or glob.glob(path, recursive=True)  # noqa: PTH207  (takes absolute patterns)
+    if not data or data.startswith(BUILTIN) or matches:
         return
-    fix = "Check the path, or leave it out for built-in data"
-    raise UserError(Problem("init-data", "is not there", path="data", value=data, fix=fix, is_argument=True))
+    rule, fix = "does not exist", "Check the path, or leave it out for built-in data"
+    raise UserError(Problem("init-data", rule, path="data", value=data, fix=fix, is_argument=True))

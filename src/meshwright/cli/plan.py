@@ -146,6 +146,8 @@ def _describe_sizing(output: Output, sizing: Sizing, device_name: str) -> None:
     output.table(
         "Sizes tried", columns, [_cells(size) for size in sizing.tried], spare=("best layout", "lost")
     )
+    if sizing.too_small:
+        output.print(f"no layout fits on: {', '.join(map(str, sizing.too_small))}")
     output.print("assumed: " + "; ".join(sizing.assumptions))
     output.print()
 

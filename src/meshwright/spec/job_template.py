@@ -116,8 +116,8 @@ def _cluster_lines(devices: str) -> str:
 
 
 def _seen_from(path: str, out: Path) -> str:
-    """A path as the job file has it, relative to the file's folder; built-in data stay."""
-    if path.startswith(BUILTIN) or Path(path).is_absolute():
+    """A path as the job file has it, relative to the file's folder; `builtin:` and `~` stay."""
+    if path.startswith((BUILTIN, "~")) or Path(path).is_absolute():
         return path
     return os.path.relpath(path, out.parent)
 

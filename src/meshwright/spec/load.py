@@ -219,12 +219,18 @@ def _missing_file(source: str) -> Problem:
 
 def _bad_toml(path: Path, error: tomllib.TOMLDecodeError) -> Problem:
     """What is wrong in a job file; of a file in another format, only that."""
-    if path.suffix in OTHER_FORMATS:
-        rule = f"is a {path.suffix[1:].upper()} file; job files are TOML"
-        fix = "Write it as TOML, for example with meshwright init"
-        fix += " (YAML reads 3e-4 as text)" if "y" in path.suffix else ""
-        return Problem("job-not-toml", rule, path=str(path), fix=fix)
-    return Problem("job-bad-toml", f"is not TOML: {error}", path=str(path))
+    return other_format_problem(path) or Problem("job-bad-toml", f"is not TOML: {error}", path=str(path))
+
+
+def other_format_problem(path: Path) -> Problem | None:
+    """The problem with a job file that is YAML or JSON by its name."""
+    suffix = path.suffix.lower()
+    if suffix not in OTHER_FORMATS:
+        return None
+    rule = f"is a {suffix[1:].upper()} file; job files are TOML"
+    fix = "Write it as TOML, for example with meshwright init -o job.toml"
+    fix += " (YAML reads 3e-4 as text)" if "y" in suffix else ""
+    return Problem("job-not-toml", rule, path=str(path), fix=fix)
 
 
 def apply_override(tree: Tree, text: str) -> Problem | None:

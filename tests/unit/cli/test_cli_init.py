@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pty
@@ -61,6 +62,9 @@ def test_init_with_a_hugging_face_folder_writes_paths_relative_to_the_file(cli, 
         (["--gpus", "0"], "cluster-bad-on"),
         (["--gpus", "many"], "cluster-unknown-preset"),
         (["--data", "nowhere"], "init-data"),
+        (["--data", "nowhere-*.txt"], "init-data"),
+        (["-o", "job.yaml"], "job-not-toml"),
+        (["-o", "job.JSON"], "job-not-toml"),
         (["-o", "nowhere/job.toml"], "init-not-writable"),
     ],
 )
@@ -68,6 +72,16 @@ def test_init_refuses_bad_arguments_and_leaves_no_file(cli, tmp_path, arguments,
     ran = cli("init", *arguments)
     assert (ran.status, ran.codes) == (2, [code])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("data", ["part-?.txt", "part-[0-9].txt", "**/part-*.txt", "~/part-0.txt", "~/*.txt"])
+def test_init_accepts_globs_and_the_home_folder(cli, tmp_path, monkeypatch, data):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "part-0.txt").write_text("some text")
+    (tmp_path / "jobs").mkdir()
+    assert cli("init", "--data", data, "-o", "jobs/a.toml").status == 0
+    path = load_job("jobs/a.toml", to_run=False).data.path
+    assert glob.glob(path, recursive=True) == [str(tmp_path / "part-0.txt")]  # noqa: PTH207
 
 
 def test_init_overwrites_a_file_with_force_only(cli, tmp_path):

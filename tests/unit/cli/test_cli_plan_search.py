@@ -326,6 +326,7 @@ def test_sizing_names_devices_time_cost_and_assumptions(cli):
     assert ran.status == 0
     sizing = ran.json["sizing"]
     assert sizing["wall_s"] <= 3 * 86400
+    assert set(sizing["too_small"]).isdisjoint(size["devices"] for size in sizing["tried"])
     assert sizing["cost"] == pytest.approx(2.5 * sizing["devices"] * sizing["wall_s"] / 3600)
     assert [size["devices"] for size in sizing["tried"]] == sorted(
         size["devices"] for size in sizing["tried"]

@@ -6,12 +6,14 @@ import math
 
 import pytest
 
+import meshwright.plan.sizing as sizing_module
 from meshwright.core.errors import UserError
 from meshwright.layout.parameters import count_parameters
 from meshwright.plan.search.find import with_cluster
 from meshwright.plan.sizing import (
     CHECKPOINT_BYTES,
     RESTART_S,
+    ClusterSize,
     Goal,
     explain_size,
     list_assumptions,
@@ -85,8 +87,70 @@ def test_impossible_deadline_has_no_size(make_decoder_job):
     sizing = size_cluster(job, Goal(1e12, 3600), {})
     assert sizing.answer is None
     assert sizing.summary()["devices"] is None
-    assert "no number of" in explain_size(sizing, "H100")
+    tried = ", ".join(str(size.devices) for size in sizing.tried)
+    assert f"({tried} x H100)" in explain_size(sizing, "H100")
     assert len(sizing.tried) < 14, "the search stops when more devices do not help"
+
+
+@pytest.fixture
+def ideal_scaling(monkeypatch):
+    """Replace the layout search: 10,000 device hours on any number of devices but ``worse`` ones."""
+
+    def install(worse=lambda devices: 1.0):
+        def best_on(job, devices, tokens, pins):
+            hours = 10_000 * worse(devices)
+            cost = job.cluster.cost_per_hour * hours
+            return ClusterSize(devices, max(1, devices // 8), None, hours * 3600 / devices, 0.0, cost)
+
+        monkeypatch.setattr("meshwright.plan.sizing._best_on", best_on)
+
+    return install
+
+
+@pytest.fixture
+def priced_job(make_decoder_job):
+    return with_cluster(make_decoder_job("llama3-8b"), cost_per_hour=1.0)
+
+
+@pytest.mark.parametrize("hours", [10_000 / 88, 10_000 / 100, 10_000 / 300])
+def test_deadline_is_met_with_the_fewest_devices_between_doublings(priced_job, ideal_scaling, hours):
+    ideal_scaling()
+    answer = size_cluster(priced_job, Goal(1e12, hours * 3600), {}).answer
+    assert answer is not None
+    needed = 10_000 / hours
+    step = 8 if needed <= 128 else 32
+    assert answer.devices == step * math.ceil(needed / step - 1e-9)
+
+
+def test_deadline_and_budget_are_met_between_doublings(priced_job, ideal_scaling):
+    """The first doubling that keeps the deadline is above the budget. A size below it meets both."""
+    ideal_scaling(lambda devices: 1 + devices / 1000)
+    sizing = size_cluster(priced_job, Goal(1e12, 150 * 3600, 11_000), {})
+    assert sizing.answer is not None
+    assert sizing.answer.devices == 72
+    assert sizing.answer.cost <= 11_000
+    assert 128 in [size.devices for size in sizing.tried]
+
+
+def test_budget_buys_the_fastest_size_between_doublings(priced_job, ideal_scaling):
+    ideal_scaling(lambda devices: 1 + devices / 1000)
+    sizing = size_cluster(priced_job, Goal(1e12, None, 11_000), {})
+    assert sizing.answer is not None
+    assert sizing.answer.devices == 96, "104 devices cost 11,040 USD"
+
+
+def test_sizes_without_a_layout_are_reported(priced_job, ideal_scaling, monkeypatch):
+    ideal_scaling()
+    found = sizing_module._best_on
+    monkeypatch.setattr(
+        sizing_module,
+        "_best_on",
+        lambda job, devices, *rest: found(job, devices, *rest) if devices > 2 else None,
+    )
+    sizing = size_cluster(priced_job, Goal(1e12, 10_000 * 3600 / 8), {})
+    assert sizing.too_small == (1, 2)
+    assert sizing.answer is not None
+    assert sizing.answer.devices == 8
 
 
 def test_assumptions_for_missing_figures_are_named(make_decoder_job):
