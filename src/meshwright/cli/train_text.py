@@ -6,10 +6,11 @@ from meshwright.core.units import format_bytes, format_count, format_seconds, fo
 from meshwright.layout.text import describe_layout
 from meshwright.plan.contract import PlanContract
 from meshwright.plan.time.interval import step_interval
+from meshwright.spec.execution import explain_block_backend
 
 
 def summarize_plan(plan: PlanContract) -> list[str]:
-    """The layout, and what is predicted of it."""
+    """The layout, what is predicted of it, and the reason for the block backend."""
     job, spread = plan.job, step_interval(plan.job)
     ranks, devices = plan.world_size, job.cluster.world_size
     on = f"on {ranks} of {devices} devices" if ranks <= devices else f"in {ranks} ranks on {devices} devices"
@@ -22,4 +23,5 @@ def summarize_plan(plan: PlanContract) -> list[str]:
     return [
         f"plan: {model}, {describe_layout(job.layout)} {on} ({job.cluster.device_name})",
         f"predicted: {step}, {rate}, MFU {plan.mfu:.1%}, {memory}",
+        *explain_block_backend(job),
     ]

@@ -26,7 +26,7 @@ from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan
 from meshwright.runs.data import prepare_data
 from meshwright.runs.held_out import HeldOutSet, prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
-from meshwright.runs.ranks import require_compiler, require_devices
+from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
 from meshwright.runs.weights import InitialWeights
 from meshwright.spec.job import Job
@@ -61,8 +61,9 @@ def prepare_run(
     given = read_plan(path) if not job.overrides and job.on is None and is_plan(path) else None
     spec = given.job if given else spec
     _require_trackers(spec)
-    require_compiler(spec)
-    plan = given or build_plan(spec, job.named_layout_keys())[0]
+    settled = settle_block_backend(spec, reporter)
+    plan = given if given and settled is spec else build_plan(settled, job.named_layout_keys())[0]
+    spec = settled
     if started is not None and plan.world_size != started:
         rule = f"needs {plan.world_size} ranks; the launcher started {started}"
         fix = "Start as many ranks as the layout has"

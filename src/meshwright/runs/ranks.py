@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
@@ -15,6 +16,7 @@ from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import find_gpus
 from meshwright.spec.execution import uses_eager_blocks, wanted_block_backend
 from meshwright.spec.job import Job
+from meshwright.spec.legality.table import find_problems
 
 PRELOAD = (
     "meshwright.launch.forkserver_preload",
@@ -85,15 +87,28 @@ def require_devices(job: Job, world_size: int) -> None:
         raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
 
 
-def require_compiler(job: Job) -> None:
-    """Check that there is a C++ compiler: inductor and Triton call one in the first step."""
-    if uses_eager_blocks(job) or job.train.compile_backend != "inductor":
-        return
+def settle_block_backend(job: Job, reporter: Reporter) -> Job:
+    """The job, with eager blocks if the default backend needs a C++ compiler that this machine does not have.
+
+    Inductor and Triton call the compiler in the first step.
+
+    Raises:
+        UserError: There is no compiler, and the job names its backend or has settings that need it.
+    """
     compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        rule = f"needs a C++ compiler; {compiler} was not found"
-        fix = (
-            "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or set train.block_backend=eager"
+    needs_one = not uses_eager_blocks(job) and job.train.compile_backend == "inductor"
+    if not needs_one or shutil.which(compiler) is not None:
+        return job
+    path, value = "train.block_backend", wanted_block_backend(job)
+    rule, install = (
+        f"needs a C++ compiler; {compiler} was not found",
+        "(Debian and Ubuntu: apt-get install g++)",
+    )
+    eager = replace(job, train=replace(job.train, block_backend="eager"))
+    if job.train.block_backend is None and not find_problems(eager):
+        reporter.warning(
+            f"{path}=eager: {value}, the default here, {rule}. Install one {install}, or set CXX"
         )
-        path, value = "train.block_backend", wanted_block_backend(job)
-        raise UserError(Problem("train-compile-no-compiler", rule, path=path, value=value, fix=fix))
+        return eager
+    fix = f"Install one {install}, set CXX, or set train.block_backend=eager"
+    raise UserError(Problem("train-compile-no-compiler", rule, path=path, value=value, fix=fix))

@@ -20,7 +20,7 @@ from meshwright.report.scaling import FEWEST_STEPS, WARM_UP, ScalingRow, basis, 
 from meshwright.runs.data import prepare_data
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.measure import MeasuredRun, describe_machine, measure_plan
-from meshwright.runs.ranks import require_compiler, require_devices
+from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.load import apply_override, read_tree
@@ -75,7 +75,7 @@ def bench_scaling(
         fix = f"Use {FEWEST_STEPS} or more"
         raise UserError(Problem("bench-steps", rule, path="steps", value=steps, fix=fix, is_argument=True))
     _check_degrees(job, reporter)
-    plans = plan_rows(job, ranks, steps, weak)
+    plans = plan_rows(job, ranks, steps, weak, reporter)
     data_dir = prepare_data(plans[0].job, reporter)
     prepare_environment(threads=1)
     rows: list[ScalingRow] = []
@@ -92,11 +92,14 @@ def bench_scaling(
     return ScalingResult(plans, rows, weak, steps, describe_machine(plans[0], measured.attempt), date)
 
 
-def plan_rows(job: LoadedJob, ranks: Sequence[int] | None, steps: int, weak: bool) -> list[PlanContract]:
+def plan_rows(
+    job: LoadedJob, ranks: Sequence[int] | None, steps: int, weak: bool, reporter: Reporter
+) -> list[PlanContract]:
     """A plan for each number of ranks; nothing starts before all of them are legal."""
     given = ["layout.mode=given", f"train.steps={steps}"]
     alone = job.with_overrides(*given, "layout.dp_replicate=1").spec
-    require_compiler(alone)
+    if settle_block_backend(alone, reporter) is not alone:
+        given.append("train.block_backend=eager")
     plans = []
     for number in ranks or default_ranks(alone.cluster.world_size):
         batch = alone.train.global_batch * (number if weak else 1)

@@ -27,7 +27,7 @@ from meshwright.runs.cluster_file import require_writable, write_cluster
 from meshwright.runs.data import prepare_data
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.measure import describe_machine, measure_plan
-from meshwright.runs.ranks import require_compiler, require_devices
+from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.job import Job
 
@@ -88,7 +88,7 @@ def tune_job(job: LoadedJob, out: Path, top: int, steps: int, reporter: Reporter
     require_writable(out, "tune")
     spec = shorten(job.spec, steps)
     _require_auto_layout(spec)
-    require_compiler(spec)
+    spec = settle_block_backend(spec, reporter)
     require_devices(spec, spec.cluster.world_size)
     found = search_job(spec, job.named_layout_keys()).best
     plans = [plan_from(prediction) for prediction in found[:top]]

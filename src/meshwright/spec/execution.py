@@ -48,17 +48,20 @@ def wanted_block_backend(job: Job) -> BlockBackend:
 
 
 def explain_block_backend(job: Job) -> list[str]:
-    """Which backend the default is, or why ``triton`` runs as ``compile``, as a sentence; else empty.
+    """Why the default is this backend, or why ``triton`` runs as ``compile``, as a sentence.
+
+    Empty if the job names a backend that runs, and for jobs that have no choice of one.
 
     Args:
         job: With its layout settled.
     """
-    if job.train.block_backend is None and not uses_eager_blocks(job):
-        return [f"train.block_backend={resolve_block_backend(job)}: the fastest here, by default"]
-    if job.train.block_backend != "triton":
+    named, missing = job.train.block_backend, _find_triton_obstacle(job)
+    if named == "triton" and missing is not None:
+        return [f"train.block_backend=triton runs as compile here: it needs {missing}"]
+    if named is not None or job.train.runtime != "meshwright" or not isinstance(job.model, DecoderModel):
         return []
-    missing = _find_triton_obstacle(job)
-    return [] if missing is None else [f"train.block_backend=triton runs as compile here: it needs {missing}"]
+    reason = "the fastest backend" if missing is None else f"triton needs {missing}"
+    return [f"train.block_backend={resolve_block_backend(job)} by default: {reason}"]
 
 
 def _find_triton_obstacle(job: Job) -> str | None:

@@ -20,6 +20,8 @@ LLAMA = {
     "vocab_size": 256,
 }
 
+CPU = {"preset": "local", "device": "cpu", "devices_per_node": 1, "matmul_flops_per_s": 1e11}
+
 
 def build(**tables: Any) -> Job:
     """A job that Triton blocks can run, with changed tables."""
@@ -62,7 +64,7 @@ def test_triton_blocks_run_if_device_model_and_layout_support_them(tables):
 @pytest.mark.parametrize(
     "tables",
     [
-        {"cluster": {"preset": "local", "device": "cpu", "devices_per_node": 1, "matmul_flops_per_s": 1e11}},
+        {"cluster": CPU},
         {"train": {"compile_backend": "aot_eager"}},
         {"train": {"precision": "fp32"}},
         {"model": {"attention_bias": True}},
@@ -87,6 +89,30 @@ def test_triton_falls_back_to_compile_with_a_reason(tables):
     assert resolve_block_backend(job) == "compile"
     (reason,) = explain_block_backend(job)
     assert reason.startswith("train.block_backend=triton runs as compile here: it needs ")
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({}, "triton by default: the fastest backend"),
+        ({"layout": {"tp": 2}}, "compile by default: triton needs unsharded weights and sequences"),
+        ({"model": {"attention_bias": True}}, "compile by default: triton needs plain attention heads"),
+        (
+            {"train": {"precision": "fp32"}},
+            "eager by default: triton needs train.precision=bf16, fp16 or fp8",
+        ),
+        ({"cluster": CPU}, "eager by default: triton needs a GPU"),
+        (
+            {"model": {"num_experts": 4, "experts_per_token": 2}},
+            "eager by default: triton needs a dense decoder",
+        ),
+    ],
+    ids=str,
+)
+def test_default_backend_has_a_reason(tables, reason):
+    tables = {**tables, "train": {**tables.get("train", {}), "block_backend": None}}
+    (line,) = explain_block_backend(build(**tables))
+    assert line.startswith(f"train.block_backend={reason}")
 
 
 @pytest.mark.parametrize("backend", ["eager", "compile"])

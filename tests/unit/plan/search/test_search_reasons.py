@@ -80,7 +80,7 @@ def test_reasons_name_zero_weight_padding(make_job):
 
 
 def test_given_layout_and_micro_batch_need_no_reason(make_job):
-    job = make_job(layout={"dp_replicate": 2, "micro_batch": 2})
+    job = make_job(layout={"dp_replicate": 2, "micro_batch": 2}, train={"block_backend": "eager"})
     assert explain(job) == ["dp_replicate=2 micro_batch=2: given in the job"]
 
 
