@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,16 @@ def job_file(tmp_path: Path, job_text: str) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(job_text)
     return path
+
+
+@pytest.fixture
+def use_hf_folder(job_file: Path) -> Callable[[Path], None]:
+    """``use_hf_folder(folder)``: let the small job start from a Hugging Face folder."""
+
+    def use(folder: Path) -> None:
+        job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
+
+    return use
 
 
 @dataclass(frozen=True)

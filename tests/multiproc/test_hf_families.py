@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,29 +14,8 @@ from meshwright.data.hf_tokenizer import hf_tokenizer_text
 from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.spec.hf_config import read_config
 from meshwright.spec.model import DecoderModel
+from model_shapes import HF_FAMILIES
 
-LLAMA = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], **LLAMA, "tie_word_embeddings": True},
-    "mistral": {"architectures": ["MistralForCausalLM"], **LLAMA, "sliding_window": 64},
-    "mixtral": {"architectures": ["MixtralForCausalLM"], **LLAMA, "num_local_experts": 4},
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 320,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-    },
-}
 LAYOUTS = {
     "one process": "layout.dp_replicate=1",
     "DDP": "layout.dp_replicate=2",
@@ -47,7 +25,7 @@ LAYOUTS = {
 CELLS = [
     # GPT-2 shares tensors between parameters; the other families load each parameter from its own tensor.
     pytest.param(family, layout, marks=() if "gpt2" in family or "one" in layout else pytest.mark.slow)
-    for family in FAMILIES
+    for family in HF_FAMILIES
     for layout in LAYOUTS
 ]
 
@@ -55,7 +33,9 @@ CELLS = [
 def write_family(family: str, folder: Path) -> DecoderModel:
     """A random model of a family in the Hugging Face format, with a byte tokenizer."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
+    name, settings = HF_FAMILIES[family]
+    config = {"model_type": family, "architectures": [name], "vocab_size": 320, **settings}
+    (folder / "config.json").write_text(json.dumps(config))
     model = DecoderModel(**read_config(folder).fields)
     random = np.random.default_rng(3)
     tensors = {
@@ -68,11 +48,10 @@ def write_family(family: str, folder: Path) -> DecoderModel:
 
 
 @pytest.mark.parametrize(("family", "layout"), CELLS)
-def test_family_trains_from_its_weights_with_a_clean_audit(train, job_file, tmp_path, family, layout):
+def test_family_trains_from_its_weights_with_a_clean_audit(train, use_hf_folder, tmp_path, family, layout):
     """State bytes per rank and all collectives equal the plan; the weights are those of the folder."""
     write_family(family, tmp_path / "base")
-    text = job_file.read_text().replace('preset = "tiny"', f'hf = "{tmp_path / "base"}"')
-    job_file.write_text(text)
+    use_hf_folder(tmp_path / "base")
     run = train(LAYOUTS[layout], "train.steps=2")
     assert run.result["audit_ok"], run.result["differences"]
     assert run.result["state_bytes"] == run.result["predicted_state_bytes"]

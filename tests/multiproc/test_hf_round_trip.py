@@ -24,26 +24,13 @@ transformers.utils.logging.disable_progress_bar()
 
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
 from meshwright.data.tokenizer import BpeTokenizer  # noqa: E402
+from model_shapes import HF_FAMILIES  # noqa: E402
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<pad>", "<s>")
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
-    "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 64}),
-    "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "rope_theta": 5e5}),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-}
 UNCHANGED = ("layout.dp_replicate=1", "train.steps=1", "train.lr=1e-30", "train.weight_decay=0.0")
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}, {"role": "assistant", "content": "line 3"}]
 
@@ -66,7 +53,7 @@ def write_source(family: str, folder: Path, corpus: Path, dtype: torch.dtype = t
     tokenizer.save_pretrained(folder)
     ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     ends = [tokenizer.eos_token_id, trained.special_tokens["<|endoftext|>"]]
-    name, settings = FAMILIES[family]
+    name, settings = HF_FAMILIES[family]
     torch.manual_seed(1)
     of_class = getattr(transformers, name)
     model = of_class(of_class.config_class(vocab_size=384, eos_token_id=ends, **ids, **settings))
@@ -79,10 +66,9 @@ def write_source(family: str, folder: Path, corpus: Path, dtype: torch.dtype = t
     (folder / "README.md").write_text("This describes another model.")
 
 
-def import_and_export(train, job_file: Path, corpus: Path, folder: Path, *overrides: str, dtype=None) -> Path:
+def import_and_export(train, use_hf_folder, corpus: Path, folder: Path, *overrides: str, dtype=None) -> Path:
     """Train on the folder's own tokenizer without changing a weight, remove the folder, export."""
-    text = job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"')
-    job_file.write_text(text)
+    use_hf_folder(folder)
     run = train(*UNCHANGED, f"data.path={corpus}", *overrides)
     shutil.move(folder, folder.with_name("moved"))
     export_checkpoint(Path(run.result["checkpoint"]), folder.with_name("out"), dtype, 10**9)
@@ -117,11 +103,13 @@ def answers(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "family", ["mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mixtral", "gpt2"))]
 )
-def test_the_exported_folder_equals_the_source_in_transformers(train, job_file, corpus, tmp_path, family):
+def test_the_exported_folder_equals_the_source_in_transformers(
+    train, use_hf_folder, corpus, tmp_path, family
+):
     """Equal class, configs, chat template, padding, generated text, logits, and bytes of small files."""
     write_source(family, tmp_path / "base", corpus)
     before = answers(tmp_path / "base")
-    out = import_and_export(train, job_file, corpus, tmp_path / "base")
+    out = import_and_export(train, use_hf_folder, corpus, tmp_path / "base")
     moved = tmp_path / "moved"
     names = {path.name for path in moved.iterdir()} - {"model.safetensors", "README.md"}
     assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -136,7 +124,7 @@ def test_the_exported_folder_equals_the_source_in_transformers(train, job_file, 
         assert after[what] == value, what
 
 
-def test_dtypes_and_names_of_the_source_are_kept(train, job_file, corpus, tmp_path):
+def test_dtypes_and_names_of_the_source_are_kept(train, use_hf_folder, corpus, tmp_path):
     """The source has bf16 weights with float32 norms, names without prefix, and a tied head stored twice.
 
     An export in another dtype changes one key of the config.
@@ -148,7 +136,7 @@ def test_dtypes_and_names_of_the_source_are_kept(train, job_file, corpus, tmp_pa
     tensors |= {name: tensor.float() for name, tensor in tensors.items() if "ln_" in name}
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
-    out = import_and_export(train, job_file, corpus, folder)
+    out = import_and_export(train, use_hf_folder, corpus, folder)
     exported = load_file(out / "model.safetensors")
     assert {n: t.dtype for n, t in exported.items()} == {n: t.dtype for n, t in tensors.items()}
     assert all(torch.equal(tensor, exported[name]) for name, tensor in tensors.items())
@@ -159,10 +147,10 @@ def test_dtypes_and_names_of_the_source_are_kept(train, job_file, corpus, tmp_pa
     assert wide == {**config, "dtype": "float32"}
 
 
-def test_a_run_with_another_tokenizer_exports_that_tokenizer(train, job_file, corpus, tmp_path):
+def test_a_run_with_another_tokenizer_exports_that_tokenizer(train, use_hf_folder, corpus, tmp_path):
     """The exported folder has the byte tokenizer and its special token ids."""
     write_source("mistral", tmp_path / "base", corpus)
-    out = import_and_export(train, job_file, corpus, tmp_path / "base", "data.tokenizer=byte")
+    out = import_and_export(train, use_hf_folder, corpus, tmp_path / "base", "data.tokenizer=byte")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     config = transformers.AutoConfig.from_pretrained(out)
     assert (config.model_type, config.sliding_window) == ("mistral", 64)
@@ -172,11 +160,10 @@ def test_a_run_with_another_tokenizer_exports_that_tokenizer(train, job_file, co
     assert (out / "LICENSE").is_file()
 
 
-def test_a_resumed_run_exports_the_files_of_the_source(train, job_file, corpus, tmp_path):
+def test_a_resumed_run_exports_the_files_of_the_source(train, use_hf_folder, corpus, tmp_path):
     """The source folder is deleted before the resume; the checkpoint holds its small files."""
     write_source("mistral", tmp_path / "base", corpus)
-    text = job_file.read_text().replace('preset = "tiny"', f'hf = "{tmp_path / "base"}"')
-    job_file.write_text(text)
+    use_hf_folder(tmp_path / "base")
     data = f"data.path={corpus}"
     first = train(*UNCHANGED, data, f"data.tokenizer={tmp_path / 'base'}/tokenizer.json")
     shutil.copy(tmp_path / "base" / "tokenizer.json", tmp_path / "tokenizer.json")

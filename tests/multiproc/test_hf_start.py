@@ -28,9 +28,9 @@ def folder(train, tmp_path) -> Path:
 
 
 @pytest.fixture
-def from_folder(train, folder, job_file):
+def from_folder(train, folder, use_hf_folder):
     """`train`, starting from that folder."""
-    job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
+    use_hf_folder(folder)
     return train
 
 
@@ -61,7 +61,9 @@ def test_one_and_two_ranks_start_from_the_weights_of_the_folder(from_folder, fol
 DEEP = "model.num_layers=8"
 
 
-def test_a_rank_never_holds_the_full_model_during_startup(train, job_file, tmp_path, monkeypatch):
+def test_a_rank_never_holds_the_full_model_during_startup(
+    train, job_file, use_hf_folder, tmp_path, monkeypatch
+):
     """The peak is the rank's shards, its optimizer state and one full FSDP group.
 
     It holds for random weights, weights of a folder, and a resume. The model has eight blocks, so its full
@@ -74,7 +76,7 @@ def test_a_rank_never_holds_the_full_model_during_startup(train, job_file, tmp_p
     export_checkpoint(Path(trained.result["checkpoint"]), folder, "float32", 100_000)
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:record_startup_memory")
     random = train("name=random", *sharded, "layout.zero=2", DEEP)
-    job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
+    use_hf_folder(folder)
     one = train("name=one", *common, "layout.dp_replicate=1")
     read = train("name=read", *sharded)
     assert read.losses == pytest.approx(one.losses, rel=1e-5)

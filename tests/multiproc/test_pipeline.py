@@ -132,7 +132,7 @@ def test_a_checkpoint_resumes_with_and_without_a_pipeline(straight, resume, sour
         assert [len(part.layers) for pp_rank in (0, 1) for part in local_stages(job, pp_rank)] == [3, 1]
 
 
-def test_a_pipeline_checkpoint_generates_and_exports(straight, train, job_file, tmp_path, capfd):
+def test_a_pipeline_checkpoint_generates_and_exports(straight, train, use_hf_folder, tmp_path, capfd):
     """The checkpoint has the full model: it generates text, and a pipeline starts from its export."""
     run = straight[1]
     settings = {"prompt": "the ", "tokens": 8, "temperature": 0.0, "template": None, "seed": 0, "tp": 1}
@@ -143,7 +143,7 @@ def test_a_pipeline_checkpoint_generates_and_exports(straight, train, job_file, 
     assert texts[0] == texts[1] != ""
     folder = tmp_path / "folder"
     export_checkpoint(run.run_dir / "checkpoints" / "step-00000006", folder, "float32", 100_000)
-    job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
+    use_hf_folder(folder)
     still = ("train.steps=1", "train.lr=1e-12", "layout.pp=2", "layout.schedule=interleaved")
     started = train(*COMMON[1:], *still, "layout.virtual_stages=2")
     assert started.result["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=1e-5)

@@ -40,7 +40,7 @@ class DryRun:
     audit: Audit
     seconds: float
     process_bytes: int
-    """Peak memory of this process."""
+    """By how much the dry run raised the peak memory of this process."""
 
     @property
     def ok(self) -> bool:
@@ -81,10 +81,10 @@ def dry_run_job(job: LoadedJob, rank: int, reporter: Reporter) -> DryRun:
     )
     plan = plan_from(predict(on_cpu, settled.layout))
     prepare_environment(threads=1)
-    started = time.perf_counter()
+    started, before = time.perf_counter(), _peak_process_bytes()
     record = _run_step(plan, rank, reporter)
-    seconds = time.perf_counter() - started
-    return DryRun(rank, plan, prediction, spec, audit_rank(plan, rank, record), seconds, _process_bytes())
+    seconds, grown = time.perf_counter() - started, _peak_process_bytes() - before
+    return DryRun(rank, plan, prediction, spec, audit_rank(plan, rank, record), seconds, grown)
 
 
 def _resolve(job: LoadedJob, rank: int, reporter: Reporter) -> Job:
@@ -114,6 +114,6 @@ def _run_step(plan: PlanContract, rank: int, reporter: Reporter) -> RunRecord:
     return record
 
 
-def _process_bytes() -> int:
+def _peak_process_bytes() -> int:
     """Peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -10,39 +10,25 @@ import pytest
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 
+SMALL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_size": 512,
+    "vocab_size": 1024,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn_size": 256,
+    "shared_experts": 1,
+    "dense_layers": 1,
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {
-        "num_layers": 6,
-        "hidden_size": 256,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "ffn_size": 512,
-        "vocab_size": 1024,
-    },
-    "experts": {
-        "num_layers": 4,
-        "hidden_size": 256,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-        "ffn_size": 512,
-        "vocab_size": 1024,
-        "num_experts": 4,
-        "experts_per_token": 2,
-        "expert_ffn_size": 256,
-        "shared_experts": 1,
-        "dense_layers": 1,
-    },
-    "latent": {
-        "num_layers": 4,
-        "hidden_size": 256,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-        "ffn_size": 512,
-        "vocab_size": 1024,
-        "attention": "latent",
-        "latent_size": 64,
-        "rope_head_dim": 32,
-    },
+    "dense": {**SMALL, "num_layers": 6, "num_heads": 8, "num_kv_heads": 2},
+    "experts": {**SMALL, **EXPERTS},
+    "latent": {**SMALL, "attention": "latent", "latent_size": 64, "rope_head_dim": 32},
 }
 
 

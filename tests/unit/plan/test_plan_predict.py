@@ -24,14 +24,9 @@ from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.step import predict_step
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import apply_override, build_job, job_tree
+from model_shapes import LLAMA_ON_16_GPUS
 
 ON_CPU = {"device": "cpu"}
-LARGE = {
-    "model": {"preset": "llama3-8b"},
-    "cluster": {"nodes": 2},
-    "train": {"global_batch": 32, "precision": "bf16"},
-    "data": {"seq_len": 2048},
-}
 PIPELINE = Layout("given", pp=4, tp=2, dp_shard=2, zero=1, micro_batch=1)
 
 
@@ -85,7 +80,7 @@ def test_given_micro_batch_is_kept(make_job):
 
 
 def test_pipeline_micro_batch_leaves_two_micro_batches_per_stage(make_job):
-    job = make_job(**LARGE)
+    job = make_job(**LLAMA_ON_16_GPUS)
     settled = complete_layout(job, dataclasses.replace(PIPELINE, micro_batch=None))
     share = 16
     sizes = [dataclasses.replace(PIPELINE, micro_batch=m) for m in range(1, share // (2 * 4) + 1)]
@@ -161,7 +156,7 @@ def test_layout_fits_with_memory_for_the_first_step(make_job):
 
 
 def test_need_is_that_of_the_largest_pp_rank(make_job):
-    found = predict(make_job(**LARGE), PIPELINE)
+    found = predict(make_job(**LLAMA_ON_16_GPUS), PIPELINE)
     assert len(found.memory.ledgers) == len(found.memory.needs) == 4
     assert found.needed_bytes == max(need.needed_bytes for need in found.memory.needs)
     assert found.ledger.peak_bytes == found.need.steady_step
@@ -172,7 +167,7 @@ def test_need_is_that_of_the_largest_pp_rank(make_job):
 def test_offloaded_state_must_fit_host_memory(make_job):
     """The GPUs have enough memory. The host does not."""
     layout = {"dp_replicate": 2, "micro_batch": 1, "offload": "optimizer"}
-    tables = {**LARGE, "cluster": {"devices_per_node": 2, "memory_bytes": 2 * 10**11}}
+    tables = {**LLAMA_ON_16_GPUS, "cluster": {"devices_per_node": 2, "memory_bytes": 2 * 10**11}}
     enough = make_job(**tables, layout=layout)
     found = predict(enough, enough.layout)
     assert found.memory.host_bytes >= 8 * 8 * 10**9, "AdamW's two moments of 8 billion parameters"
@@ -183,7 +178,7 @@ def test_offloaded_state_must_fit_host_memory(make_job):
 
 def test_plan_only_layout_is_estimated_by_rank_class(make_job):
     """The runtime is another framework. Memory is estimated and there are no collectives."""
-    job = changed(make_job(**LARGE), train={"runtime": "megatron-core"})
+    job = changed(make_job(**LLAMA_ON_16_GPUS), train={"runtime": "megatron-core"})
     found = predict(job, dataclasses.replace(PIPELINE, sequence_parallel=True))
     assert not found.exact
     assert list(found.classes) == ["first stage", "middle stages", "last stage"]
@@ -195,7 +190,7 @@ def test_plan_only_layout_is_estimated_by_rank_class(make_job):
 
 
 def test_traffic_names_the_pp_rank_and_is_empty_for_one_device(make_job):
-    job = make_job(**LARGE)
+    job = make_job(**LLAMA_ON_16_GPUS)
     rows = predict(job, PIPELINE).traffic
     assert {row.axis for row in rows} >= {"tp", "pp", "dp_shard"}
     assert {row.pp_rank for row in rows} <= {None, 0, 1, 2, 3}
@@ -338,7 +333,7 @@ def test_predicted_mfu_follows_its_definition(make_job):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "gpipe"])
 def test_pipeline_step_is_simulated_and_close_to_the_closed_form(make_job, schedule):
     """The parts sum to the step time. The search ranks by the closed form."""
-    job = make_job(**LARGE)
+    job = make_job(**LLAMA_ON_16_GPUS)
     stages = {"interleaved": 4, "zbv": 2}.get(schedule, 1)
     found = predict(job, dataclasses.replace(PIPELINE, schedule=schedule, virtual_stages=stages))
     assert found.time.pipeline is not None
@@ -352,7 +347,7 @@ def test_pipeline_step_is_simulated_and_close_to_the_closed_form(make_job, sched
 
 def test_simulated_bubbles_equal_the_published_formulas(make_job):
     """The 1F1B bubble is (pp - 1) / m of the work. Interleaving divides it by the virtual stages."""
-    job = make_job(**{**LARGE, "model": {"preset": "llama3-8b", "vocab_size": 8}})
+    job = make_job(**{**LLAMA_ON_16_GPUS, "model": {"preset": "llama3-8b", "vocab_size": 8}})
     plain, interleaved = (
         predict(job, layout).time.parts
         for layout in (PIPELINE, dataclasses.replace(PIPELINE, schedule="interleaved", virtual_stages=4))

@@ -79,6 +79,15 @@ def test_ledger_of_large_models_matches_a_dry_run(dry_run, preset, layout, rank,
     assert "for a CPU" in messages
 
 
+def test_memory_that_the_process_used_before_is_not_counted(dry_run, monkeypatch):
+    """A notebook or a test process may have held gigabytes before the dry run."""
+    peaks = iter((5_000_000_000, 5_000_300_000))
+    monkeypatch.setattr("meshwright.runs.dry_run._peak_process_bytes", lambda: next(peaks))
+    found, messages = dry_run("tiny", "layout.dp_shard=2", *SMALL)
+    assert found["process_bytes"] == 300_000
+    assert "and 300 kB of this machine's memory" in messages
+
+
 @pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])
 def test_ranks_agree_on_even_routing(tokens, etp):
     """The rows that a rank expects are those that the others send.
