@@ -29,7 +29,6 @@ import datetime
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +41,8 @@ from typing import Any, TextIO
 
 from kernel_classes import describe
 from one_device_worker import SHAPES, Task
+
+from meshwright.spec.cluster import find_gpus
 
 SUSTAINED = "sustained floor"
 KINDS = ("ours", "bare", "floor", "transformers")
@@ -407,12 +408,8 @@ def list_tasks(arguments: argparse.Namespace, device: str) -> list[Task]:
 
 def find_device() -> tuple[str, str]:
     """Kind and name of the device, without importing torch here."""
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False)
-        if answer.returncode == 0 and answer.stdout.strip():
-            return "cuda", answer.stdout.splitlines()[0]
-    return "cpu", "CPU"
+    gpus = find_gpus()
+    return ("cuda", gpus[0][0]) if gpus else ("cpu", "CPU")
 
 
 def parse_length(text: str) -> tuple[int, tuple[str, ...]]:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.core.packages import package_version
 from meshwright.launch.assignment import Assignment
 from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
@@ -168,6 +169,14 @@ def _errors(case):
     return [error for event in case.values() for error in event["errors"]]
 
 
+DEFECTS_TORCH = (2, 13)
+"""The version that has these defects. Its predecessors have others: on 2.11 a rank dies in the first case."""
+shows_defects = pytest.mark.skipif(
+    package_version("torch") < DEFECTS_TORCH, reason="the defects are those of torch 2.13"
+)
+
+
+@shows_defects
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["fsdp resharded, zbv", "fsdp resharded, interleaved"])
 def test_torchs_zero_bubble_loses_gradients_of_resharded_fsdp2_parameters(torch_cases, case):
@@ -181,12 +190,14 @@ def test_torchs_zero_bubble_loses_gradients_of_resharded_fsdp2_parameters(torch_
     assert max(_errors(torch_cases["fsdp not resharded, zbv"])) < TOLERANCE
 
 
+@shows_defects
 @pytest.mark.slow
 def test_torchs_zero_bubble_does_not_all_reduce_ddp_gradients(torch_cases):
     """Torch 2.13, without an error: each replica keeps its local gradients."""
     assert max(_errors(torch_cases["ddp, zbv"])) > 0.1, "fixed in torch: DDP reduces the gradients"
 
 
+@shows_defects
 @pytest.mark.slow
 def test_ddp_under_torchs_interleaved_schedule_crashes_in_the_second_step(torch_cases):
     """Torch 2.13 infers shapes with a backward pass that DDP counts. With few micro-batches, DDP then fails.

@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,8 @@ def test_changelog_has_an_unreleased_section() -> None:
 @pytest.mark.slow
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
     """Built in a copy, so that neither `site/` nor a cache is left in the tree."""
+    if not any(find_spec(name) for name in ("importlinter", "mkdocstrings", "zensical")):
+        pytest.skip("the dev extra is not installed")  # CI installs it: a part that is missing there fails
     zensical = Path(sys.executable).with_name("zensical")
     assert zensical.exists(), "zensical is part of the dev extra: pip install 'meshwright[dev]'"
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)

@@ -1,7 +1,8 @@
-"""Whether optional packages are installed; a missing one is an error that names its extra."""
+"""Optional packages: whether one is installed, its version, and an error that names the missing extra."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from meshwright.core.errors import missing_package
@@ -13,6 +14,14 @@ def has_package(name: str) -> bool:
         return find_spec(name) is not None
     except ImportError:
         return False
+
+
+def package_version(name: str) -> tuple[int, ...] | None:
+    """Major and minor version of an installed package, without importing it; None if it is not known."""
+    try:
+        return tuple(int(part) for part in version(name).split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return None
 
 
 def require_packages(*packages: tuple[str, str], needed_for: str) -> None:

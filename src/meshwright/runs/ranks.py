@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import Event
+from meshwright.core.packages import package_version
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LocalLaunch
 from meshwright.runs.reporter import Reporter
@@ -61,6 +62,10 @@ def build_launch(
     )
 
 
+CPU_FP8_TORCH = (2, 13)
+"""First version of torch that is known to run fp8 GEMMs with row scales on CPUs; 2.11 does not."""
+
+
 def list_preload(job: Job) -> tuple[str, ...]:
     """Modules to preload for a training run; for an open layout, those that any number of ranks may need."""
     ranks = job.layout.world_size if job.layout.mode == "given" else job.cluster.world_size
@@ -87,14 +92,28 @@ def require_devices(job: Job, world_size: int) -> None:
         raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
 
 
+def find_fp8_obstacle() -> str | None:
+    """Why fp8 GEMMs do not run on CPUs with this torch; None if they do."""
+    found = package_version("torch")
+    if found is None or found >= CPU_FP8_TORCH:
+        return None
+    needed, installed = (".".join(map(str, version)) for version in (CPU_FP8_TORCH, found))
+    return f"on CPUs needs torch {needed} or newer; torch {installed} has no fp8 GEMMs with row scales there"
+
+
 def settle_block_backend(job: Job, reporter: Reporter) -> Job:
     """The job, with eager blocks if the default backend needs a C++ compiler that this machine does not have.
 
     Inductor and Triton call the compiler in the first step.
 
     Raises:
-        UserError: There is no compiler, and the job names its backend or has settings that need it.
+        UserError: There is no compiler, and the job names its backend or has settings that need it; or the
+            job is in fp8, and torch has no fp8 GEMMs for this device.
     """
+    on_cpu = job.train.precision == "fp8" and job.cluster.device == "cpu"
+    if on_cpu and (obstacle := find_fp8_obstacle()):
+        fix = "Install a newer torch, use a GPU, or use train.precision=bf16"
+        raise UserError(Problem("train-fp8-torch", obstacle, path="train.precision", value="fp8", fix=fix))
     compiler = os.environ.get("CXX", "g++")
     needs_one = not uses_eager_blocks(job) and job.train.compile_backend == "inductor"
     if not needs_one or shutil.which(compiler) is not None:

@@ -25,11 +25,12 @@ class Warnings(Reporter):
         self.texts.append(text)
 
 
-def build(**train: str) -> Job:
+def build(device: str = "cuda", **train: str) -> Job:
+    cpu = {"preset": "local", "device": "cpu", "devices_per_node": 1, "matmul_flops_per_s": 1e11}
     tree = {
         "name": "small",
         "model": {"preset": "tiny"},
-        "cluster": {"preset": "h200-sxm"},
+        "cluster": {"preset": "h200-sxm"} if device == "cuda" else cpu,
         "data": {"path": "text", "seq_len": 32},
         "train": {"steps": 4, "global_batch": 8, "precision": "bf16", **train},
     }
@@ -74,4 +75,23 @@ def test_eager_blocks_need_no_compiler():
 def test_default_backend_stays_with_a_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "sh")
     job = build()
+    assert settle_block_backend(job, Warnings()) is job
+
+
+FP8 = {"precision": "fp8", "block_backend": "compile", "compile_backend": "aot_eager"}
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1"])
+def test_fp8_on_a_cpu_is_refused_with_an_older_torch(monkeypatch, version):
+    monkeypatch.setattr("meshwright.core.packages.version", lambda _: version)
+    with pytest.raises(UserError) as caught:
+        settle_block_backend(build("cpu", **FP8), Warnings())
+    assert [problem.code for problem in caught.value.problems] == ["train-fp8-torch"]
+    assert settle_block_backend(build("cuda", **FP8), Warnings()) == build("cuda", **FP8)
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "3.0.0", "unknown"])
+def test_fp8_on_a_cpu_is_accepted_with_a_newer_torch(monkeypatch, version):
+    monkeypatch.setattr("meshwright.core.packages.version", lambda _: version)
+    job = build("cpu", **FP8)
     assert settle_block_backend(job, Warnings()) is job
