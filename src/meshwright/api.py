@@ -373,9 +373,11 @@ class Run:
         write_page(self.report(), page)
         return page
 
-    def evaluate(self, data: HeldOutData, *overrides: str, samples: int | None = None) -> list[Evaluation]:
+    def evaluate(
+        self, data: HeldOutData, *overrides: str, samples: int | None = None, precision: str = "fp32"
+    ) -> list[Evaluation]:
         """Evaluate the newest checkpoint on held-out sets; arguments as in :func:`evaluate`."""
-        return evaluate(self.run_dir, data, *overrides, samples=samples)
+        return evaluate(self.run_dir, data, *overrides, samples=samples, precision=precision)
 
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright train --json``."""
@@ -461,6 +463,7 @@ def evaluate(
     data: HeldOutData,
     *overrides: str,
     samples: int | None = None,
+    precision: str = "fp32",
     reporter: Reporter = SILENT,
 ) -> list[Evaluation]:
     """Loss, perplexity and accuracy of a saved model on held-out sets, in this process.
@@ -471,15 +474,18 @@ def evaluate(
             a prepared folder and of images the held-out split.
         overrides: Keys of ``[data]``, such as ``data.seq_len=512``; by default those of the training.
         samples: Samples of each set, from its first; None for all.
+        precision: Of the GEMMs: ``fp32``, ``bf16`` or ``fp16``.
         reporter: Receives messages and progress.
 
     Raises:
         UserError: The model or a set cannot be read, or they do not match.
     """
-    from meshwright.runs.evaluate import evaluate_saved, name_sets  # noqa: PLC0415
+    from meshwright.runs.evaluate import PRECISIONS, evaluate_saved, name_sets  # noqa: PLC0415
 
     require_argument(samples is None or samples >= 1, "samples", samples, "must be at least 1")
-    return evaluate_saved(find_model(model), name_sets(data), overrides, samples, reporter)
+    choices = ", ".join(PRECISIONS)
+    require_argument(precision in PRECISIONS, "precision", precision, f"must be one of {choices}")
+    return evaluate_saved(find_model(model), name_sets(data), overrides, samples, precision, reporter)
 
 
 def find_model(path: str | Path) -> Path:

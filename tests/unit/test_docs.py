@@ -26,6 +26,7 @@ from meshwright.core.errors import CheckFailedError, InterruptedRunError, RunFai
 from meshwright.data.corpus_spec import load_corpus_spec
 from meshwright.spec.legality.table import RULES
 from meshwright.spec.load import load_job
+from meshwright.spec.paths import PATH_KEYS
 from meshwright.spec.presets import preset_names
 from meshwright.spec.validation_errors import job_schema
 
@@ -43,6 +44,11 @@ PRESET_CODE = "{section}-unknown-preset"
 
 def id_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+def test_every_key_with_a_path_is_listed() -> None:
+    paragraph = (DOCS / "job-file.md").read_text().partition("**Paths.**")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`([\w.]+)`", paragraph)) >= set(PATH_KEYS)
 
 
 def test_every_preset_is_listed() -> None:
@@ -71,9 +77,10 @@ def job_tables() -> str:
             parts += ["", f"## `[{section}]`{which}", "", str(definition["description"]), ""]
             parts += key_table(f"{section}.", definition["properties"], required)
         if section == "data":
-            rows = schema["$defs"]["Source"]
-            parts += ["", "## `[[data.sources]]`", "", str(rows["description"]), ""]
-            parts += key_table("data.sources.", rows["properties"], set(rows["required"]))
+            for key, kind in (("sources", "Source"), ("eval", "EvalSet")):
+                rows = schema["$defs"][kind]
+                parts += ["", f"## `[[data.{key}]]`", "", str(rows["description"]), ""]
+                parts += key_table(f"data.{key}.", rows["properties"], set(rows["required"]))
     return "\n".join(parts)
 
 
@@ -95,7 +102,7 @@ def key_table(prefix: str, properties: dict[str, Any], required: set[str]) -> li
 
 def type_of(facts: dict[str, Any]) -> str:
     if "$ref" in facts:
-        pages = {"Source": "below", "EvalSet": "[Evaluation](evaluate.md#during-training)"}
+        pages = {"Source": "below", "EvalSet": "below"}
         page = pages.get(facts["$ref"].rpartition("/")[2], "[its page](probe.md#the-file)")
         return f"table, see {page}"
     if "anyOf" in facts:
@@ -187,7 +194,8 @@ def test_job_page_names_every_key_and_no_other() -> None:
             keys |= {f"{section}.{key}" for key in schema["$defs"][kind]["properties"]}
         if not kinds:
             keys.add(section)
-    keys |= {f"data.sources.{key}" for key in schema["$defs"]["Source"]["properties"]}
+    for table, kind in (("sources", "Source"), ("eval", "EvalSet")):
+        keys |= {f"data.{table}.{key}" for key in schema["$defs"][kind]["properties"]}
     named = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "job-file.md").read_text(), re.MULTILINE))
     assert len(keys) > 50
     assert named == keys, REWRITE

@@ -67,6 +67,8 @@ class Manifest:
     torch: str = ""
     mask: str = "causal"
     prompt_masking: bool = False
+    eval_fraction: float | None = None
+    """Held-out fraction of the data, if the job gave one: which images were not trained on."""
     sources: dict[str, float] = field(default_factory=dict)
     """Weights of the sources of a mixture, by name."""
     source_positions: dict[str, int] = field(default_factory=dict)

@@ -408,13 +408,14 @@ def evaluate(
         typer.Option("--data", help="Held-out set: PATH or NAME=PATH. Repeat it for several.", metavar="SET"),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per set. Default: all.")] = None,
+    precision: Annotated[str, typer.Option(help="Precision of the GEMMs: fp32, bf16 or fp16.")] = "fp32",
     as_json: Json = False,
 ) -> None:
     """Evaluate a saved model on held-out sets: loss, perplexity and accuracy."""
     from meshwright.cli.evaluate import evaluate_sets  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: evaluate_sets(output, model, data or [], overrides or [], samples))
+    guarded(output, lambda: evaluate_sets(output, model, data or [], overrides or [], samples, precision))
 
 
 @app.command()

@@ -13,11 +13,12 @@ COLUMNS = ("set", "loss", "perplexity", "accuracy", "targets", "samples")
 
 
 def evaluate_sets(
-    output: Output, path: Path, data: list[str], overrides: list[str], samples: int | None
+    output: Output, path: Path, data: list[str], overrides: list[str], samples: int | None, precision: str
 ) -> int:
     """Evaluate a saved model on each held-out set, and print a table."""
     model = find_model(path)
-    found = evaluate(model, data, *overrides, samples=samples, reporter=ConsoleReporter(output))
+    reporter = ConsoleReporter(output)
+    found = evaluate(model, data, *overrides, samples=samples, precision=precision, reporter=reporter)
     rows = [
         (
             one.name,

@@ -140,9 +140,12 @@ def read_conversation(
     return Conversation(name, tuple(messages))
 
 
-def holds_conversation(record: dict[str, Any]) -> bool:
-    """Whether a record looks like instruction data."""
-    return bool({MESSAGES_FIELD, SHAREGPT_FIELD} & record.keys()) or all(_find_fields(record, None, None))
+def holds_conversation(
+    record: dict[str, Any], prompt_field: str | None = None, answer_field: str | None = None
+) -> bool:
+    """Whether a record looks like instruction data; arguments as in :func:`read_conversation`."""
+    named = {MESSAGES_FIELD, SHAREGPT_FIELD} & record.keys()
+    return bool(named) or all(_find_fields(record, prompt_field, answer_field))
 
 
 def _find_fields(

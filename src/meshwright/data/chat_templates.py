@@ -89,7 +89,7 @@ def _each_role(text: str) -> dict[Role, str]:
     return {role: text.format(role=role) for role in ROLES}  # type: ignore[misc]  # ROLES are the roles
 
 
-BUILTIN: dict[str, TurnTemplate] = {
+BUILTIN_TEMPLATES: dict[str, TurnTemplate] = {
     template.name: template
     for template in (
         TurnTemplate(
@@ -129,8 +129,8 @@ def load_template(name: str, base: Path, tokenizer: str, key: str = "data.templa
     Raises:
         UserError: It does not exist, or cannot be read.
     """
-    if name in BUILTIN:
-        return BUILTIN[name]
+    if name in BUILTIN_TEMPLATES:
+        return BUILTIN_TEMPLATES[name]
     if name == TOKENIZER_TEMPLATE:
         return _read_tokenizer_template(base, tokenizer, key)
     path = locate(name, base)
@@ -172,8 +172,8 @@ def _in_folder(folder: Path) -> Template | None:
 
 
 def _unknown(name: str, key: str, rule: str) -> Problem:
-    near = difflib.get_close_matches(name, BUILTIN, n=1)
-    choices = f"{', '.join(BUILTIN)}, {TOKENIZER_TEMPLATE!r}"
+    near = difflib.get_close_matches(name, BUILTIN_TEMPLATES, n=1)
+    choices = f"{', '.join(BUILTIN_TEMPLATES)}, {TOKENIZER_TEMPLATE!r}"
     choices += f", or a path to a .jinja file or a {TOKENIZER_CONFIG_FILE}"
     fix = f"Did you mean {near[0]}?" if near else f"Use {choices}"
     if near:

@@ -26,13 +26,16 @@ from meshwright.data.sources import STDLIB, iter_files, printable, source_proble
 
 MAX_NAMED = 1000
 """Quarantined names that are kept; the others are only counted."""
-LONG_CHARACTERS = 1024**2
-"""A text file above this length is read piece by piece."""
+LONG_CHARACTERS = 256 * 1024
+"""A text above this length is encoded, and a text file read, piece by piece."""
 PIECE_CHARACTERS = 32 * 1024
-"""Length of a piece, about."""
+"""Length of a piece, about; at most four times as much."""
 
-_CUT = re.compile(r"(?<=\w)(?= \S)|(?<=\S\n)(?=\S)")
-"""Where a long text is split: no token of byte-level BPE (GPT-2, Llama 3) spans such a place."""
+_CUTS = (
+    re.compile(r"(?<=\w)(?= \S)|(?<=\S\n)(?=\S)"),
+    re.compile(r"(?<=[^\W\d_])(?=[^\w\s])"),  # minified code, JSON on one line
+)
+"""Where a long text is split, first choice first: no token of byte-level BPE (GPT-2, Llama 3) spans it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class Document:
 
     def pieces(self) -> Iterator[str]:
         """The text; of a long one, piece by piece."""
-        return iter((self.text,)) if self.read_pieces is None else self.read_pieces()
+        if self.read_pieces is not None:
+            return self.read_pieces()
+        return split_text((self.text,)) if len(self.text) > LONG_CHARACTERS else iter((self.text,))
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ def iter_corpus(
         base: Folder of relative sources.
         options: How files are read; records as text in the field ``text`` if left out.
         exclude: Folders to leave out, such as the one that is being written.
-        tally: Where to count; a new one if left out.
+        tally: Where to count; a new one if left out. Several calls may share one.
 
     Returns:
         An iterator. It raises ``data-corpus-empty`` at the end if there was no document.
@@ -163,7 +168,30 @@ def iter_corpus(
     if problems:
         raise UserError(*problems)
     skipped = frozenset(os.path.realpath(folder) for folder in exclude)
-    return _read_all(sources, base, options or ReadOptions(), skipped, tally or CorpusStats())
+    tally = tally or CorpusStats()
+    tally.total_bytes += sum(
+        size_of(path) for source in sources for _, path in iter_files(source, base, skipped, _ignore)
+    )
+    return _read_all(sources, base, options or ReadOptions(), skipped, tally)
+
+
+def starts_with_conversation(source: str, base: Path, options: ReadOptions) -> bool:
+    """Whether the first record of a source is a conversation; a text file has no records.
+
+    A file that cannot be read counts as none: reading the source reports it.
+    """
+    for _, path in iter_files(source, base, frozenset(), _ignore):
+        try:
+            kind = file_kind(path)
+            if kind.kind == "text":
+                return False
+            with open_file(path, kind.compression) as (stream, _):
+                for _, record in iter_records(kind.kind, stream, (), _record_fields(options)):
+                    if isinstance(record, dict):
+                        return holds_conversation(record, options.prompt_field, options.answer_field)
+        except (BadDataError, OSError):
+            continue
+    return False
 
 
 def size_of(path: Path) -> int:
@@ -177,9 +205,6 @@ def size_of(path: Path) -> int:
 def _read_all(
     sources: Sequence[str], base: Path, options: ReadOptions, skipped: frozenset[str], tally: CorpusStats
 ) -> Iterator[Document]:
-    tally.total_bytes = sum(
-        size_of(path) for source in sources for _, path in iter_files(source, base, skipped, _ignore)
-    )
     for source in sources:
         reject = _Rejects(tally, options.skip_bad or source == STDLIB)
         for name, path in iter_files(source, base, skipped, reject.unreadable):
@@ -278,18 +303,17 @@ def _read_text(name: str, path: Path, kind: FileKind, tally: CorpusStats) -> Doc
 def split_text(chunks: Iterable[str], size: int = PIECE_CHARACTERS) -> Iterator[str]:
     """Split a text into pieces of about ``size`` characters, at places that no byte-level BPE token spans.
 
-    A text without such a place for 32 pieces is split anywhere.
+    A text without such a place within four times the size is split anywhere.
     """
     text = ""
     for chunk in chunks:
         text += chunk
         begin = 0
-        while len(text) - begin > 2 * size:
-            # The last two characters are kept: the place must not depend on where a chunk ends.
-            found = _CUT.search(text, begin + size, len(text) - 2)
-            if found is None and len(text) - begin < 32 * size:
-                break
-            end = found.start() if found else begin + 32 * size
+        # A window of fixed size: the place must not depend on where a chunk ends.
+        while len(text) - begin > 4 * size:
+            found = (cut.search(text, begin + size, begin + 4 * size) for cut in _CUTS)
+            place = next(filter(None, found), None)
+            end = place.start() if place else begin + 4 * size
             yield text[begin:end]
             begin = end
         text = text[begin:]
@@ -301,11 +325,9 @@ def _read_records(
     name: str, path: Path, kind: FileKind, options: ReadOptions, tally: CorpusStats, reject: _Rejects
 ) -> Iterator[Document]:
     columns = () if options.template is not None else (options.text_field,)
-    own_field = options.text_field if options.template is None else options.prompt_field
-    record_fields = (*RECORD_FIELDS, own_field) if own_field else RECORD_FIELDS
     with open_file(path, kind.compression) as (stream, raw):
         tally.opened(raw, tally.files_done_bytes)
-        for where, record in iter_records(kind.kind, stream, columns, record_fields):
+        for where, record in iter_records(kind.kind, stream, columns, _record_fields(options)):
             try:
                 if isinstance(record, BadDataError):
                     raise record
@@ -314,6 +336,12 @@ def _read_records(
                 reject(f"{name}{where}", error)
             else:
                 yield document
+
+
+def _record_fields(options: ReadOptions) -> tuple[str, ...]:
+    """Fields of which a record has at least one."""
+    own_field = options.text_field if options.template is None else options.prompt_field
+    return (*RECORD_FIELDS, own_field) if own_field else RECORD_FIELDS
 
 
 def _record_document(name: str, record: Any, options: ReadOptions) -> Document:

@@ -27,6 +27,12 @@ def _check_not_empty(sources: tuple[str, ...]) -> tuple[str, ...]:
     return sources
 
 
+def _check_fraction(fraction: float) -> float:
+    if fraction > 0.5 and fraction != 1:
+        raise PydanticCustomError("eval_fraction", "Input should be at most 0.5, or 1 for an evaluation set")
+    return fraction
+
+
 @dataclass(frozen=True)
 class CorpusSpec:
     """A corpus to prepare. Paths are relative to the folder of the file."""
@@ -39,8 +45,8 @@ class CorpusSpec:
     """Folder for the prepared data; an earlier one is replaced."""
     tokenizer: Text = "byte"
     """``byte``, ``bpe:4096`` (trained on this corpus), or the path of a ``tokenizer.json`` or its folder."""
-    eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] = 0.01
-    """Fraction of the documents held out for evaluation."""
+    eval_fraction: Annotated[float, Field(gt=0, strict=True), AfterValidator(_check_fraction)] = 0.01
+    """Fraction of the documents held out for evaluation, at most 0.5; 1 for an evaluation set."""
     text_field: Text = "text"
     """Field of a record with the text, without a template."""
     template: Text | None = None

@@ -19,8 +19,9 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.data.mixture import MixedSource, MixtureOrder, MixturePattern, read_mixture
 from meshwright.data.order import SampleOrder
 from meshwright.data.packing import ContiguousPacking, DocumentPacking, Packing, RowPieces
-from meshwright.data.shards import SPLITS, ShardEntry, ShardFolder, broken_shards
+from meshwright.data.shards import ShardEntry, ShardFolder, broken_shards
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from meshwright.spec.job import Data
 
 IGNORE_INDEX = -100
 """A target without loss: padding, a masked prompt, a zero-weight sample."""
@@ -41,12 +42,6 @@ class SampleBatch:
     """The next token, or ``IGNORE_INDEX``."""
     segments: Int64s | None
     """With ``mask="document"``: document id within the row, from 0; padding has the last id."""
-
-
-def list_shards(folder: ShardFolder, split: str) -> tuple[ShardEntry, ...]:
-    """The shards of a split; ``all`` for those of both."""
-    names = SPLITS if split == "all" else (split,)
-    return tuple(shard for name in names for shard in folder.index.split(name).shards)
 
 
 class TokenDataset:
@@ -76,7 +71,7 @@ class TokenDataset:
         self.prompt_masking = prompt_masking
         folders = [folders] if isinstance(folders, ShardFolder) else folders
         self._folder = folders[0]
-        located = [(folder, entry) for folder in folders for entry in list_shards(folder, split)]
+        located = [(folder, entry) for folder in folders for entry in folder.index.split(split).shards]
         self._shards: tuple[ShardEntry, ...] = tuple(entry for _, entry in located)
         self._folders: tuple[ShardFolder, ...] = tuple(folder for folder, _ in located)
         """The folder of each shard."""
@@ -87,7 +82,7 @@ class TokenDataset:
         self.shard_sample_counts: tuple[int, ...] = tuple(
             self._pack(s).rows for s in range(len(self._shards))
         )
-        ends = np.cumsum([len(list_shards(folder, split)) for folder in folders]).tolist()
+        ends = np.cumsum([len(folder.index.split(split).shards) for folder in folders]).tolist()
         self.source_counts: tuple[tuple[int, ...], ...] = tuple(
             self.shard_sample_counts[begin:end] for begin, end in zip([0, *ends], ends, strict=False)
         )
@@ -107,19 +102,19 @@ class TokenDataset:
 
         Args:
             folder: A prepared folder, or one with a ``mixture.json``.
-            split: ``train``, ``eval``, or ``all`` for both.
+            split: ``train``, or ``eval``, in which the last sample of a shard is padded instead of dropped.
             seq_len: Positions of a sample.
             mask: ``causal`` for samples that cross documents, ``document`` for packed whole documents.
             prompt_masking: Whether targets in prompts are ignored.
 
         Raises:
             UserError: The folder is broken, has no loss mask for prompt masking, or ``train`` has no samples
-                or no targets. Other splits may be empty.
+                or no targets. ``eval`` may be empty.
         """
         sources = read_mixture(folder)
         opened = [ShardFolder.open(Path(source.folder)) for source in sources]
         for shards in opened:
-            if prompt_masking and any(s.loss_mask_file is None for s in list_shards(shards, split)):
+            if prompt_masking and not shards.has_prompts:
                 raise UserError(no_prompts(f"{shards.folder} was prepared without a template"))
         dataset = cls(opened, split, seq_len, mask, prompt_masking)
         if len(sources) > 1:
@@ -134,6 +129,17 @@ class TokenDataset:
         if not any(dataset._count(s).any() for s in range(len(dataset._shards))):
             raise UserError(dataset._no_targets())
         return dataset
+
+    @classmethod
+    def open_set(cls, folder: Path, data: Data) -> TokenDataset:
+        """Open an evaluation set: the ``eval`` split of a prepared folder.
+
+        Args:
+            folder: A prepared folder.
+            data: Length, mask and prompt masking. A set without prompts has none to mask: all tokens count.
+        """
+        masked = data.prompt_masking and ShardFolder.open(folder).has_prompts
+        return cls.open(folder, "eval", data.seq_len, data.mask, masked)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -172,7 +178,7 @@ class TokenDataset:
     def count_targets(self, indices: npt.ArrayLike) -> int:
         """Number of targets with loss in some samples; counted once per shard, then cached."""
         wanted, shards = self._locate(indices)
-        if self.mask == "causal" and not self.prompt_masking:
+        if self.mask == "causal" and not self.prompt_masking and self.split == "train":
             return wanted.size * self.seq_len
         return sum(
             int(self._count(shard)[wanted[shards == shard] - self._starts[shard]].sum())
@@ -218,7 +224,7 @@ class TokenDataset:
         if self.mask == "document":
             return sum(int((self._document_sizes(s) == 1).sum()) for s in range(len(self._shards)))
         counted = zip(self._shards, self.shard_sample_counts, strict=True)
-        return sum(s.tokens - (count * self.seq_len + 1 if count else 0) for s, count in counted)
+        return sum(max(0, s.tokens - (count * self.seq_len + 1 if count else 0)) for s, count in counted)
 
     @property
     def padding(self) -> int:
@@ -272,7 +278,7 @@ class TokenDataset:
         if shard not in self._packings:
             entry = self._shards[shard]
             if self.mask == "causal":
-                packing: Packing = ContiguousPacking(entry.tokens, self.seq_len)
+                packing: Packing = ContiguousPacking(entry.tokens, self.seq_len, self.split == "eval")
             else:
                 packing = DocumentPacking(
                     self._folders[shard].map_documents(entry), entry.tokens, self.seq_len

@@ -168,6 +168,11 @@ def select_held_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
     return held_out
 
 
+def has_eval_split(path: str) -> bool:
+    """Whether the held-out images are given: synthetic ones, and those of ``eval_images.npy``."""
+    return path == SYNTHETIC_IMAGES or (Path(path) / f"eval_{IMAGES}").exists()
+
+
 def looks_like_images(folder: Path) -> bool:
     """Whether a folder has image arrays."""
     return (folder / IMAGES).is_file()

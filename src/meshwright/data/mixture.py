@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.data.order import SampleOrder
 
@@ -52,6 +53,10 @@ def read_mixture(folder: Path) -> tuple[MixedSource, ...]:
     if not path.exists():
         return (MixedSource("", str(folder), 1.0),)
     content = json.loads(path.read_text(encoding="utf-8"))
+    if content["version"] != MIXTURE_VERSION:
+        rule = f"has version {content['version']}; this meshwright reads version {MIXTURE_VERSION}"
+        fix = "Delete its folder: it is written again"
+        raise UserError(Problem("data-shards-broken", rule, path=str(path), fix=fix))
     return tuple(MixedSource(**source) for source in content["sources"])
 
 

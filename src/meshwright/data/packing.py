@@ -4,10 +4,9 @@ A position is an input token and its target, the next token. A packing has a num
 of the shard that make up each row. It depends on (shard, seq_len) only, so appended shards renumber nothing.
 
 *   :class:`ContiguousPacking`, for attention across documents: row ``i`` is positions ``i * seq_len`` to
-    ``(i + 1) * seq_len``. An incomplete row at the end of the shard is dropped.
+    ``(i + 1) * seq_len``. An incomplete row at the end of the shard is dropped, or padded for evaluation.
 *   :class:`DocumentPacking`, for attention within documents: rows of whole documents, in order. A document
-goes
-    into the current row if it fits, otherwise into a new one (next-fit). A document of ``n`` tokens,
+    goes into the current row if it fits, otherwise into a new one (next-fit). A document of ``n`` tokens,
     including its end token, has ``n - 1`` positions, because its first token is no target. A document longer
     than a row is split into rows and a rest. The rest of a row is padding.
 """
@@ -57,25 +56,29 @@ class Packing(Protocol):
 class ContiguousPacking:
     """Contiguous rows across documents."""
 
-    def __init__(self, tokens: int, seq_len: int) -> None:
-        """Split a shard of ``tokens`` tokens."""
-        self.rows = (tokens - 1) // seq_len
+    def __init__(self, tokens: int, seq_len: int, pad_last: bool = False) -> None:
+        """Split a shard of ``tokens`` tokens; an incomplete last row is padded or dropped."""
+        positions = tokens - 1
+        self.rows = -(-positions // seq_len) if pad_last else positions // seq_len
         self._seq_len = seq_len
+        self._positions = min(positions, self.rows * seq_len)
 
     def pieces(self, rows: Int64s) -> RowPieces:
         """One piece per row."""
-        none = np.zeros_like(rows)
-        return RowPieces(np.arange(rows.size), none, rows * self._seq_len, none + self._seq_len, none)
+        none, begin = np.zeros_like(rows), rows * self._seq_len
+        size = np.minimum(self._seq_len, self._positions - begin)
+        return RowPieces(np.arange(rows.size), none, begin, size, none)
 
     def count_positions(self) -> Int64s:
-        """All rows are full."""
-        return np.full(self.rows, self._seq_len, dtype=np.int64)
+        """Positions per row without padding: only the last one may have some."""
+        return np.minimum(self._seq_len, self._positions - np.arange(self.rows) * self._seq_len)
 
     def count_loss_targets(self, loss_mask: npt.NDArray[np.uint8]) -> Int64s:
         """Targets with loss per row; the first target is the second token of the shard."""
-        targets = loss_mask[1 : 1 + self.rows * self._seq_len].reshape(self.rows, self._seq_len)
-        counts: Int64s = np.count_nonzero(targets, axis=1).astype(np.int64)
-        return counts
+        if self.rows == 0:
+            return np.zeros(0, dtype=np.int64)
+        starts = np.arange(self.rows) * self._seq_len
+        return np.add.reduceat(loss_mask[1 : 1 + self._positions], starts, dtype=np.int64)
 
 
 class DocumentPacking:

@@ -1,8 +1,9 @@
 """Prepares a corpus: reads its documents and writes a prepared folder, in one process.
 
-It makes one pass over the text, or two if it trains a BPE tokenizer. Memory: a few batches of documents and
-16 bytes per document, whatever the size of the corpus; to train BPE, a sample of the text and its words.
-The same input gives the same bytes on every machine.
+Records and short text files are read once. A text file above 256 Ki characters is read three times: to find
+duplicates, to choose its split, and to encode it. Training BPE reads all text once more, long files twice.
+Memory: a few batches of documents and 16 bytes per document, whatever the size of the corpus; to train BPE, a
+sample of the text and its words. The same input gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.core.units import format_count, format_rate
+from meshwright.core.units import format_count, format_plural, format_rate
 from meshwright.data.chat import Template
 from meshwright.data.chat_templates import load_template
 from meshwright.data.corpus import CorpusStats, Document, ReadOptions, iter_corpus
@@ -91,9 +92,12 @@ class PrepareReport:
     def describe(self) -> str:
         """One line about what was prepared, and one for each of the first unreadable documents."""
         prompts = f"({format_count(self.prompt_tokens)} of prompts) " if self.prompt_tokens else ""
+        splits = f"{self.train_documents} to train on, {self.eval_documents} held out"
+        if not self.train_documents:
+            splits = "all for evaluation"
         done = (
-            f"prepared {self.documents_out} documents ({self.train_documents} to train on, "
-            f"{self.eval_documents} held out; left out: {self.duplicates} duplicates, "
+            f"prepared {format_plural(self.documents_out, 'document')} ({splits}; "
+            f"left out: {self.duplicates} duplicates, "
             f"{self.quarantined} unreadable) as {format_count(self.tokens)} tokens "
             f"{prompts}in {self.out}, "
             f"{format_rate(self.bytes_per_s, 'B')}"
@@ -229,7 +233,7 @@ class _Piece(NamedTuple):
 
 def _pieces(assigned: Iterable[tuple[Side, Document]]) -> Iterator[_Piece]:
     for side, document in assigned:
-        if document.read_pieces is None:
+        if document.parts:
             yield _Piece(side, document, ends=True)
             continue
         before: str | None = None

@@ -1,8 +1,8 @@
 """The records of a file: JSON Lines, JSON, CSV and Parquet, one at a time.
 
-A JSON file may be an array of records, an object with an array of records beside scalars
-(``{"version": 1, "data": [...]}``), an object of records by name, a single record, or JSON Lines. Arrays are
-parsed element by element, so that memory does not grow with the file.
+A JSON file may be an array of records, an object with one array of records beside other values
+(``{"version": 1, "info": {...}, "data": [...]}``), an object of records by name, a single record, or JSON
+Lines. Arrays are parsed element by element, so that memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ WHOLE_JSON_CHARACTERS = 16 * 1024**2
 """A JSON object up to this size is parsed whole; a larger one must be an object of records."""
 MAX_RECORD_CHARACTERS = 256 * 1024**2
 """The largest record of a JSON array."""
+MAX_METADATA = 16
+"""Objects before the array of a large file that are taken for its metadata; more are records by name."""
 
 _PARQUET_ROWS = 64
 _SPACE = " \t\r\n"
@@ -148,7 +150,7 @@ class _JsonReader:
     def _top(self) -> Iterator[Any]:
         first = self._peek()
         if first == "[":
-            yield from self._elements("]")
+            yield from self._array()
         elif first == "{":
             yield from self._object()
         elif first:
@@ -168,7 +170,7 @@ class _JsonReader:
             if self._ended:
                 raise self._error(error) from error
             is_container = False
-            for record in self._elements("}"):
+            for record in self._members():
                 is_container = True
                 yield record
             if not is_container:
@@ -182,22 +184,38 @@ class _JsonReader:
         else:
             yield from _records_of(content, self._record_fields)
 
-    def _elements(self, closing: str) -> Iterator[Any]:
-        """The values of an array or object; the elements of arrays inside an object."""
+    def _array(self) -> Iterator[Any]:
+        """The elements of an array."""
+        for _ in self._items("]"):
+            yield self._value()
+
+    def _members(self) -> Iterator[Any]:
+        """The records of a large object: the elements of its arrays; without an array, its objects."""
+        objects: list[Any] = []
+        has_array = by_name = False
+        for _ in self._items("}"):
+            key = self._value()
+            self._expect(":")
+            if key in self._record_fields and self._peek() != "{":
+                raise _large_record()
+            if self._peek() == "[":
+                has_array = True
+                yield from self._array()
+            elif isinstance(value := self._value(), dict) and (by_name or not has_array):
+                objects.append(value)
+                by_name = by_name or len(objects) > MAX_METADATA
+                if by_name:
+                    yield from objects
+                    objects = []
+        if not has_array:
+            yield from objects
+
+    def _items(self, closing: str) -> Iterator[None]:
+        """Goes to each item of an array or object; the caller parses it."""
         self._at += 1
         if self._peek() != closing:
             while True:
-                if closing == "}":
-                    key = self._value()
-                    self._expect(":")
-                    if key in self._record_fields and self._peek() != "{":
-                        raise _large_record()
-                if closing == "}" and self._peek() == "[":
-                    yield from self._elements("]")
-                else:
-                    value = self._value()
-                    if closing == "]" or isinstance(value, dict):
-                        yield value
+                yield
                 if self._peek() == closing:
                     break
                 self._expect(",")
@@ -263,11 +281,11 @@ def _large_record() -> BadDataError:
 
 
 def _records_of(content: dict[str, Any], record_fields: tuple[str, ...]) -> Iterator[Any]:
-    """The records of an object: of its array of objects beside scalars, or by name; else it is the record."""
-    nested = [value for value in content.values() if value and isinstance(value, dict | list)]
-    is_record = any(field in content for field in record_fields)
-    if not is_record and len(nested) == 1 and all(isinstance(item, dict) for item in nested[0]):
-        yield from nested[0]
+    """The records of an object: of its only array of objects, or by name; else it is the record."""
+    arrays = [value for value in content.values() if value and isinstance(value, list)]
+    arrays = [array for array in arrays if all(isinstance(item, dict) for item in array)]
+    if len(arrays) == 1 and not any(field in content for field in record_fields):
+        yield from arrays[0]
     elif content and all(isinstance(value, dict) for value in content.values()):
         yield from content.values()
     else:

@@ -167,6 +167,11 @@ class ShardFolder:
                 _check_size(folder / shard.loss_mask_file, shard.tokens)
         return opened
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the folder has conversations, with a loss mask; not plain text."""
+        return all(shard.loss_mask_file is not None for shard in self.index.shards)
+
     def verify(self) -> None:
         """Read every file and compare its hash with the index.
 

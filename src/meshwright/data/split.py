@@ -3,11 +3,12 @@
 The rules, in this order:
 
 1.  A document is held out if the keyed hash of its text, as a fraction, is below ``eval_fraction``. Nothing
-else
-    matters, so adding documents or moving them between files never changes the split of a document.
+    else matters, so adding documents or moving them between files never changes the split of a document.
 2.  If all documents fall on one side, and there are at least two, the document with the hash nearest to the
     threshold goes to the other side. This can change only when documents are added.
 3.  A single document is split: its last ``eval_fraction`` of tokens, at least one, are held out.
+
+``eval_fraction=1`` makes an evaluation set: all documents are held out, and rules 2 and 3 do not apply.
 
 It works on a stream. Until both sides have a document, the one nearest to the threshold is held back, because
 rule 2 might move it. It may come later than in the input, but always at the same position.
@@ -39,6 +40,9 @@ def assign_splits(
     documents: Iterable[Document], eval_fraction: float, seed: int
 ) -> Iterator[tuple[Side, Document]]:
     """Assign each document to a split; see the rules above."""
+    if eval_fraction == 1:
+        yield from (("eval", document) for document in documents)
+        return
     threshold = int(eval_fraction * _SCALE)
     held: tuple[Side, int, Document] | None = None
     passed_on = 0

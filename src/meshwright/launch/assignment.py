@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ASSIGNMENT_FILE = "assignment.json"
@@ -21,8 +21,8 @@ class Assignment:
     """A verified checkpoint."""
     hf_weights: bool = False
     """Whether ranks load the initial weights from ``model.hf``."""
-    eval_sets: tuple[tuple[str, str, str], ...] = ()
-    """Name, folder and split of each set of ``data.eval``."""
+    eval_sets: dict[str, str] = field(default_factory=dict)
+    """Folder of each set of ``data.eval``, by name."""
     generation: int = 0
     """Number of the attempt."""
 

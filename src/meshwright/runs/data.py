@@ -7,12 +7,14 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
+from meshwright.data.chat import Template
 from meshwright.data.chat_templates import load_template
 from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
@@ -25,7 +27,7 @@ from meshwright.data.sources import STDLIB, iter_files, locate, source_problem
 from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.hf_config import find_weights_file
-from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job, Source
+from meshwright.spec.job import SYNTHETIC_IMAGES, Data, EvalSet, Job, Source
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 from meshwright.spec.paths import BUILTIN
 
@@ -38,6 +40,8 @@ PREPARATION_KEYS = (
     "on_bad_records",
 )
 """Keys that a job passes on to the preparation."""
+FIELD_KEYS = ("text_field", "template", "prompt_field", "answer_field")
+"""Keys of ``[data]`` that a source and an evaluation set may have of their own."""
 DEFAULT_CACHE = ".meshwright/data"
 """Folder of prepared data, in the working folder."""
 
@@ -50,7 +54,10 @@ def prepare_data(job: Job, reporter: Reporter) -> Path:
             model's.
     """
     if isinstance(job.model, ResNetModel):
-        return _check_image_data(job, job.model, reporter)
+        shape = check_image_data(job, job.model)
+        train = open_images(job.data.path, "train", shape, job.data.eval_fraction)
+        _report_epochs(reporter, job, len(train))
+        return Path(job.data.path)
     prepare = prepare_mixture if job.data.sources else prepare_source
     folder = prepare(job, job.data, reporter)
     dataset, _ = (
@@ -85,7 +92,7 @@ def prepare_source(job: Job, data: Data, reporter: Reporter) -> Path:
     folder = Path(data.path)
     if looks_like_images(folder):
         rule, fix = "contains images; this model reads text", "Use a text corpus, or a ResNet model"
-        raise UserError(Problem("data-not-for-text", rule, path="data.path", value=data.path, fix=fix))
+        raise UserError(Problem("data-not-for-text", rule, path=data.path, fix=fix))
     if looks_prepared(folder):
         _refuse_preparing(data)
         return folder
@@ -97,7 +104,7 @@ def prepare_source(job: Job, data: Data, reporter: Reporter) -> Path:
 
 def prepare_mixture(job: Job, data: Data, reporter: Reporter) -> Path:
     """The folder of the mixture of a job; each source is prepared in its own folder, with one tokenizer."""
-    sources = [_data_of(data, source) for source in data.sources]
+    sources = [data_of(data, source) for source in data.sources]
     prepared = [d for d in sources if looks_prepared(Path(d.path))]
     name = data.tokenizer or (None if prepared else tokenizer_name(job)) or "byte"
     if prepared:  # its tokenizer is that of the others
@@ -123,15 +130,14 @@ def prepare_mixture(job: Job, data: Data, reporter: Reporter) -> Path:
     return folder
 
 
-def _data_of(data: Data, source: Source) -> Data:
-    """The data of one source: its own keys, and those of ``[data]`` for the others."""
-    keys = ("text_field", "template", "prompt_field", "answer_field")
-    own = {key: value for key in keys if (value := getattr(source, key)) is not None}
+def data_of(data: Data, source: Source | EvalSet) -> Data:
+    """The data of a source or set: its own keys, and those of ``[data]`` for the others."""
+    own = {key: value for key in FIELD_KEYS if (value := getattr(source, key)) is not None}
     if "template" in own:
         own.setdefault("text_field", None)
     elif "text_field" in own:
         own.update(template=None, prompt_field=None, answer_field=None)
-    return dataclasses.replace(data, path=source.path, sources=(), **own)
+    return dataclasses.replace(data, path=source.path, sources=(), eval=(), **own)
 
 
 def _train_shared_tokenizer(sources: list[Data], name: str, data: Data, reporter: Reporter) -> Path:
@@ -156,47 +162,47 @@ def _train_shared_tokenizer(sources: list[Data], name: str, data: Data, reporter
     if (folder / TOKENIZER_FILE).is_file():
         return (folder / TOKENIZER_FILE).resolve()
     tally = CorpusStats()
-    documents = (
-        document
+    readers = [  # all at once, so that the total of the progress is known
+        iter_corpus([d.path], base, options=read_options(d, template), tally=tally)
         for d, template in zip(sources, templates, strict=True)
-        for document in iter_corpus(
-            [d.path],
-            base,
-            options=ReadOptions(
-                d.text_field or "text",
-                template,
-                d.prompt_field,
-                d.answer_field,
-                skip_bad=d.on_bad_records == "skip",
-            ),
-            tally=tally,
-        )
-    )
+    ]
     markers = tuple(dict.fromkeys(m for template in templates if template for m in template.markers))
     with reporter.bar(100) as show:
         progress = show_percentages(f"{len(sources)} sources", show)
         vocab_size = parse_tokenizer_name(name).vocab_size
         trained = train_tokenizer(
-            documents, vocab_size, markers, lambda: progress("training the tokenizer", tally)
+            chain.from_iterable(readers),
+            vocab_size,
+            markers,
+            lambda: progress("training the tokenizer", tally),
         )
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / TOKENIZER_FILE, trained.serialized)
     return (folder / TOKENIZER_FILE).resolve()
 
 
-def _check_image_data(job: Job, model: ResNetModel, reporter: Reporter) -> Path:
-    """Check the folder of images; synthetic images have none."""
+def read_options(data: Data, template: Template | None) -> ReadOptions:
+    """How the files of one source are read."""
+    return ReadOptions(
+        data.text_field or "text",
+        template,
+        data.prompt_field,
+        data.answer_field,
+        skip_bad=data.on_bad_records == "skip",
+    )
+
+
+def check_image_data(job: Job, model: ResNetModel) -> ImageShape:
+    """Check the folder of images, and return their shape; synthetic images have no folder."""
     folder = Path(job.data.path)
     shape = ImageShape(model.channels, model.image_size, model.num_classes)
     if job.data.path != SYNTHETIC_IMAGES:
         if looks_prepared(folder) or folder.is_file():
             rule = "contains text; this model reads images"
             fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
-            problem = Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
-            raise UserError(problem)
+            raise UserError(Problem("data-not-for-images", rule, path=job.data.path, fix=fix))
         check_images(folder, shape, job.data.eval_fraction)
-    _report_epochs(reporter, job, len(open_images(job.data.path, "train", shape, job.data.eval_fraction)))
-    return folder
+    return shape
 
 
 def _report_epochs(reporter: Reporter, job: Job, available: int) -> None:

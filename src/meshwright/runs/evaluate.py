@@ -17,11 +17,12 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_plural
 from meshwright.data.dataset import TokenDataset
+from meshwright.data.images import has_eval_split
 from meshwright.launch.environment import prepare_environment
-from meshwright.runs.held_out import HeldOutSet, prepare_held_out
+from meshwright.runs.held_out import prepare_held_out
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import count_cores
-from meshwright.spec.job import Job
+from meshwright.spec.job import EvalSet, Job
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.paths import BUILTIN
 
@@ -34,6 +35,9 @@ HeldOutData = str | Path | Sequence[str] | Mapping[str, str | Path]
 BATCH_TOKENS = 4096
 """Tokens per forward pass, at least one sample."""
 BATCH_IMAGES = 32
+PRECISIONS = ("fp32", "bf16", "fp16")
+FIXED_KEYS = ("path", "sources", "eval", "tokenizer", "eval_fraction")
+"""Keys of ``[data]`` that the model or the option ``--data`` determine."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +85,24 @@ def evaluate_saved(
     sets: Mapping[str, str],
     overrides: Sequence[str],
     max_samples: int | None,
+    precision: str,
     reporter: Reporter,
 ) -> list[Evaluation]:
     """Evaluate a model on each set.
 
     Args:
         model: A checkpoint or a Hugging Face folder.
-        sets: Paths by name: text, a prepared folder (its ``eval`` split), or images (their ``eval`` split).
+        sets: Paths by name: text or conversations, or the ``eval`` split of a prepared folder or of images.
         overrides: ``data.key=value`` texts.
         max_samples: Of each set, from its first; None for all.
+        precision: Of the GEMMs, one of ``PRECISIONS``.
         reporter: Receives messages and progress.
 
     Raises:
         UserError: The model or a set cannot be read, or they do not match.
     """
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="evaluating a model")
-    for text in overrides:
-        if not text.startswith("data.") or text.startswith("data.path="):
-            rule, fix = "cannot be set here", "Give keys of [data] except the path, such as data.seq_len=512"
-            raise UserError(Problem("eval-override", rule, path=text.partition("=")[0], fix=fix))
+    _check_overrides(overrides)
     prepare_environment(threads=count_cores())
     from meshwright.train.saved_model import build_saved_job, load_saved_model  # noqa: PLC0415  (torch)
     from meshwright.train.score import score  # noqa: PLC0415
@@ -108,36 +111,51 @@ def evaluate_saved(
         read_manifest(model)  # verifies it
     prepared = []
     for name, path in sets.items():  # all sets are checked before the first is evaluated
-        job = build_saved_job(model, {"path": path}, overrides)
-        held_out = prepare_held_out(job, name, job.data.path, model, reporter)
-        prepared.append((name, path, job, _open_batcher(job, held_out)))
-    network = load_saved_model(model, prepared[0][2])
+        job = build_saved_job(model, _set_keys(path, overrides), overrides)
+        folder = prepare_held_out(job, EvalSet(name, job.data.path), model, reporter)
+        prepared.append((name, path, _open_batcher(job, folder)))
+    network = load_saved_model(model, job)
     found = []
-    for name, path, job, batcher in prepared:
+    for name, path, batcher in prepared:
         count = min(len(batcher.dataset), max_samples or len(batcher.dataset))
         with reporter.activity(f"evaluating {name}: {format_plural(count, 'sample')}"):
-            total = score(network, batcher.micro_batches(np.arange(count)), next(network.parameters()).device)
+            total = score(network, batcher.micro_batches(np.arange(count)), precision)
         if not total.targets:
-            rule, fix = (
-                "has no target to predict",
-                f"Give more data, or a data.seq_len below {job.data.seq_len}",
-            )
-            raise UserError(Problem("eval-no-targets", rule, path=path, fix=fix))
+            rule = "has nothing to predict: no held-out documents, or masked prompts only"
+            raise UserError(Problem("eval-no-targets", rule, path=path, fix="Add text to it"))
         loss, accuracy = total.loss_sum / total.targets, total.correct / total.targets
         perplexity = math.exp(min(loss, 700.0))  # more leaves the range of a float
         found.append(Evaluation(name, path, loss, perplexity, accuracy, total.targets, count))
     return found
 
 
-def _open_batcher(job: Job, held_out: HeldOutSet) -> Batcher | ImageBatcher:
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse keys that have no effect: the model has its tokenizer, and all documents of a set count."""
+    for text in overrides:
+        key = text.partition("=")[0]
+        if not key.startswith("data.") or key.split(".")[1] in FIXED_KEYS:
+            fix = "Give other keys of [data], such as data.seq_len=512"
+            raise UserError(Problem("eval-override", "cannot be set in an evaluation", path=key, fix=fix))
+
+
+def _set_keys(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Keys of ``[data]`` for a set, over those of the training."""
+    keys: dict[str, Any] = {"path": path}
+    if has_eval_split(path):
+        keys["eval_fraction"] = None
+    if any(text.startswith("data.text_field=") for text in overrides):
+        keys["template"] = None
+    return keys
+
+
+def _open_batcher(job: Job, folder: Path) -> Batcher | ImageBatcher:
     """The samples of a set, for one process."""
     from meshwright.train.batches import Batcher  # noqa: PLC0415  (torch)
     from meshwright.train.image_batches import open_image_batches  # noqa: PLC0415
 
     if isinstance(job.model, ResNetModel):
-        _, images, _ = open_image_batches(job, job.model, held_out.folder, 0)
+        _, images, _ = open_image_batches(job, job.model, folder, 0)
         return dataclasses.replace(images, micro_batch=BATCH_IMAGES)
-    data = job.data
-    dataset = TokenDataset.open(held_out.folder, held_out.split, data.seq_len, data.mask, data.prompt_masking)
+    dataset = TokenDataset.open_set(folder, job.data)
     sample_weight = 1.0 if job.model.num_experts else None  # a router without weights applies no capacity
-    return Batcher(dataset, 0, 1, max(1, BATCH_TOKENS // data.seq_len), sample_weight=sample_weight)
+    return Batcher(dataset, 0, 1, max(1, BATCH_TOKENS // job.data.seq_len), sample_weight=sample_weight)

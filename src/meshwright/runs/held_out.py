@@ -1,57 +1,66 @@
-"""Prepares held-out sets: text, prepared folders or images besides the training data."""
+"""Prepares evaluation sets: text, conversations, prepared folders or images besides the training data."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.data.corpus import starts_with_conversation
 from meshwright.data.hf_tokenizer import hf_tokenizer_text
+from meshwright.data.images import has_eval_split
 from meshwright.data.shards import looks_prepared
 from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from meshwright.runs.data import prepare_data
+from meshwright.runs.data import FIELD_KEYS, check_image_data, data_of, prepare_source, read_options
 from meshwright.runs.reporter import Reporter
-from meshwright.spec.job import SYNTHETIC_IMAGES, Job
+from meshwright.spec.job import SYNTHETIC_IMAGES, Data, EvalSet, Job
 from meshwright.spec.model import ResNetModel
 
 
-@dataclass(frozen=True)
-class HeldOutSet:
-    """A prepared held-out set."""
-
-    name: str
-    folder: Path
-    split: str
-    """``eval`` of a prepared folder and of images; ``all`` of a text."""
-
-
-def prepare_held_out(job: Job, name: str, path: str, tokenizer: Path, reporter: Reporter) -> HeldOutSet:
-    """Prepare a held-out set with the keys of the job's data.
+def prepare_held_out(job: Job, one: EvalSet, tokenizer: Path, reporter: Reporter) -> Path:
+    """The folder of a prepared evaluation set; its ``eval`` split is evaluated.
 
     Args:
         job: Whose model is evaluated.
-        name: Of the set.
-        path: As ``data.path``.
+        one: The set.
         tokenizer: The model's tokenizer file, or its folder.
         reporter: Receives messages and progress.
 
     Raises:
         UserError: The set cannot be read, or was prepared with another tokenizer.
     """
+    path, data = Path(one.path), data_of(job.data, one)
     if isinstance(job.model, ResNetModel):
-        data = dataclasses.replace(job.data, path=path, eval=())
-        folder = prepare_data(dataclasses.replace(job, data=data), reporter)
-        return HeldOutSet(name, folder if path == SYNTHETIC_IMAGES else folder.resolve(), "eval")
-    is_prepared = looks_prepared(Path(path))
+        _refuse_fields(one, "has images")
+        fraction = None if has_eval_split(one.path) else data.eval_fraction
+        data = dataclasses.replace(data, eval_fraction=fraction)
+        check_image_data(dataclasses.replace(job, data=data), job.model)
+        return path if one.path == SYNTHETIC_IMAGES else path.resolve()
+    if looks_prepared(path):
+        _refuse_fields(one, "is already prepared")
+        none: dict[str, Any] = dict.fromkeys((*FIELD_KEYS, "tokenizer", "eval_fraction"))
+        folder = prepare_source(job, dataclasses.replace(data, **none), reporter)
+        if hf_tokenizer_text(load_tokenizer(folder)) != hf_tokenizer_text(load_tokenizer(tokenizer)):
+            rule, fix = "was prepared with another tokenizer than the model's", "Give the text itself"
+            raise UserError(Problem("eval-tokenizer", rule, path=one.path, fix=fix))
+        return folder.resolve()
     own = str(tokenizer if tokenizer.is_file() else tokenizer / TOKENIZER_FILE)
-    keys: dict[str, Any] = {"tokenizer": None if is_prepared else own, "eval_fraction": None}
-    if is_prepared:
-        keys |= {"template": None, "text_field": None}
-    data = dataclasses.replace(job.data, path=path, eval=(), sources=(), **keys)
-    folder = prepare_data(dataclasses.replace(job, data=data), reporter)
-    if hf_tokenizer_text(load_tokenizer(folder)) != hf_tokenizer_text(load_tokenizer(tokenizer)):
-        rule, fix = "was prepared with another tokenizer than the model's", "Give the text itself"
-        raise UserError(Problem("eval-tokenizer", rule, path=path, fix=fix))
-    return HeldOutSet(name, folder.resolve(), "eval" if is_prepared else "all")
+    if one.template is None and data.template is not None and not _holds_conversations(data):
+        data = dataclasses.replace(data, template=None, prompt_field=None, answer_field=None)
+    masked = data.prompt_masking and data.template is not None
+    data = dataclasses.replace(data, tokenizer=own, eval_fraction=1.0, prompt_masking=masked)
+    return prepare_source(job, data, reporter).resolve()
+
+
+def _holds_conversations(data: Data) -> bool:
+    """Whether a set has conversations, which the template of ``[data]`` renders; otherwise it is text."""
+    return starts_with_conversation(data.path, Path.cwd(), read_options(data, None))
+
+
+def _refuse_fields(one: EvalSet, why: str) -> None:
+    for key in FIELD_KEYS:
+        if (value := getattr(one, key)) is not None:
+            rule, where = f"has no effect: {one.path} {why}", f"data.eval.{key}"
+            fix = f"Leave {where} out"
+            raise UserError(Problem("data-already-prepared", rule, path=where, value=value, fix=fix))

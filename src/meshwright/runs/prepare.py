@@ -24,7 +24,7 @@ from meshwright.launch.lock import RunLock
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan, write_plan
 from meshwright.runs.data import prepare_data
-from meshwright.runs.held_out import HeldOutSet, prepare_held_out
+from meshwright.runs.held_out import prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
@@ -75,7 +75,7 @@ def prepare_run(
         _ = weights.found  # errors come before data are prepared, which may take long
     data_dir = prepare_data(spec, reporter)
     tokenizer = Path(read_mixture(data_dir)[0].folder)  # all sources have the same
-    eval_sets = [prepare_held_out(spec, one.name, one.path, tokenizer, reporter) for one in spec.data.eval]
+    eval_sets = {one.name: prepare_held_out(spec, one, tokenizer, reporter) for one in spec.data.eval}
     reporter.planned(plan)
     if spec.mixes_samples:
         reporter.warning(BATCH_NORM_NOTE)
@@ -101,7 +101,7 @@ def _require_trackers(job: Job) -> None:
 def _write_run(
     plan: PlanContract,
     data_dir: Path,
-    eval_sets: list[HeldOutSet],
+    eval_sets: dict[str, Path],
     resume: ResumeMode,
     weights: InitialWeights,
     reporter: Reporter,
@@ -129,7 +129,7 @@ def _write_run(
             checkpoint_dir=str(checkpoints),
             resume_from=str(resume_from) if resume_from else None,
             hf_weights=hf_weights,
-            eval_sets=tuple((one.name, str(one.folder), one.split) for one in eval_sets),
+            eval_sets={name: str(folder) for name, folder in eval_sets.items()},
             generation=generation,
         )
         write_plan(plan, run_dir / PLAN_FILE)

@@ -66,14 +66,26 @@ class Source:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A held-out set besides the held-out split of the training data."""
+    """A held-out set besides the held-out split of the training data.
+
+    The keys of fields and template are those of `[data]` if left out. The template of `[data]` is for sets of
+    conversations; a set of plain text has none.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     name: Name
     """Name in events, curves and reports."""
     path: Location
-    """As data.path. All documents of a text count; of a prepared folder and of images the held-out split."""
+    """As `data.path`. All documents of text count; of a prepared folder and of images the held-out split."""
+    text_field: Location | None = None
+    """As `data.text_field`."""
+    template: Location | None = None
+    """As `data.template`."""
+    prompt_field: Location | None = None
+    """As `data.prompt_field`."""
+    answer_field: Location | None = None
+    """As `data.answer_field`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ class Data:
     on_bad_records: Literal["error", "skip"] = "error"
     """What to do with a file or record that cannot be read: stop, or leave it out and count it."""
     eval: tuple[EvalSet, ...] = ()
-    """Further held-out sets, `[[data.eval]]` with `name` and `path`; one of old data shows forgetting."""
+    """Further held-out sets; tables `[[data.eval]]`. One of old data shows forgetting."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Fraction of the documents or images held out for evaluation; 0.01 if left out."""
     cache: Location | None = None

@@ -20,6 +20,7 @@ PATH_KEYS = (
     "data.path",
     "data.cache",
     "data.eval.path",
+    "data.eval.template",
     "data.tokenizer",
     "data.template",
     "data.sources.path",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def open_data(
     mesh: Mesh,
     context: ContextParallel | None,
     open_split: OpenSplit | None,
-    eval_sets: Iterable[tuple[str, str, str]] = (),
+    eval_sets: Mapping[str, str] | None = None,
 ) -> TrainData:
     """Open the data of a rank.
 
@@ -66,7 +66,7 @@ def open_data(
         mesh: Of the rank.
         context: The positions that this rank reads, with ``layout.cp > 1``.
         open_split: Replaces the data in the folder.
-        eval_sets: Name, folder and split of each set of ``data.eval``.
+        eval_sets: Folder of each set of ``data.eval``, by name.
     """
     train, held_out, sha256 = _open_batchers(job, folder, mesh, context, open_split)
     order: SampleOrder | MixtureOrder
@@ -77,17 +77,15 @@ def open_data(
     prefetcher = BatchPrefetcher(order, train, job.train.global_batch, mesh.device)
     is_text = isinstance(train, Batcher) and open_split is None
     tokenizer = Path(read_mixture(folder)[0].folder) / TOKENIZER_FILE if is_text else None
-    sets = {name: _open_set(job, Path(where), split, held_out) for name, where, split in eval_sets}
+    sets = {name: _open_set(job, where, held_out) for name, where in (eval_sets or {}).items()}
     return TrainData(train, held_out, sets, order, prefetcher, sha256, tokenizer)
 
 
-def _open_set(job: Job, folder: Path, split: str, like: Batcher | ImageBatcher) -> Batcher | ImageBatcher:
+def _open_set(job: Job, folder: str, like: Batcher | ImageBatcher) -> Batcher | ImageBatcher:
     """A further held-out set, split over the ranks like the held-out split of the data."""
     if isinstance(like, Batcher):
-        data = job.data
-        dataset = TokenDataset.open(folder, split, data.seq_len, data.mask, data.prompt_masking)
-        return replace(like, dataset=dataset)
-    images = open_images(str(folder), split, like.dataset.shape, job.data.eval_fraction)
+        return replace(like, dataset=TokenDataset.open_set(Path(folder), job.data))
+    images = open_images(folder, "eval", like.dataset.shape, job.data.eval_fraction)
     return replace(like, dataset=images)
 
 

@@ -33,7 +33,7 @@ def _evaluate_set(trainer: Trainer, name: str | None, held_out: Batcher | ImageB
     samples = first_samples(held_out, eval_samples)
     what = "the held-out split" if name is None else f"the set {name}"
     if not len(samples):
-        trainer.events.write("no_evaluation", reason=f"{what} has less than one sample")
+        trainer.events.write("no_evaluation", reason=f"{what} has nothing to predict")
         return None
     # Micro-batches with collectives: as many as the plan counts, however few samples are held out.
     layout = trainer.job.layout

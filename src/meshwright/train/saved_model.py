@@ -73,7 +73,7 @@ def _read_tables(folder: Path) -> tuple[Tree, Tree]:
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder, verify=False)  # the caller has verified it
         model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
-        keys = ("seq_len", "mask", "prompt_masking")
+        keys = ("seq_len", "mask", "prompt_masking", "eval_fraction")
         return model, {key: getattr(manifest, key) for key in keys}
     config = read_config(folder)
     lengths = (config.fields.get("max_positions"), config.sliding_window, MAX_CONTEXT)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.models.decoder import Decoder
+from meshwright.models.dtypes import AUTOCAST_DTYPES
 from meshwright.models.resnet import ResNet
 from meshwright.parallel.batch import Batch
 
@@ -26,15 +27,23 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: Decoder | ResNet, batches: Iterable[Batch], device: torch.device) -> Score:
-    """Score a whole model in this process; logits of ``model.loss_chunk`` tokens are in memory at once."""
+def score(model: Decoder | ResNet, batches: Iterable[Batch], precision: str = "fp32") -> Score:
+    """Score a whole model in this process; logits of ``model.loss_chunk`` tokens are in memory at once.
+
+    Args:
+        model: On its device.
+        batches: The samples.
+        precision: Of the GEMMs: ``fp32``, ``bf16`` or ``fp16``; logits and loss are float32.
+    """
     total = Score()
-    for batch in batches:
-        for logits, target in _iter_logits(model, batch, device):
-            loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
-            total.loss_sum += float(loss)
-            total.targets += int((target != IGNORE_INDEX).sum())
-            total.correct += int((logits.argmax(-1) == target).sum())
+    device, low = next(model.parameters()).device, AUTOCAST_DTYPES.get(precision)
+    with torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None):
+        for batch in batches:
+            for logits, target in _iter_logits(model, batch, device):
+                loss = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
+                total.loss_sum += float(loss)
+                total.targets += int((target != IGNORE_INDEX).sum())
+                total.correct += int((logits.argmax(-1) == target).sum())
     return total
 
 
@@ -44,7 +53,7 @@ def _iter_logits(
     """Chunks of float32 logits (targets, classes) and their targets."""
     inputs, targets = batch.inputs.to(device), batch.targets.to(device).flatten()
     if isinstance(model, ResNet):
-        yield model(inputs), targets
+        yield model(inputs).float(), targets
         return
     segments = None if batch.segments is None else batch.segments.to(device)
     weights = None if batch.weights is None else batch.weights.to(device)

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.data.chat import Conversation, Message
-from meshwright.data.chat_templates import BUILTIN
+from meshwright.data.chat_templates import BUILTIN_TEMPLATES
 from meshwright.data.corpus import Document
 from meshwright.data.dataset import IGNORE_INDEX, TokenDataset
 from meshwright.data.encode import encode_documents
@@ -49,7 +49,7 @@ def counted_texts(dataset):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:400"])
-@pytest.mark.parametrize("template", sorted(BUILTIN))
+@pytest.mark.parametrize("template", sorted(BUILTIN_TEMPLATES))
 def test_loss_targets_are_the_answers(tokenizer, template, corpus):
     if tokenizer != "byte":
         pytest.importorskip("tokenizers")
@@ -60,9 +60,9 @@ def test_loss_targets_are_the_answers(tokenizer, template, corpus):
     for split in ("train", "eval"):
         dataset = TokenDataset.open(corpus / "out", split, 512, "document", prompt_masking=True)
         found += [text for text in counted_texts(dataset) if text]
-    end = "".join(BUILTIN[template].after.get("assistant", ""))
+    end = "".join(BUILTIN_TEMPLATES[template].after.get("assistant", ""))
     if tokenizer != "byte":
-        for marker in BUILTIN[template].markers:  # special tokens, which decoding leaves out
+        for marker in BUILTIN_TEMPLATES[template].markers:  # special tokens, which decoding leaves out
             end = end.replace(marker, "")
     assert sorted(found) == sorted(answer + end for _, answer in PAIRS)
     ShardFolder.open(corpus / "out").verify()
@@ -84,12 +84,12 @@ def test_preparing_chat_data_is_deterministic(corpus):
 def chat_tokenizer():
     """A BPE tokenizer with the special tokens of ChatML."""
     pytest.importorskip("tokenizers")
-    return BpeTokenizer.train(["what is the answer", "it is"], 320, BUILTIN["chatml"].markers)
+    return BpeTokenizer.train(["what is the answer", "it is"], 320, BUILTIN_TEMPLATES["chatml"].markers)
 
 
 def encode(tokenizer, *messages, template="chatml"):
     """One conversation, rendered and encoded."""
-    parts = BUILTIN[template].render(Conversation("", messages), tuple(tokenizer.special_tokens))
+    parts = BUILTIN_TEMPLATES[template].render(Conversation("", messages), tuple(tokenizer.special_tokens))
     return encode_documents(tokenizer, [Document("", "".join(p.text for p in parts), parts)])[0]
 
 
@@ -195,13 +195,12 @@ def test_single_conversation_is_not_split(tmp_path):
     assert held_out.is_empty
 
 
-def test_eval_split_without_targets_is_legal(tmp_path):
-    """The eval samples lie inside one long prompt. Only the train split must have targets."""
+def test_eval_samples_without_targets_are_legal(tmp_path):
+    """The first eval sample lies inside one long prompt; the incomplete last one has the answer."""
     write_lines(tmp_path, [{"prompt": f"{n}" + "p" * 100, "answer": "a"} for n in range(20)])
     prepare_corpus(CorpusSpec(("data.jsonl",), "out", template="plain", eval_fraction=0.01), tmp_path)
     held_out = TokenDataset.open(tmp_path / "out", "eval", 64, "causal", prompt_masking=True)
-    assert len(held_out) == 1
-    assert held_out.count_targets([0]) == 0
+    assert [held_out.count_targets([n]) for n in range(len(held_out))] == [0, 2]
 
 
 @pytest.mark.parametrize(

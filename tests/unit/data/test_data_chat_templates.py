@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.data.chat import Conversation, Message, read_conversation
-from meshwright.data.chat_templates import BUILTIN, load_template
+from meshwright.data.chat_templates import BUILTIN_TEMPLATES, load_template
 
 CHATML = """\
 {% for message in messages %}
@@ -97,14 +97,14 @@ def problem(error):
     ],
 )
 def test_builtin_templates_render_the_documented_text(name, short, long):
-    assert text(BUILTIN[name].render(SHORT, ())) == short
-    assert text(BUILTIN[name].render(LONG, ())) == long
+    assert text(BUILTIN_TEMPLATES[name].render(SHORT, ())) == short
+    assert text(BUILTIN_TEMPLATES[name].render(LONG, ())) == long
 
 
 def test_builtin_template_names_markers_and_identities():
-    assert sorted(BUILTIN) == list(BUILTIN) == ["alpaca", "chatml", "llama3", "plain"]
-    assert BUILTIN["chatml"].markers == ("<|im_start|>", "<|im_end|>")
-    assert len({template.identity for template in BUILTIN.values()}) == 4
+    assert sorted(BUILTIN_TEMPLATES) == list(BUILTIN_TEMPLATES) == ["alpaca", "chatml", "llama3", "plain"]
+    assert BUILTIN_TEMPLATES["chatml"].markers == ("<|im_start|>", "<|im_end|>")
+    assert len({template.identity for template in BUILTIN_TEMPLATES.values()}) == 4
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_builtin_template_names_markers_and_identities():
     [("plain", "1 \n|2"), ("chatml", "1 <|im_end|>\n|2<|im_end|>\n"), ("llama3", "1<|eot_id|>|2<|eot_id|>")],
 )
 def test_loss_covers_answers_and_their_end_markers_only(name, in_loss):
-    parts = BUILTIN[name].render(LONG, ())
+    parts = BUILTIN_TEMPLATES[name].render(LONG, ())
     shown = answers(parts)
     while "||" in shown:
         shown = shown.replace("||", "|")
@@ -124,7 +124,7 @@ def test_jinja_chatml_matches_the_builtin_text_and_loss_mask(conversation, tmp_p
     pytest.importorskip("jinja2")
     (tmp_path / "chatml.jinja").write_text(CHATML)
     by_jinja = load_template("chatml.jinja", tmp_path, "byte").render(conversation, ())
-    by_hand = BUILTIN["chatml"].render(conversation, ())
+    by_hand = BUILTIN_TEMPLATES["chatml"].render(conversation, ())
 
     def per_character(parts):
         return [(character, part.in_loss) for part in parts for character in part.text]

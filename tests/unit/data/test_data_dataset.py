@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
-from meshwright.data.dataset import TokenDataset
+from meshwright.data.dataset import IGNORE_INDEX, TokenDataset
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import ShardFolder
 from meshwright.data.tokenizer import ByteTokenizer
@@ -143,11 +143,24 @@ def test_shards_shorter_than_one_sample_are_refused(folder):
     assert len(TokenDataset.open(folder, "train", 40)) == 1
 
 
-def test_eval_split_shorter_than_one_sample_is_empty(folder):
-    dataset = TokenDataset.open(folder, "eval", 4)
-    assert dataset.is_empty
-    assert (len(dataset), dataset.tokens, dataset.dropped_tokens, dataset.longest_sequence) == (0, 4, 4, 3)
-    assert not TokenDataset.open(folder, "eval", 3).is_empty
+@pytest.mark.parametrize("masked", [False, True])
+def test_eval_split_has_every_token_and_pads_its_last_sample(tmp_path, masked):
+    """Also if it is shorter than one sample; the train split drops an incomplete sample."""
+    loss_mask = np.array([0, 1, 0, 1, 1, 1, 1], np.uint8) if masked else None
+    with ShardWriter(tmp_path, ByteTokenizer(), 100, has_loss_mask=masked) as writer:
+        for split in ("train", "eval"):
+            writer.add(split, np.arange(7), loss_mask)
+        writer.finish()
+    dataset = TokenDataset.open(tmp_path, "eval", 5, "causal", masked)
+    rows = dataset.read([0, 1])
+    end, none = ByteTokenizer.end_of_document, IGNORE_INDEX
+    assert rows.tokens.tolist() == [[0, 1, 2, 3, 4], [5, 6, 0, 0, 0]]
+    assert rows.targets.tolist() == [[1, none if masked else 2, 3, 4, 5], [6, end, none, none, none]]
+    assert [dataset.count_targets([n]) for n in (0, 1)] == [4 if masked else 5, 2]
+    assert (dataset.dropped_tokens, dataset.padding) == (0, 3)
+    assert len(TokenDataset.open(tmp_path, "eval", 100, "causal", masked)) == 1
+    train = TokenDataset.open(tmp_path, "train", 5, "causal", masked)
+    assert (len(train), train.dropped_tokens) == (1, 2)
 
 
 def test_invalid_arguments_raise_value_errors(folder):

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.data.chat import read_conversation
-from meshwright.data.chat_templates import BUILTIN
+from meshwright.data.chat_templates import BUILTIN_TEMPLATES
 from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus, split_text
 from meshwright.data.digests import DigestSet
 
@@ -88,6 +88,16 @@ def test_large_json_is_read_element_by_element(tmp_path, monkeypatch):
         assert texts(tmp_path / name) == TEXTS, name
 
 
+@pytest.mark.parametrize("whole", [10**6, 100])
+def test_metadata_beside_the_array_of_records_are_ignored(tmp_path, monkeypatch, whole):
+    """Objects and arrays of other values, before and after it, in small and large files."""
+    monkeypatch.setattr("meshwright.data.records.WHOLE_JSON_CHARACTERS", whole)
+    monkeypatch.setattr("meshwright.data.files.CHUNK_BYTES", 97)
+    content = {"meta": {"by": {"name": "me"}}, "version": 1, "data": RECORDS, "license": {"text": "MIT"}}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    assert texts(tmp_path / "a.json") == TEXTS
+
+
 def test_a_single_record_is_a_document(tmp_path):
     (tmp_path / "one.json").write_text(json.dumps(RECORDS[0]))
     assert texts(tmp_path / "one.json") == TEXTS[:1]
@@ -99,7 +109,7 @@ def test_a_record_with_an_array_is_not_a_container(tmp_path):
     assert texts(tmp_path / "one.json", text_field="body") == ["hello"]
     chat = {"question": "hello", "answer": "hi", "meta": [{"question": "not", "answer": "a record"}]}
     (tmp_path / "chat.json").write_text(json.dumps(chat))
-    assert texts(tmp_path / "chat.json", template=BUILTIN["plain"]) == ["hello\nhi"]
+    assert texts(tmp_path / "chat.json", template=BUILTIN_TEMPLATES["plain"]) == ["hello\nhi"]
 
 
 @pytest.mark.parametrize(
@@ -164,11 +174,15 @@ def test_instruction_data_are_recognised(record, expected):
 
 def test_alpaca_has_its_own_section_for_the_input():
     record = {"instruction": "Add.", "input": "1 2", "output": "3"}
-    text = "".join(part.text for part in BUILTIN["alpaca"].render(read_conversation(record, "x"), ()))
+    text = "".join(
+        part.text for part in BUILTIN_TEMPLATES["alpaca"].render(read_conversation(record, "x"), ())
+    )
     assert text.startswith("Below is an instruction that describes a task, paired with an input")
     assert text.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3")
     del record["input"]
-    text = "".join(part.text for part in BUILTIN["alpaca"].render(read_conversation(record, "x"), ()))
+    text = "".join(
+        part.text for part in BUILTIN_TEMPLATES["alpaca"].render(read_conversation(record, "x"), ())
+    )
     assert "### Input" not in text
     assert "paired" not in text
 
@@ -181,7 +195,7 @@ def test_a_file_of_alpaca_is_read_with_a_template(tmp_path, name):
     else:
         csv = "instruction,input,output\nAdd.,1 2,3\n"
         (tmp_path / name).write_text(csv if name.endswith("csv") else json.dumps([record]))
-    assert texts(tmp_path / name, template=BUILTIN["plain"]) == ["Add.\n1 2\n3"]
+    assert texts(tmp_path / name, template=BUILTIN_TEMPLATES["plain"]) == ["Add.\n1 2\n3"]
     assert failure(tmp_path / name) == "data-needs-template"
 
 
@@ -286,8 +300,11 @@ def test_a_long_text_is_split_at_places_that_no_token_spans():
     assert "".join(pieces) == text
     assert len(pieces) > 100
     assert pieces == list(split_text([text], size=500)), "whatever the chunks are"
-    assert max(map(len, pieces)) < 2000
-    assert next(split_text(["x" * 100_000], size=500)) == "x" * 16_000, "without a place, anywhere"
+    assert max(map(len, pieces[:-1])) < 1000
+    minified = '{"name":"value","list":[1,2]},' * 1000
+    ends = {piece[-1] for piece in list(split_text([minified], size=500))[:-1]}
+    assert ends <= set("nametvalulist"), "after the last letter of a name or value"
+    assert next(split_text(["x" * 100_000], size=500)) == "x" * 2_000, "without a place, anywhere"
 
 
 def test_a_long_file_gives_the_tokens_of_the_whole_text(tmp_path, monkeypatch):
@@ -296,13 +313,14 @@ def test_a_long_file_gives_the_tokens_of_the_whole_text(tmp_path, monkeypatch):
     from meshwright.data.tokenizer import BpeTokenizer
 
     text = "".join(f"word{n} it's of the text,  two.\n\n    indented é 12345\n" for n in range(2000))
+    text += "".join(f'{{"it\'s":"one{n}_two","列":[1,2e5]}},' for n in range(20_000))
     monkeypatch.setattr("meshwright.data.corpus.LONG_CHARACTERS", 10_000)
     (tmp_path / "a.txt").write_text(text)
     (document,) = iter_corpus(["a.txt"], tmp_path)
     pieces = list(document.pieces())
     assert document.text == ""
     assert "".join(pieces) == text
-    tokenizer = BpeTokenizer.train([text[:10_000]], 400)
+    tokenizer = BpeTokenizer.train([text[:10_000], text[-10_000:]], 400)
     encoded = [token for ids in tokenizer.encode_batch(pieces) for token in ids.tolist()]
     assert encoded == tokenizer.encode(text)
 

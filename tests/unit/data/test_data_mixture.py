@@ -7,9 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
 from meshwright.data.mixture import (
     MAX_PERIOD,
+    MIXTURE_FILE,
     MixedSource,
     MixtureOrder,
     MixturePattern,
@@ -113,3 +115,12 @@ def test_an_evaluation_has_the_share_of_each_source(mixed):
     assert len(dataset.first_samples(10_000)) == len(dataset)
     plain = TokenDataset.open(mixed / "a", "eval", 16)
     assert plain.first_samples(3).tolist() == [0, 1, 2]
+
+
+def test_a_mixture_of_another_version_is_refused(tmp_path):
+    write_mixture(tmp_path, [MixedSource("a", "a", 1.0)])
+    path = tmp_path / MIXTURE_FILE
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(UserError) as error:
+        read_mixture(tmp_path)
+    assert [problem.code for problem in error.value.problems] == ["data-shards-broken"]

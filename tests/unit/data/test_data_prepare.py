@@ -229,7 +229,7 @@ def test_corpus_file_reports_all_problems_at_once(tmp_path):
     ]
     lines = str(error.value)
     assert "Unknown key source in CORPUS.toml. Did you mean sources?" in lines
-    assert "eval_fraction=2 is not valid: it should be less than or equal to 0.5. [corpus-bad-value]" in lines
+    assert "eval_fraction=2 is not valid: it should be at most 0.5, or 1 for an evaluation set." in lines
 
 
 @pytest.mark.parametrize(
@@ -264,3 +264,14 @@ def test_invalid_toml_is_refused(tmp_path):
         with pytest.raises(UserError) as error:
             load_corpus_spec(path)
         assert codes(error) == ["corpus-unreadable"]
+
+
+@pytest.mark.parametrize("files", [1, 5])
+def test_an_evaluation_set_holds_out_every_document(files, tmp_path):
+    """With eval_fraction=1 a single document is not split, and the report names no training documents."""
+    for number in range(files):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}")
+    report = prepare_corpus(CorpusSpec(("*.txt",), "out", eval_fraction=1.0), tmp_path)
+    assert (report.train_documents, report.eval_documents, report.tokens) == (0, files, 11 * files)
+    assert "all for evaluation" in report.describe()
+    assert "train on" not in report.describe()

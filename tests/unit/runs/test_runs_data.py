@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from meshwright.data.dataset import TokenDataset
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
 from meshwright.data.tokenizer import BpeTokenizer
 from meshwright.runs.data import prepare_data
+from meshwright.runs.reporter import Reporter
 from meshwright.spec.load import load_job
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "instruct.toml"
@@ -130,3 +132,29 @@ def test_the_instruction_example_loads_its_data(prepare, monkeypatch):
     lines = [json.loads(line) for line in Path(job.data.path).read_text().splitlines()]
     assert 40 <= len(lines) <= 80
     assert any("messages" in line for line in lines)
+
+
+def test_progress_of_the_shared_tokenizer_is_that_of_all_sources(tmp_path, monkeypatch):
+    """It rises to 100% once: the total covers every source from the start."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    tables = ""
+    for name, words in (("large", 4000), ("small", 40)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} word {n}\n" for n in range(words)))
+        tables += f'[[data.sources]]\nname = "{name}"\npath = "{name}.txt"\n'
+    (tmp_path / "job.toml").write_text(
+        '[model]\npreset = "tiny"\n[data]\ntokenizer = "bpe:300"\nseq_len = 16\n'
+        + tables
+        + "[train]\nsteps = 1\nglobal_batch = 1\n"
+    )
+    shown = []
+
+    class Recorder(Reporter):
+        @contextmanager
+        def bar(self, total):
+            yield lambda text, done: shown.append((text, done))
+
+    prepare_data(load_job("job.toml"), Recorder())
+    training = [done for text, done in shown if text.startswith("training the tokenizer")]
+    assert training == sorted(training)
+    assert max(training) <= 100
