@@ -424,6 +424,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 40,
     seed: int = 0,
+    chat: bool = False,
     template: str | None = None,
     tp: int = 1,
     on_token: Callable[[int], None] = lambda count: None,
@@ -437,7 +438,8 @@ def generate(
         temperature: 0 always takes the most likely token.
         top_k: Sample among this many tokens; 0 for all.
         seed: Seed of the sampling.
-        template: Chat template; the prompt is then a user message.
+        chat: The prompt is a user message, in the chat template that the model was trained with.
+        template: The same with another chat template.
         tp: Tensor-parallel ranks.
         on_token: Called with the number of tokens generated so far.
     """
@@ -455,7 +457,7 @@ def generate(
         "template": template,
         "tp": tp,
     }
-    return generate_from(find_model(checkpoint), settings, on_token)
+    return generate_from(find_model(checkpoint), settings, chat, on_token)
 
 
 def evaluate(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import meshwright as mw
 from meshwright.core.events import read_events
 
 SETTINGS = ("data.path=qa.jsonl", "data.template=plain", "data.mask=document", "data.prompt_masking=true")
@@ -42,3 +43,22 @@ def test_one_and_three_ranks_have_equal_losses_with_prompt_masking_and_document_
     assert one.result["tokens_per_s"] > 0
     assert "not finite" not in (three.run_dir / "report.html").read_text()
     assert three.result["eval_loss"] == pytest.approx(one.result["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("template", ["chatml", "mine.jinja"])
+def test_checkpoints_keep_the_chat_template(train, pairs, tmp_path, template):
+    """`generate --chat` and `eval` use it without naming it, also when its file is gone."""
+    mine = tmp_path / "mine.jinja"
+    mine.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    run = train("data.path=qa.jsonl", f"data.template={template}", "train.steps=1", "layout.dp_replicate=1")
+    sample = {"tokens": 4, "temperature": 0.0}
+    given = str(mine) if template == "mine.jinja" else template
+    expected = mw.generate(run.run_dir, "hi", template=given, **sample)
+    (named,) = mw.evaluate(run.run_dir, tmp_path / "qa.jsonl", f"data.template={given}")
+    mine.unlink()
+    assert mw.generate(run.run_dir, "hi", chat=True, **sample) == expected
+    (kept,) = mw.evaluate(run.run_dir, tmp_path / "qa.jsonl")
+    assert (kept.loss, kept.targets) == (named.loss, named.targets)

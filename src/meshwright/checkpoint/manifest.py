@@ -67,6 +67,8 @@ class Manifest:
     torch: str = ""
     mask: str = "causal"
     prompt_masking: bool = False
+    template: str | None = None
+    """Chat template: a built-in one, or ``tokenizer`` for the one in this folder."""
     eval_fraction: float | None = None
     """Held-out fraction of the data, if the job gave one: which images were not trained on."""
     sources: dict[str, float] = field(default_factory=dict)

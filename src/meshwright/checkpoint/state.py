@@ -93,5 +93,7 @@ class CheckpointedState:
     gather_to_first_stage: GatherToFirstStage
     data_sha256: str
     """Identity of the data that the position counts in."""
+    template: str | None
+    """Chat template, see :class:`Manifest`."""
     small_files: Mapping[str, bytes]
-    """Files that every checkpoint holds besides the tensors: the tokenizer, the Hugging Face source."""
+    """Files that every checkpoint holds besides the tensors: tokenizer, chat template, HF source."""

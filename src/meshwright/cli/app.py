@@ -363,9 +363,10 @@ def generate(
         Path, typer.Argument(help="Checkpoint, folder of checkpoints, run folder, or Hugging Face folder.")
     ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    template: Annotated[
-        str | None, typer.Option(help="Chat template; the prompt is then a user message.")
-    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user message, in the model's chat template.")
+    ] = False,
+    template: Annotated[str | None, typer.Option(help="The same, in this chat template.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy.")
@@ -381,6 +382,7 @@ def generate(
     output = Output(as_json)
     settings: dict[str, Any] = {
         "prompt": prompt,
+        "chat": chat,
         "template": template,
         "tokens": tokens,
         "temperature": temperature,

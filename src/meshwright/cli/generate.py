@@ -25,7 +25,8 @@ def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
     with Progress(console=output.errors, transient=True, disable=not output.errors.is_terminal) as bar:
         advance = partial(_advance, bar, bar.add_task("generating", total=settings["tokens"]))
         text = generate(model, **settings, on_token=advance)
-    shown = f"{settings['prompt']}{text}" if settings["template"] is None else text
+    is_chat = settings.get("chat") or settings["template"] is not None
+    shown = text if is_chat else f"{settings['prompt']}{text}"
     if not output.as_json and sys.stdout.isatty():  # an untrained model generates control characters
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
     if not output.as_json:  # the object holds it

@@ -163,6 +163,12 @@ def _read_tokenizer_template(base: Path, tokenizer: str, key: str) -> Template:
     return found
 
 
+def has_template(folder: Path) -> bool:
+    """Whether a Hugging Face folder or a checkpoint has a chat template."""
+    config = folder / TOKENIZER_CONFIG_FILE
+    return (folder / JINJA_FILE).is_file() or (config.is_file() and b'"chat_template"' in config.read_bytes())
+
+
 def _in_folder(folder: Path) -> Template | None:
     """The template of a Hugging Face folder; newer folders have it in a separate file."""
     if (folder / JINJA_FILE).is_file():

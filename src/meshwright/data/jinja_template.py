@@ -60,6 +60,8 @@ class JinjaTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._template = _compile(source, shown)
         self.identity = json.dumps([source, bos_token, eos_token])
+        self.config: dict[str, str] = {"chat_template": source, **self._tokens}
+        """The keys of a ``tokenizer_config.json`` that give the same template."""
 
     def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
         """The spans of the document; see :class:`Template`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.core.errors import Problem, RunFailedError
+from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.core.packages import require_packages
 from meshwright.launch.environment import prepare_environment
@@ -28,12 +28,15 @@ def find_model(path: Path) -> Path:
     return path if (path / CONFIG_FILE).is_file() else find_checkpoint(path)
 
 
-def generate_from(model: Path, settings: Mapping[str, Any], on_token: Callable[[int], None]) -> str:
+def generate_from(
+    model: Path, settings: Mapping[str, Any], chat: bool, on_token: Callable[[int], None]
+) -> str:
     """Generate text.
 
     Args:
         model: A checkpoint or a Hugging Face folder.
         settings: Fields of ``GenerateTask``.
+        chat: Whether the prompt is a user message in the model's chat template, unless the settings name one.
         on_token: Called with the number of tokens generated so far.
     """
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="generating text")
@@ -42,9 +45,22 @@ def generate_from(model: Path, settings: Mapping[str, Any], on_token: Callable[[
 
     if (model / MANIFEST).is_file():
         read_manifest(model)  # verifies it
+    if chat and settings["template"] is None:
+        settings = {**settings, "template": _trained_template(model)}
     task = GenerateTask(checkpoint=str(model), **settings)
     job = task.check()
     return generate_text(task, on_token=on_token) if task.tp == 1 else _generate_on_ranks(task, job, on_token)
+
+
+def _trained_template(model: Path) -> str:
+    """The model's own chat template."""
+    from meshwright.train.saved_model import saved_template  # noqa: PLC0415  (torch)
+
+    found = saved_template(model)
+    if found is None:
+        rule, fix = "has no chat template", "Give the one that it was trained with: --template chatml"
+        raise UserError(Problem("generate-no-template", rule, path=str(model), fix=fix))
+    return found
 
 
 def _generate_on_ranks(task: GenerateTask, job: Job, on_token: Callable[[int], None]) -> str:

@@ -23,6 +23,7 @@ from meshwright.spec.execution import uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.train.amp import MixedPrecision
+from meshwright.train.chat_template import read_template
 from meshwright.train.data import OpenSplit, TrainData, open_data
 from meshwright.train.expert_balance import build_expert_balancer
 from meshwright.train.optimizer import build_optimizer
@@ -56,6 +57,7 @@ def build_trainer(
     data = open_data(
         job, Path(assignment.data_dir), mesh, model.parallel.cp, open_split, assignment.eval_sets
     )
+    template, small_files = _read_small_files(context, data) if mesh.rank == 0 else (None, {})
     state = CheckpointedState(
         plan=context.plan,
         counters=TrainState(),
@@ -66,7 +68,8 @@ def build_trainer(
         expert_biases=balancer,
         gather_to_first_stage=partial(gather_to_first_stage, mesh),
         data_sha256=data.sha256,
-        small_files=_read_small_files(context, data) if mesh.rank == 0 else {},
+        template=template,
+        small_files=small_files,
     )
     if assignment.resume_from is not None:
         notes = resume(state, Path(assignment.resume_from))
@@ -81,15 +84,16 @@ def build_trainer(
     )
 
 
-def _read_small_files(context: RankContext, data: TrainData) -> dict[str, bytes]:
-    """Files of every checkpoint besides the tensors; read now, as their folders may be gone later."""
+def _read_small_files(context: RankContext, data: TrainData) -> tuple[str | None, dict[str, bytes]]:
+    """Chat template and files of every checkpoint; read now, as their folders may be gone later."""
     model, resume_from = context.plan.job.model, context.assignment.resume_from
     files = {} if data.tokenizer is None else {data.tokenizer.name: data.tokenizer.read_bytes()}
     if resume_from is not None:
         source = load_source(Path(resume_from))
     else:
         source = read_hf_folder(model) if isinstance(model, DecoderModel) and model.hf else None
-    return files if source is None else {**files, SOURCE_FILE: source.to_zip()}
+    template, template_files = read_template(context.plan.job, source)
+    return template, files | template_files | ({SOURCE_FILE: source.to_zip()} if source else {})
 
 
 def _set_determinism(job: Job) -> None:

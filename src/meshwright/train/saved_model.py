@@ -12,6 +12,7 @@ from torch import Tensor
 from meshwright.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
 from meshwright.checkpoint.resume import load_selection_bias, open_tensors
 from meshwright.core.errors import UserError
+from meshwright.data.chat_templates import TOKENIZER_TEMPLATE, has_template
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import WeightSource, find_weight_source
 from meshwright.models.resnet import ResNet
@@ -63,6 +64,13 @@ def build_saved_job(folder: Path, data: Tree, overrides: Sequence[str] = (), tp:
         raise UserError(*error.problems) from None
 
 
+def saved_template(folder: Path) -> str | None:
+    """The chat template of a saved model, for the tokenizer in its folder; None if there is none."""
+    if (folder / MANIFEST).is_file():
+        return read_manifest(folder, verify=False).template
+    return TOKENIZER_TEMPLATE if has_template(folder) else None
+
+
 def is_image_model(folder: Path) -> bool:
     """Whether a saved model reads images."""
     return _read_tables(folder)[0].get("architecture") == "resnet"
@@ -73,11 +81,12 @@ def _read_tables(folder: Path) -> tuple[Tree, Tree]:
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder, verify=False)  # the caller has verified it
         model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
-        keys = ("seq_len", "mask", "prompt_masking", "eval_fraction")
+        keys = ("seq_len", "mask", "prompt_masking", "template", "eval_fraction")
         return model, {key: getattr(manifest, key) for key in keys}
     config = read_config(folder)
     lengths = (config.fields.get("max_positions"), config.sliding_window, MAX_CONTEXT)
-    return {"hf": str(folder.absolute())}, {"seq_len": min(n for n in lengths if n is not None)}
+    data = {"seq_len": min(n for n in lengths if n is not None), "template": saved_template(folder)}
+    return {"hf": str(folder.absolute())}, data
 
 
 class _CheckpointWeights:
