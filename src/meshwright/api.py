@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.hf.export import Exported
     from meshwright.checkpoint.inventory import PruneResult, StoredCheckpoint
     from meshwright.data.prepare import PrepareReport
+    from meshwright.layout.no_effect import UnusedSetting
     from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
     from meshwright.plan.search.find import Objective, SearchResult
     from meshwright.report.pipeline_run import PipelineRun
@@ -276,6 +277,13 @@ class Plan:
     def reasons(self) -> tuple[str, ...]:
         """Why this layout was chosen."""
         return self.contract.reasons
+
+    @property
+    def unused_settings(self) -> list[UnusedSetting]:
+        """Settings of the job that have no effect in this layout, with the reasons."""
+        from meshwright.layout.no_effect import find_unused_settings  # noqa: PLC0415
+
+        return find_unused_settings(self.contract.job)
 
     def write(self, path: str | Path) -> None:
         """Write the plan as a file that ``meshwright train`` and :func:`load_job` read."""

@@ -14,6 +14,7 @@ from meshwright.cli.plan_why import describe_explanation
 from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
+from meshwright.layout.no_effect import find_unused_settings
 from meshwright.layout.text import describe_layout
 from meshwright.plan.sizing import (
     ClusterSize,
@@ -27,6 +28,7 @@ from meshwright.plan.sizing import (
 from meshwright.report.figure import require_picture
 
 if TYPE_CHECKING:
+    from meshwright.plan.contract import PlanContract
     from meshwright.plan.search.find import Objective
 
 
@@ -59,6 +61,7 @@ def show_plan(output: Output, request: PlanRequest) -> int:
         job = _load_without_layout(request)
         explanation = job.explain(*request.why, *_layout_overrides(request), reporter=reporter)
         describe_explanation(output, explanation, request.verbose)
+        _warn_of_unused_settings(output, explanation.plan)
         output.result(explanation.as_dict())
         return 0
     job = load_job(request.source, *request.overrides, on=request.on)
@@ -74,8 +77,14 @@ def show_plan(output: Output, request: PlanRequest) -> int:
         describe_ranking(output, plan.search, request.top)
     for sentence in written:
         output.print(sentence)
+    _warn_of_unused_settings(output, plan.contract)
     output.result(plan.as_dict(request.top) | ({} if sizing is None else {"sizing": sizing.summary()}))
     return 0
+
+
+def _warn_of_unused_settings(output: Output, plan: PlanContract | None) -> None:
+    for unused in () if plan is None else find_unused_settings(plan.job):
+        output.warn(str(unused))
 
 
 def _layout_overrides(request: PlanRequest) -> list[str]:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from meshwright.core.files import sync_path
 from meshwright.data.shards import (
-    INDEX_FILE,
     SHARD_TOKENS,
     SHARDS_VERSION,
     SPLITS,
@@ -29,6 +28,7 @@ from meshwright.data.shards import (
 )
 from meshwright.data.staging import storage_errors
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from meshwright.spec.paths import PREPARED_INDEX
 
 _BUFFER_BYTES = 1024**2
 
@@ -109,8 +109,8 @@ class ShardWriter:
             )
             tokenizer.save(self._folder)
             sync_path(self._folder / TOKENIZER_FILE)
-            (self._folder / INDEX_FILE).write_bytes(index.to_bytes())
-            sync_path(self._folder / INDEX_FILE)
+            (self._folder / PREPARED_INDEX).write_bytes(index.to_bytes())
+            sync_path(self._folder / PREPARED_INDEX)
         return index
 
 

@@ -33,9 +33,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.data.tokenizer import TOKENIZER_FILE
+from meshwright.spec.paths import PREPARED_INDEX
 
 SHARDS_VERSION = 1
-INDEX_FILE = "index.json"
 SPLITS = ("train", "eval")
 SHARD_TOKENS = 64 * 1024**2
 """Maximum tokens per shard, unless one document is longer."""
@@ -159,7 +159,7 @@ class ShardFolder:
                     fix="Prepare one: meshwright prepare CORPUS.toml",
                 )
             )
-        opened = cls(folder, _read_index(folder / INDEX_FILE))
+        opened = cls(folder, _read_index(folder / PREPARED_INDEX))
         for shard in opened.index.shards:
             _check_size(folder / shard.file, shard.tokens * opened.index.token_dtype.itemsize)
             _check_size(folder / shard.documents_file, shard.documents * 8)
@@ -202,7 +202,7 @@ class ShardFolder:
         digest = hashlib.sha256()
         for shard in self.index.shards:
             _update_from_file(digest, self.folder / shard.file)
-        _update_from_file(digest, self.folder / INDEX_FILE)
+        _update_from_file(digest, self.folder / PREPARED_INDEX)
         return digest.hexdigest()
 
     def map_tokens(self, shard: ShardEntry) -> npt.NDArray[Any]:
@@ -228,7 +228,7 @@ class ShardFolder:
 def looks_prepared(folder: Path) -> bool:
     """Whether a folder has an index of prepared data."""
     try:
-        index = json.loads((folder / INDEX_FILE).read_bytes())
+        index = json.loads((folder / PREPARED_INDEX).read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(index, dict) and "splits" in index
@@ -239,8 +239,8 @@ def is_prepared_folder(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = {entry.name for entry in folder.iterdir()}
-    others = names - {INDEX_FILE, TOKENIZER_FILE}
-    return INDEX_FILE in names and all(re.match(_SHARD_NAME, name) for name in others)
+    others = names - {PREPARED_INDEX, TOKENIZER_FILE}
+    return PREPARED_INDEX in names and all(re.match(_SHARD_NAME, name) for name in others)
 
 
 def broken_shards(file: Path, rule: str) -> UserError:

@@ -10,6 +10,7 @@ from meshwright.layout.axes import dense_shard_axis, reduces_full_grads
 from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.flops import flops_per_token
 from meshwright.layout.fsdp_groups import shard_ranks, sharded_state
+from meshwright.layout.no_effect import find_unused_settings
 from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.parameters import count_parameters
 from meshwright.layout.stages import pp_rank_of
@@ -88,6 +89,7 @@ def _summarize(plan: PlanContract, ranks: dict[str, RankPrediction]) -> dict[str
         "hidden_s": plan.hidden_s,
         "collectives": [row.as_dict() for row in plan.collectives],
         "reasons": list(plan.reasons),
+        "unused_settings": [unused.as_dict() for unused in find_unused_settings(plan.job)],
     }
     if plan.pipeline is not None:
         summary["bubble"] = plan.pipeline.bubble

@@ -15,6 +15,7 @@ import tomli_w
 
 from meshwright.audit.compare import Audit, audit_run, describe_match
 from meshwright.core.units import format_count, format_plural, format_rate, format_seconds, format_throughput
+from meshwright.layout.no_effect import find_unused_settings
 from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
 from meshwright.report.event_text import format_loss
 from meshwright.report.history import History, read_history
@@ -194,7 +195,8 @@ class RunReport:
         if without := self.history.newest.record.targetless_text():
             notes.append(without)
         broken = [name for _, name in self.history.not_finite()]
-        return [*broken, *self.plan.reasons, *dict.fromkeys(notes)]
+        unused = map(str, find_unused_settings(self.plan.job))
+        return [*broken, *self.plan.reasons, *unused, *dict.fromkeys(notes)]
 
     def verdict_text(self) -> str:
         """The audit in one sentence."""

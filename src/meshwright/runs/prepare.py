@@ -21,6 +21,7 @@ from meshwright.core.packages import require_packages
 from meshwright.data.mixture import read_mixture
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
+from meshwright.layout.no_effect import find_unused_settings
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan, write_plan
 from meshwright.runs.data import prepare_data
@@ -77,6 +78,8 @@ def prepare_run(
     tokenizer = Path(read_mixture(data_dir)[0].folder)  # all sources have the same
     eval_sets = {one.name: prepare_held_out(spec, one, tokenizer, reporter) for one in spec.data.eval}
     reporter.planned(plan)
+    for unused in find_unused_settings(plan.job):
+        reporter.warning(str(unused))
     if spec.mixes_samples:
         reporter.warning(BATCH_NORM_NOTE)
     devices = spec.cluster.world_size

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.audit.compare import Audit
 from meshwright.audit.record import RunRecord
+from meshwright.layout.no_effect import find_unused_settings
 from meshwright.plan.contract import PlanContract, layout_keys
 
 
@@ -19,6 +20,7 @@ def summarize_run(plan: PlanContract, record: RunRecord, audit: Audit, run_dir: 
         "run_dir": str(run_dir),
         "layout": layout_keys(plan.job),
         "world_size": plan.world_size,
+        "unused_settings": [setting.as_dict() for setting in find_unused_settings(plan.job)],
         "losses": record.losses,
         "eval_loss": record.eval_loss,
         "eval_losses": record.eval_losses,

@@ -21,14 +21,14 @@ MIN_ROPE_HEAD_SIZE = 16
 def resolve_block_backend(job: Job) -> BlockBackend:
     """The backend that computes the transformer blocks.
 
-    ``triton`` falls back to ``compile`` where the device, the model or the layout rules Triton blocks out;
-    :func:`explain_block_backend` says why.
+    ``triton`` falls back to ``compile`` where the device, the model or the layout rules Triton blocks out
+    (``layout.no_effect`` reports it).
 
     Args:
         job: With its layout settled.
     """
     backend = wanted_block_backend(job)
-    if backend == "triton" and _find_triton_obstacle(job) is not None:
+    if backend == "triton" and find_triton_obstacle(job) is not None:
         return "compile"
     return backend
 
@@ -48,23 +48,23 @@ def wanted_block_backend(job: Job) -> BlockBackend:
 
 
 def explain_block_backend(job: Job) -> list[str]:
-    """Why the default is this backend, or why ``triton`` runs as ``compile``, as a sentence.
+    """Why the default is this backend, as a sentence.
 
-    Empty if the job names a backend that runs, and for jobs that have no choice of one.
+    Empty if the job names a backend, and for jobs that have no choice of one.
 
     Args:
         job: With its layout settled.
     """
-    named, missing = job.train.block_backend, _find_triton_obstacle(job)
-    if named == "triton" and missing is not None:
-        return [f"train.block_backend=triton runs as compile here: it needs {missing}"]
-    if named is not None or job.train.runtime != "meshwright" or not isinstance(job.model, DecoderModel):
+    train, missing = job.train, find_triton_obstacle(job)
+    if train.block_backend is not None or train.runtime != "meshwright":
+        return []
+    if not isinstance(job.model, DecoderModel):
         return []
     reason = "the fastest backend" if missing is None else f"triton needs {missing}"
     return [f"train.block_backend={resolve_block_backend(job)} by default: {reason}"]
 
 
-def _find_triton_obstacle(job: Job) -> str | None:
+def find_triton_obstacle(job: Job) -> str | None:
     """The first requirement of the Triton blocks that the job does not meet."""
     model, layout, train = job.model, job.layout, job.train
     if job.cluster.device != "cuda":
@@ -133,18 +133,6 @@ def uses_fused_adamw(job: Job) -> bool:
     train = job.train
     plain = train.precision != "fp16" and not train.grad_noise and job.layout.offload == "none"
     return uses_fused_kernels(job) and plain and train.optimizer == "adamw"
-
-
-def explain_grad_dtype(job: Job) -> list[str]:
-    """Why ``train.grad_dtype=bf16`` has no effect, as a sentence; empty if it has.
-
-    Args:
-        job: With its layout settled.
-    """
-    if job.train.grad_dtype == "fp32" or keeps_bf16_grads(job):
-        return []
-    where = "it needs Triton blocks on one GPU, one micro-batch per step and layout.offload=none"
-    return [f"train.grad_dtype={job.train.grad_dtype} has no effect here: {where}"]
 
 
 def keeps_bf16_grads(job: Job) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any
 
 from meshwright.spec.job import Job
+
+_type_hints = functools.cache(typing.get_type_hints)
+"""Evaluates the annotations of a class once: it takes 3 ms."""
 
 
 def section_type(path: list[str]) -> Any:
@@ -16,7 +20,7 @@ def section_type(path: list[str]) -> Any:
     for part in path:
         if part.isdigit():  # a row of a list of tables
             continue
-        hint = typing.get_type_hints(owner).get(part)
+        hint = _type_hints(owner).get(part)
         if typing.get_origin(hint) is tuple:
             hint = typing.get_args(hint)[0]
         if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -32,7 +36,7 @@ def takes_text(path: list[str]) -> bool:
     owner = section_type(path[:-1])
     if owner is None:
         return False
-    hint = typing.get_type_hints(owner).get(path[-1])
+    hint = _type_hints(owner).get(path[-1])
     return hint is str or (isinstance(hint, types.UnionType) and str in typing.get_args(hint))
 
 
@@ -49,7 +53,7 @@ def list_keys() -> list[str]:
 
 def _names_in(table: str) -> list[str]:
     """Names in a table; those of all kinds of models."""
-    hint = typing.get_type_hints(Job)[table]
+    hint = _type_hints(Job)[table]
     kinds = typing.get_args(hint) or (hint,)
     return list(dict.fromkeys(field.name for kind in kinds for field in dataclasses.fields(kind)))
 
@@ -58,8 +62,8 @@ def list_choices(key: str) -> list[str]:
     """The values that a key may have, if they are few; else none."""
     *parents, leaf = key.split(".")
     owner = section_type(parents)
-    hint = typing.get_type_hints(owner).get(leaf) if owner else None
-    if hint is bool:
+    hint = _type_hints(owner).get(leaf) if owner else None
+    if bool in (hint, *typing.get_args(hint)):
         return ["true", "false"]
     for kind in (hint, *typing.get_args(hint)):  # a key without a default may also be None
         if typing.get_origin(kind) is typing.Literal:

@@ -32,6 +32,8 @@ PATH_KEYS = (
 
 BUILTIN = "builtin:"
 """Start of the name of built-in data."""
+PREPARED_INDEX = "index.json"
+"""The index file of a folder of prepared data."""
 
 
 def resolve_paths(tree: Tree, base: Path) -> None:

@@ -47,6 +47,15 @@ def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
     assert "Layouts, recommended first" in ran.out
 
 
+def test_plan_reports_settings_without_effect_as_text_and_as_json(cli):
+    given = (*LOCAL, *SMALL, "layout.tp=2", "compression.kind=bf16")
+    assert "warning: compression.kind=bf16 has no effect: " in cli("plan", "tiny", *given).err
+    (unused,) = cli("plan", "tiny", *given, "--json").json["layouts"][0]["unused_settings"]
+    assert (unused["key"], unused["value"]) == ("compression.kind", "bf16")
+    assert cli("plan", "tiny", *given[:-1], "--json").json["layouts"][0]["unused_settings"] == []
+    assert "compression.kind" in cli("plan", "tiny", *given[:-2], given[-1], "--why", given[-2]).err
+
+
 @pytest.mark.parametrize(
     "preset", [*QUICK_PRESETS, *(pytest.param(p, marks=pytest.mark.slow) for p in OTHER_PRESETS)]
 )

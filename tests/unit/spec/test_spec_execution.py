@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.execution import explain_block_backend, explain_grad_dtype, resolve_block_backend
+from meshwright.layout.no_effect import find_unused_settings
+from meshwright.spec.execution import explain_block_backend, resolve_block_backend
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
@@ -58,7 +59,7 @@ def build(**tables: Any) -> Job:
 def test_triton_blocks_run_if_device_model_and_layout_support_them(tables):
     job = build(**tables)
     assert resolve_block_backend(job) == "triton"
-    assert explain_block_backend(job) == []
+    assert find_unused_settings(job) == []
 
 
 @pytest.mark.parametrize(
@@ -87,8 +88,7 @@ def test_triton_blocks_run_if_device_model_and_layout_support_them(tables):
 def test_triton_falls_back_to_compile_with_a_reason(tables):
     job = build(**tables)
     assert resolve_block_backend(job) == "compile"
-    (reason,) = explain_block_backend(job)
-    assert reason.startswith("train.block_backend=triton runs as compile here: it needs ")
+    assert [unused.key for unused in find_unused_settings(job)] == ["train.block_backend"]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,8 @@ def test_resnet_block_backend_is_eager():
     assert resolve_block_backend(build_job(tree, to_run=False)) == "eager"
 
 
-def test_grad_dtype_without_effect_has_a_reason():
-    """bf16 gradients need one GPU and one micro-batch.
-
-    Otherwise the plan explains that the key has no effect.
-    """
+def test_grad_dtype_without_effect_is_reported():
+    """bf16 gradients need one GPU and one micro-batch."""
     train = {
         "steps": 4,
         "global_batch": 8,
@@ -154,10 +151,12 @@ def test_grad_dtype_without_effect_has_a_reason():
         "train": train,
         "layout": {"micro_batch": 8},
     }
-    assert explain_grad_dtype(build_job(tree)) == []
+
+    def unused(changes):
+        return [setting.key for setting in find_unused_settings(build_job(tree | changes))]
+
+    assert unused({}) == []
     others = [{"layout": {"micro_batch": 4}}, {"layout": {"micro_batch": 4, "dp_replicate": 2}}]
     others += [{"layout": {"micro_batch": 8, "offload": "optimizer"}}, {"model": {**LLAMA, "norm": "layer"}}]
     for other in others:
-        (sentence,) = explain_grad_dtype(build_job(tree | other))
-        assert "has no effect here" in sentence
-    assert explain_grad_dtype(build_job(tree | {"train": train | {"grad_dtype": "fp32"}})) == []
+        assert "train.grad_dtype" in unused(other)

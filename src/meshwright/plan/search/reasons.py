@@ -14,7 +14,7 @@ from meshwright.plan.search.alternatives import compare, describe_pins, explain_
 from meshwright.plan.search.failure import NOT_BUILT
 from meshwright.plan.search.find import SIMPLICITY_MARGIN, SearchResult, find_layouts, score
 from meshwright.plan.time.stages import part_costs
-from meshwright.spec.execution import explain_block_backend, explain_grad_dtype
+from meshwright.spec.execution import explain_block_backend
 from meshwright.spec.hf_config import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -171,7 +171,6 @@ def _explain_job(job: Job, micro_batches: int) -> list[str]:
         *explain_lr(job.train),
         *explain_defaults(job.train),
         *explain_block_backend(job),
-        *explain_grad_dtype(job),
         *notes_on(job.model),
     ]
 

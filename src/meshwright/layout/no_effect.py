@@ -1,0 +1,188 @@
+"""Settings that have no effect in a job: one table of keys, conditions and reasons.
+
+``plan`` and ``train`` report them. The legality table refuses combinations that are certainly mistakes; a
+setting of this table is harmless, and often stays in a job file while its layout or length changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.layout.axes import (
+    dense_reduce_axis,
+    dense_shard_axis,
+    expert_reduce_axis,
+    expert_shard_axis,
+    has_expert_axes,
+    reduces_full_grads,
+)
+from meshwright.spec.execution import (
+    autotunes_gemms,
+    find_triton_obstacle,
+    keeps_bf16_grads,
+    uses_triton_blocks,
+)
+from meshwright.spec.job import Job
+from meshwright.spec.micro_batches import count_micro_batches
+from meshwright.spec.paths import PREPARED_INDEX
+from meshwright.spec.train_defaults import defaults, setting
+
+Reason = Callable[[Job], str | None]
+"""Why a setting has no effect in a job with a settled layout; None if it has one."""
+
+
+@dataclass(frozen=True)
+class UnusedSetting:
+    """A setting that has no effect in a job."""
+
+    key: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={_toml(self.value)} has no effect: {self.reason}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return dataclasses.asdict(self)
+
+
+def find_unused_settings(job: Job) -> list[UnusedSetting]:
+    """The settings of a job that have no effect, among those whose value is not the default.
+
+    Args:
+        job: With its layout settled.
+    """
+    found = []
+    for key, explain in REASONS.items():
+        table, _, name = key.partition(".")
+        section = getattr(job, table)
+        default = next(field.default for field in dataclasses.fields(section) if field.name == name)
+        value = getattr(section, name)
+        if value != default and (reason := explain(job)) is not None:
+            found.append(UnusedSetting(key, value, reason))
+    return found
+
+
+def _explain_compression(job: Job) -> str | None:
+    layout, axes = job.layout, [dense_reduce_axis(job.layout), dense_shard_axis(job.layout)]
+    if has_expert_axes(job):
+        axes += [expert_reduce_axis(layout), expert_shard_axis(layout)]
+    if max(axis.size for axis in axes) > 1:
+        return None
+    return f"no gradients are reduced over data-parallel ranks with {layout.named_degrees()}"
+
+
+def _explain_bucket_size(job: Job) -> str | None:
+    layout = job.layout
+    if reduces_full_grads(job) or layout.offload == "optimizer":
+        return None
+    if layout.zero >= 2:
+        return f"layout.zero={layout.zero} reduces gradients block by block (FSDP2), not in DDP buckets"
+    return f"no gradients are reduced over data-parallel ranks with {layout.named_degrees()}"
+
+
+def _explain_accumulate(job: Job) -> str | None:
+    return "a step has one micro-batch per rank" if count_micro_batches(job) == 1 else None
+
+
+def _explain_offload(job: Job) -> str | None:
+    train, stateless = job.train, job.train.optimizer == "sgd" and setting(job.train, "momentum") == 0
+    if job.layout.offload != "optimizer" or not stateless:
+        return None
+    return f"train.optimizer={train.optimizer} without momentum has no state"
+
+
+def _explain_block_backend(job: Job) -> str | None:
+    if job.train.block_backend != "triton" or uses_triton_blocks(job):
+        return None
+    return f"it needs {find_triton_obstacle(job)}; the blocks run as train.block_backend=compile"
+
+
+def _explain_grad_dtype(job: Job) -> str | None:
+    if keeps_bf16_grads(job):
+        return None
+    return "it needs Triton blocks on one GPU, one micro-batch per step and layout.offload=none"
+
+
+def _explain_gemm_autotune(job: Job) -> str | None:
+    if autotunes_gemms(job):
+        return None
+    return f"it tunes Triton blocks, which need {find_triton_obstacle(job)}"
+
+
+def _explain_decay(job: Job) -> str | None:
+    return "train.weight_decay=0" if setting(job.train, "weight_decay") == 0 else None
+
+
+def _explain_lr_schedule(job: Job) -> str | None:
+    train = job.train
+    if train.warmup < train.steps:
+        return None
+    return f"the warm-up takes all steps (train.warmup={train.warmup}, train.steps={train.steps})"
+
+
+def _explain_min_lr(job: Job) -> str | None:
+    return _explain_lr_schedule(job) if "min_lr_ratio" in defaults(job.train) else None
+
+
+def _longer_than_run(key: str, instead: str) -> Reason:
+    """An interval in steps that is longer than the run."""
+    table, _, name = key.partition(".")
+
+    def explain(job: Job) -> str | None:
+        steps = job.train.steps
+        interval = getattr(getattr(job, table), name)
+        return f"the run ends after train.steps={steps}; {instead}" if interval > steps else None
+
+    return explain
+
+
+def _explain_on_best(job: Job) -> str | None:
+    train = job.train
+    if 0 < train.eval_every < train.steps:
+        return None
+    return "the only evaluation is the one at the end, so the newest checkpoint is the best"
+
+
+def _explain_timeout(job: Job) -> str | None:
+    return "one process waits for no others" if job.layout.world_size == 1 else None
+
+
+def _explain_preparation(job: Job) -> str | None:
+    """Prepared folders are used where they are."""
+    paths = [job.data.path, *(one.path for one in job.data.eval)]
+    if job.data.sources or not all((Path(path) / PREPARED_INDEX).is_file() for path in paths):
+        return None
+    return f"data.path={job.data.path} is already prepared"
+
+
+REASONS: dict[str, Reason] = {
+    "compression.kind": _explain_compression,
+    "layout.bucket_mb": _explain_bucket_size,
+    "layout.accumulate": _explain_accumulate,
+    "layout.offload": _explain_offload,
+    "train.block_backend": _explain_block_backend,
+    "train.grad_dtype": _explain_grad_dtype,
+    "train.gemm_autotune": _explain_gemm_autotune,
+    "train.decay_embeddings": _explain_decay,
+    "train.schedule": _explain_lr_schedule,
+    "train.min_lr_ratio": _explain_min_lr,
+    "train.noise_scale_every": _longer_than_run("train.noise_scale_every", "nothing is measured"),
+    "train.eval_every": _longer_than_run("train.eval_every", "there is one evaluation, at the end"),
+    "checkpoint.every_steps": _longer_than_run("checkpoint.every_steps", "there is one save, at the end"),
+    "checkpoint.on_best": _explain_on_best,
+    "elastic.collective_timeout_s": _explain_timeout,
+    "elastic.stop_grace_s": _explain_timeout,
+    "data.cache": _explain_preparation,
+    "data.on_bad_records": _explain_preparation,
+}
+"""Why a key has no effect. A key that is not here has an effect in every legal job."""
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,357 @@
+"""Every key of the job file has an effect, is refused, or is reported as having none.
+
+The walk changes one key at a time in small jobs of many kinds. What a run takes from the job without torch is
+the outcome: predicted memory, collectives and times, learning rates, weight decay, the optimizer's settings.
+Keys that only a run shows are listed with the module that reads them.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright
+from meshwright.core.errors import UserError
+from meshwright.layout.lr_schedule import lr_at
+from meshwright.layout.no_effect import REASONS, find_unused_settings
+from meshwright.layout.optimizer_state import decays
+from meshwright.layout.parameters import list_parameters
+from meshwright.plan.build import summarize
+from meshwright.plan.predict import complete_layout, predict
+from meshwright.spec.execution import autotunes_gemms
+from meshwright.spec.job import Job
+from meshwright.spec.job_keys import list_choices, list_keys
+from meshwright.spec.legality.table import find_problems, with_layout
+from meshwright.spec.load import apply_override, build_job
+from meshwright.spec.paths import PREPARED_INDEX
+from meshwright.spec.train_defaults import balance_coefficient, defaults, setting
+
+SOURCES = Path(meshwright.__file__).parent
+
+DENSE = {
+    "num_layers": 6,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_size": 128,
+    "vocab_size": 256,
+}
+EXPERTS = DENSE | {"num_experts": 4, "experts_per_token": 2}
+LATENT = DENSE | {"attention": "latent", "latent_size": 32, "rope_head_dim": 16}
+RESNET = {"architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}
+JOBS: dict[str, str] = {
+    "one process": "layout.dp_replicate=1",
+    "replicas": "layout.dp_replicate=2",
+    "zero-1": "layout.dp_shard=2 layout.zero=1",
+    "zero-3": "layout.dp_shard=2 layout.micro_batch=1",
+    "tensor": "layout.tp=2",
+    "pipeline": "layout.pp=2",
+    "interleaved": "layout.pp=2 layout.schedule=interleaved layout.virtual_stages=2",
+    "context": "layout.cp=2",
+    "experts": "layout.dp_shard=2 layout.zero=1",
+    "latent": "layout.dp_replicate=1",
+    "window": "model.window=8",
+    "resnet": "layout.dp_replicate=2 cluster.nodes=2 cluster.devices_per_node=1",
+    "cpu": "layout.dp_replicate=2 cluster.device=cpu",
+    "sgd": "train.optimizer=sgd",
+    "wsd": "train.schedule=wsd",
+    "fp16": "train.precision=fp16",
+    "fp8": "train.precision=fp8 train.block_backend=compile",
+    "triton": "train.precision=bf16 train.block_backend=triton layout.micro_batch=8",
+    "fp4": "train.precision=fp4 cluster.peak_fp4_flops_per_s=1e16",
+    "offload": "layout.offload=optimizer",
+    "nodes": "cluster.nodes=2 cluster.devices_per_node=1 layout.dp_replicate=2",
+    "racks": "cluster.nodes=4 cluster.devices_per_node=1 cluster.nodes_per_rack=2 layout.dp_replicate=4 "
+    "cluster.spine_oversubscription=2.0",
+}
+MODELS = {"experts": EXPERTS, "latent": LATENT, "resnet": RESNET}
+VALUES = {
+    "cluster.nodes": "1 cluster.devices_per_node=2",
+    "cluster.nodes_per_rack": "4",
+    "layout.bucket_mb": "0.01",
+    "layout.cp": "2",
+    "layout.dp_replicate": "2",
+    "layout.dp_shard": "2",
+    "layout.ep": "2",
+    "layout.etp": "2",
+    "layout.micro_batch": "4",
+    "layout.pp": "2",
+    "layout.prefetch": "2",
+    "layout.stage_layers": "[1,5]",
+    "layout.tp": "2",
+    "layout.virtual_stages": "3",
+    "layout.zero": "2",
+    "model.attention": "latent model.latent_size=32 model.rope_head_dim=16",
+    "model.blocks": "[2,1]",
+    "model.bottleneck": "true",
+    "model.head_dim": "32",
+    "model.hidden_size": "128",
+    "model.num_heads": "8",
+    "model.num_kv_heads": "2",
+    "model.positions": "learned model.max_positions=64",
+    "model.rope_head_dim": "8",
+    "model.stem": "small",
+    "model.width": "32",
+    "model.window_every": "2",
+    "train.lr_base_batch": "4 train.lr_scaling=linear",
+    "train.lr_scaling": "sqrt train.lr_base_batch=4",
+    "model.channels": "1",
+    "train.momentum": "0",
+    "train.nesterov": "true",
+    "train.runtime": "megatron-lm",
+    "train.warmup": "2",
+}
+"""Values to try, with further overrides that they need. Other keys: each choice, or several numbers."""
+NUMBERS = ("0.5", "3")
+
+READERS = {
+    "name": "runs/prepare.py",
+    "run_dir": "runs/prepare.py",
+    "model.preset": "spec/load.py",
+    "model.architecture": "spec/model.py",
+    "model.hf": "spec/hf_config.py",
+    "model.max_positions": "spec/legality/model.py",
+    "model.rope_theta": "models/rope.py",
+    "model.rope_factor": "models/rope.py",
+    "model.rope_low_freq_factor": "models/rope.py",
+    "model.rope_high_freq_factor": "models/rope.py",
+    "model.rope_original_positions": "models/rope.py",
+    "model.norm_eps": "models/norms.py",
+    "model.init_std": "models/init.py",
+    "model.router": "models/routing.py",
+    "model.norm_groups": "spec/model.py",
+    "cluster.preset": "cli/plan_text.py",
+    "cluster.file": "cli/plan_text.py",
+    "cluster.basis": "cli/plan_text.py",
+    "cluster.device_name": "cli/plan_text.py",
+    "cluster.failure_hours": "plan/sizing.py",
+    "cluster.host_memory_bytes": "plan/search/find.py",
+    "cluster.storage_bytes_per_s": "plan/sizing.py",
+    "cluster.probed": "plan/time/probed.py",
+    "cluster.matmul_flops_per_s": "train/throughput.py",
+    "data.path": "runs/data.py",
+    "data.sources": "runs/data.py",
+    "data.tokenizer": "runs/data.py",
+    "data.prompt_masking": "runs/data.py",
+    "data.text_field": "runs/data.py",
+    "data.template": "runs/data.py",
+    "data.prompt_field": "runs/data.py",
+    "data.answer_field": "runs/data.py",
+    "data.on_bad_records": "runs/data.py",
+    "data.eval": "runs/prepare.py",
+    "data.eval_fraction": "train/data.py",
+    "data.cache": "runs/data.py",
+    "train.clip": "train/trainer.py",
+    "train.grad_noise": "train/gradient_noise.py",
+    "train.noise_scale_every": "train/trainer.py",
+    "train.z_loss": "train/expert_balance.py",
+    "train.loss_scale": "train/amp.py",
+    "train.seed": "train/data.py",
+    "train.eval_every": "train/loop.py",
+    "train.eval_samples": "train/evaluate.py",
+    "train.tensorboard": "runs/train.py",
+    "train.wandb": "report/trackers.py",
+    "train.mlflow": "report/trackers.py",
+    "train.deterministic": "train/build.py",
+    "layout.mode": "plan/search/planner.py",
+    "layout.schedule_file": "layout/pipeline_schedules.py",
+    "checkpoint.dir": "runs/prepare.py",
+    "checkpoint.every_steps": "checkpoint/saver.py",
+    "checkpoint.every_minutes": "checkpoint/saver.py",
+    "checkpoint.keep_last": "checkpoint/saver.py",
+    "checkpoint.on_best": "checkpoint/saver.py",
+    "elastic.collective_timeout_s": "parallel/mesh.py",
+    "elastic.stop_grace_s": "runs/ranks.py",
+}
+"""Keys whose effect no plan shows, by the module that reads them."""
+NOT_BUILT = {"consistency.mode": "consistency-mode-not-built"}
+"""Keys of which only the default is implemented: other values are refused."""
+DESCRIPTIONS = ("model.", "cluster.")
+"""Tables that describe a model and a machine: a rate that this layout does not need is not a mistake."""
+
+PLAN_ONLY = ("('model.", "('train.runtime=", "('train.precision=fp4")
+"""Changes that are planned, even if `train` does not support them yet."""
+
+ECHOES = ("layout", "reasons", "unused_settings")
+"""Parts of a plan that repeat the job."""
+
+
+@functools.cache
+def settle(name: str, *changes: str) -> Job:
+    """A job with its layout completed, as a plan has it. Raises if it is refused."""
+    images = MODELS.get(name) is RESNET
+    tree: dict[str, Any] = {
+        "name": "walk",
+        "model": copy.deepcopy(MODELS.get(name, DENSE)),
+        "cluster": {"preset": "h100-sxm"},
+        "data": {"path": "images"} if images else {"path": "text", "seq_len": 32},
+        "train": {"steps": 8, "global_batch": 8, "block_backend": "eager"},
+        "layout": {"dp_replicate": 1, "micro_batch": 2},
+    }
+    for change in (*JOBS[name].split(), *changes):
+        if problem := apply_override(tree, change):
+            raise UserError(problem)
+    to_run = images or (name not in ("latent", "fp4", "window") and not str(changes).startswith(PLAN_ONLY))
+    job = build_job(tree, to_run=to_run)
+    settled = with_layout(job, complete_layout(job, job.layout))
+    if problems := find_problems(settled, to_run):
+        raise UserError(*problems)
+    return settled
+
+
+@functools.cache
+def outcome(job: Job) -> str:
+    """What a run of this job would do, as far as it is known without torch."""
+    train, predicted = job.train, summarize(predict(job, job.layout))
+    facts = {
+        "plan": {key: value for key, value in predicted.items() if key not in ECHOES},
+        "lr": [lr_at(step, train) for step in range(train.steps)],
+        "decay": [
+            decays(p.name, len(p.shape), train) and setting(train, "weight_decay")
+            for p in list_parameters(job.model)
+        ],
+        "optimizer": {key: setting(train, key) for key in defaults(train)},
+        "balance": balance_coefficient(train),
+        "autotuned": autotunes_gemms(job),
+        "precision": train.precision,
+        "fp8": train.fp8_weight_grads,
+    }
+    return json.dumps(facts, default=str)
+
+
+def judge(key: str, name: str) -> dict[str, str]:
+    """For each value of a key in a job: refused, reported, changed, the same job, or silent."""
+    found, plain = {}, settle(name)
+    for value in (VALUES[key],) if key in VALUES else list_choices(key) or NUMBERS:
+        try:
+            job = settle(name, *f"{key}={value}".split())
+        except UserError:
+            found[value] = "refused"
+            continue
+        if any(unused.key == key for unused in find_unused_settings(job)):
+            found[value] = "reported"
+        else:
+            found[value] = (
+                "same" if job == plain else "changed" if outcome(job) != outcome(plain) else "silent"
+            )
+    return found
+
+
+def test_every_key_of_a_model_and_a_cluster_changes_the_outcome_of_some_job():
+    keys = [key for key in list_keys() if key.startswith(DESCRIPTIONS) and key not in READERS]
+    without = [key for key in keys if not any("changed" in judge(key, name).values() for name in JOBS)]
+    assert without == []
+
+
+def test_no_legal_value_of_a_setting_is_silently_ignored():
+    """And every setting changes the outcome of some job."""
+    keys = [key for key in list_keys() if not key.startswith(DESCRIPTIONS)]
+    keys = [key for key in keys if key not in READERS and key not in NOT_BUILT]
+    walk = {key: {name: judge(key, name) for name in JOBS} for key in keys}
+    silent = [
+        f"{key}={value} in {name}"
+        for key, jobs in walk.items()
+        for name, found in jobs.items()
+        for value, what in found.items()
+        if what == "silent"
+    ]
+    assert silent == []
+    without = [
+        key for key, jobs in walk.items() if not any("changed" in found.values() for found in jobs.values())
+    ]
+    assert without == []
+
+
+def test_keys_that_no_plan_shows_are_read_by_the_run():
+    unread = []
+    for key, module in READERS.items():
+        leaf = key.rpartition(".")[2]
+        nodes = list(ast.walk(ast.parse((SOURCES / module).read_text(encoding="utf-8"))))
+        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str}
+        if leaf not in names:
+            unread.append(f"{key} in {module}")
+    assert unread == []
+    assert READERS.keys() | NOT_BUILT.keys() <= set(list_keys())
+
+
+@pytest.mark.parametrize(("key", "code"), NOT_BUILT.items())
+def test_only_the_default_of_an_unbuilt_key_is_accepted(key, code):
+    for value in list_choices(key)[1:]:
+        with pytest.raises(UserError) as caught:
+            settle("one process", f"{key}={value}")
+        assert [problem.code for problem in caught.value.problems] == [code]
+
+
+CASES = [
+    ("compression.kind", "bf16", "one process"),
+    ("compression.kind", "fp16", "tensor"),
+    ("compression.kind", "bf16", "pipeline"),
+    ("layout.bucket_mb", "1.0", "one process"),
+    ("layout.bucket_mb", "1.0", "tensor"),
+    ("layout.bucket_mb", "1.0", "zero-3"),
+    ("layout.accumulate", "deferred layout.micro_batch=4", "zero-3"),
+    ("layout.offload", "optimizer train.momentum=0", "sgd"),
+    ("train.block_backend", "triton cluster.device=cpu", "one process"),
+    ("train.grad_dtype", "bf16 layout.micro_batch=4", "triton"),
+    ("train.gemm_autotune", "true layout.dp_replicate=1 layout.tp=2 layout.micro_batch=1", "triton"),
+    ("train.decay_embeddings", "false train.weight_decay=0", "one process"),
+    ("train.schedule", "linear train.warmup=8", "one process"),
+    ("train.min_lr_ratio", "0.5 train.warmup=9", "one process"),
+    ("train.noise_scale_every", "9", "replicas"),
+    ("train.eval_every", "9", "one process"),
+    ("checkpoint.every_steps", "9", "one process"),
+    ("checkpoint.on_best", "true", "one process"),
+    ("elastic.collective_timeout_s", "60.0", "one process"),
+    ("elastic.stop_grace_s", "60.0", "one process"),
+    ("data.cache", "elsewhere", "one process"),
+    ("data.on_bad_records", "skip", "one process"),
+]
+
+
+@pytest.mark.parametrize(("key", "change", "name"), CASES)
+def test_a_setting_without_effect_is_reported_once(key, change, name, tmp_path):
+    (tmp_path / PREPARED_INDEX).touch()
+    where = (f"data.path={tmp_path}",) if key.startswith("data.") else ()
+    reported = [
+        unused.key for unused in find_unused_settings(settle(name, *f"{key}={change}".split(), *where))
+    ]
+    assert reported.count(key) == 1
+
+
+def test_every_row_of_the_table_has_a_case_and_a_default_is_never_reported():
+    assert {key for key, _, _ in CASES} == REASONS.keys()
+    for name in JOBS:
+        assert find_unused_settings(settle(name)) == [], name
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("compression.kind=bf16", "replicas"),
+        ("compression.kind=bf16", "zero-3"),
+        ("layout.bucket_mb=1.0", "zero-1"),
+        ("layout.bucket_mb=1.0 layout.offload=optimizer", "one process"),
+        ("layout.accumulate=deferred", "zero-3"),
+        ("train.noise_scale_every=8", "replicas"),
+        ("train.min_lr_ratio=0.5 train.warmup=7", "one process"),
+        ("checkpoint.on_best=true train.eval_every=4", "one process"),
+        ("elastic.stop_grace_s=60.0", "tensor"),
+        ("data.cache=elsewhere", "one process"),
+    ],
+)
+def test_a_setting_with_an_effect_is_not_reported(change, name):
+    assert find_unused_settings(settle(name, *change.split())) == []
+
+
+def test_experts_reduced_over_tensor_parallel_ranks_are_compressed():
+    """With tp and no ep, each rank routes a part of the tokens to all experts: it reduces their gradients."""
+    job = settle("experts", "layout.dp_shard=1", "layout.zero=0", "layout.tp=2", "compression.kind=bf16")
+    assert find_unused_settings(job) == []
+    assert outcome(job) != outcome(settle("experts", "layout.dp_shard=1", "layout.zero=0", "layout.tp=2"))
