@@ -24,7 +24,7 @@ from meshwright.layout.optimizer_state import decays
 from meshwright.layout.parameters import list_parameters
 from meshwright.plan.build import summarize
 from meshwright.plan.predict import complete_layout, predict
-from meshwright.spec.execution import autotunes_gemms
+from meshwright.spec.execution import autotunes_gemms, resolve_block_backend
 from meshwright.spec.job import Job
 from meshwright.spec.job_keys import list_choices, list_keys
 from meshwright.spec.legality.table import find_problems, with_layout
@@ -218,6 +218,7 @@ def outcome(job: Job) -> str:
         ],
         "optimizer": {key: setting(train, key) for key in defaults(train)},
         "balance": balance_coefficient(train),
+        "blocks": resolve_block_backend(job),
         "autotuned": autotunes_gemms(job),
         "precision": train.precision,
         "fp8": train.fp8_weight_grads,
