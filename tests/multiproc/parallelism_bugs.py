@@ -24,8 +24,11 @@ from meshwright.parallel.ring_attention import RingContextParallel
 from meshwright.parallel.sharded_state import ShardedState
 from meshwright.parallel.tensor import RowParallelLinear, VocabParallelEmbedding
 from meshwright.parallel.tensor_collectives import TensorParallel
+from meshwright.parallel.zero1 import Zero1State
 from meshwright.schedule.pipeline.actions import Action, Kind
 from meshwright.train import build
+from meshwright.train import optimizer as train_optimizer
+from meshwright.train import trainer as trainer_module
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.batches import Batcher
 from meshwright.train.step_audit import StepAudit
@@ -188,7 +191,7 @@ def with_function(owner, name, change):
     original = getattr(owner, name)  # on import: an unknown name fails before any rank starts
 
     def entry(run_dir, listener):
-        setattr(owner, name, lambda *arguments: change(original, *arguments))
+        setattr(owner, name, lambda *arguments, **named: change(original, *arguments, **named))
         return run_rank(run_dir, listener)
 
     return entry
@@ -405,6 +408,57 @@ def gradient_zeroed_before_update(run_dir, listener):
 
     Trainer.update = update
     return run_rank(run_dir, listener)
+
+
+def _without_decay(original, *arguments):
+    return [{**group, "weight_decay": 0.0} for group in original(*arguments)]
+
+
+no_weight_decay = with_function(train_optimizer, "build_groups", _without_decay)
+norms_decay = with_function(train_optimizer, "decays", lambda original, *arguments: True)
+"""Weight decay of all parameters: norms and biases, too."""
+gradients_not_clipped = with_function(
+    torch.nn.utils, "clip_grads_with_norm_", lambda original, *arguments: None
+)
+lr_of_next_step = with_function(
+    trainer_module, "lr_at", lambda original, step, train: original(step + 1, train)
+)
+replicas_in_norm = with_method(
+    ShardedState, "_global_norm", lambda original, self, gradients: 2**0.5 * original(self, gradients)
+)
+
+
+def with_optimizer_state(change):
+    """An entry that changes the optimizer state of every parameter before each update."""
+
+    def before_step(original, self, optimizer):
+        for state in optimizer.state.values():
+            change(state)
+        original(self, optimizer)
+
+    return with_method(MixedPrecision, "step", before_step)
+
+
+def _restart_moments(state):
+    state["exp_avg"].zero_()
+    state["exp_avg_sq"].zero_()
+
+
+moments_restart = with_optimizer_state(_restart_moments)
+step_count_restarts = with_optimizer_state(lambda state: state["step"].zero_())
+
+
+def _gather_stale(original, self):
+    """Rank 1 keeps the first row of each matrix from before the update."""
+    stale = {name: p[0].clone() for name, p in self._parameters.items() if p.ndim > 1}
+    original(self)
+    if self._mesh.rank == 1:
+        with torch.no_grad():
+            for name, row in stale.items():
+                self._parameters[name][0] = row
+
+
+first_rows_not_gathered = with_method(Zero1State, "all_gather_parameters", _gather_stale)
 
 
 def ranks_read_same_samples(run_dir, listener):

@@ -28,6 +28,7 @@ from meshwright.verify.proof_task import (
     ProofTask,
     RankFindings,
     ReferenceRecord,
+    RunFigures,
     proof_job,
     reference_job,
 )
@@ -72,7 +73,7 @@ class Prover:
         """
         self._folder, self._data_dir, self._entry = folder, data_dir, reference
         self._number = itertools.count()
-        self._references: dict[object, tuple[Path, list[float | None]]] = {}
+        self._references: dict[object, tuple[Path, RunFigures]] = {}
 
     def prove(self, job: Job, entry: str = ENTRY) -> Proof:
         """Run the job's layout and compare it with the reference.
@@ -84,18 +85,18 @@ class Prover:
             entry: Entry point of a rank: that of `prove`, or one of ``parallelism_bugs``.
         """
         spec = proof_job(job, machine_memory_bytes())
-        reference_dir, reference_losses = self._reference(spec)
+        reference_dir, expected = self._reference(spec)
         backend = {key: getattr(job.train, key) for key in ("block_backend", "compile_backend")}
         spec = dataclasses.replace(spec, train=dataclasses.replace(spec.train, **backend))
         require_runnable(spec)
         plan, run_dir = build_plan(spec)[0], self._new_run_dir()
         task = ProofTask(self._positions(spec), str(reference_dir))
-        losses = run_proof_side(entry, plan, run_dir, task, self._data_dir, SILENT)
+        figures = run_proof_side(entry, plan, run_dir, task, self._data_dir, SILENT)
         findings = [RankFindings.read(run_dir, rank) for rank in range(plan.world_size)]
         reference = ReferenceRecord.read(reference_dir)
         return Proof(
             plan,
-            judge(reference, findings, losses, reference_losses),
+            judge(reference, findings, figures, expected),
             findings,
             reference,
             record=read_record(run_dir),
@@ -105,15 +106,15 @@ class Prover:
             reference_loads=read_loads(reference_dir),
         )
 
-    def _reference(self, job: Job) -> tuple[Path, list[float | None]]:
+    def _reference(self, job: Job) -> tuple[Path, RunFigures]:
         """The run of one process. Its micro-batch size changes rounding only, so one run serves all sizes."""
         spec = reference_job(job)
         key = (spec.model, spec.data, spec.train)
         if key not in self._references:
             plan, run_dir = build_plan(spec)[0], self._new_run_dir()
             task = ProofTask(self._positions(spec))
-            losses = run_proof_side(self._entry, plan, run_dir, task, self._data_dir, SILENT)
-            self._references[key] = run_dir, losses
+            figures = run_proof_side(self._entry, plan, run_dir, task, self._data_dir, SILENT)
+            self._references[key] = run_dir, figures
         return self._references[key]
 
     @staticmethod

@@ -136,7 +136,7 @@ def test_a_nan_loss_is_a_verdict_that_names_the_module(prove, monkeypatch):
     assert found["max_rel_diff"] is None
     assert found["losses"] == [None]
     first = found["first_divergence"]
-    assert (first["kind"], first["module"], first["rank"]) == ("activation", "blocks.0.ffn.up", 1)
+    assert (first["kind"], first["module"], first["rank"]) == ("weight", "blocks.0.ffn.up", 1)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ def prove_bug(prepared, tmp_path_factory):
         slow("loss_scaled_on_one_rank", "gradient", "norm", 0, ""),
         ("rope_positions_restart", "activation", "blocks.0.attention", 1, ""),
         ("unreduced_tied_embedding", "gradient", "embed", 0, "it is also head.weight"),
-        ("unequal_linear_weight", "activation", "blocks.1.ffn.down", 1, ""),
+        ("unequal_linear_weight", "weight", "blocks.1.ffn.down", 1, ""),
         ("loss_averaged_over_ranks", "loss", "loss", None, "summation of losses"),
-        ("gradient_zeroed_before_update", "weight", "blocks.0.ffn.up", 0, "its gradient was right"),
+        ("gradient_zeroed_before_update", "update", "blocks.0.ffn.up", 0, "zero in the update"),
         ("ranks_read_same_samples", "input", "model", 1, ""),
     ],
 )
@@ -291,7 +291,7 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             "unequal_linear_weight",
             SEQUENCE_PARALLEL,
             {},
-            "activation",
+            "weight",
             "blocks.1.ffn.down",
             "",
             marks=pytest.mark.slow,
@@ -300,7 +300,7 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             "unequal_norm_weight",
             SEQUENCE_PARALLEL,
             {},
-            "activation",
+            "weight",
             "blocks.1.attention_norm",
             "",
             marks=pytest.mark.slow,
@@ -412,13 +412,46 @@ def test_a_pipeline_bug_is_located(prove_bug, bug, layout, kind, module, note):
 
 @pytest.mark.slow
 def test_clipping_by_the_norm_of_local_stages_is_located(prove_bug):
-    """With SGD the first update differs. AdamW's first updates do not depend on the gradient's scale."""
+    """The gradient norm is judged on every rank."""
     plain = {"optimizer": "sgd", "lr": 0.1, "clip": 0.5}
     proof = prove_bug("pp_clip_by_stage_norm", PIPELINE, train=plain)
-    require_first_divergence(proof, "weight", "norm", "its gradient was right")
+    require_first_divergence(proof, "gradient_norm", "gradient norm", "computed wrongly")
     norms = {steps[0].grad_norm for steps in proof.steps}
     assert len(norms) == 2, "each rank clips by its own norm"
     assert max(norms) < proof.reference_steps[0].grad_norm
+
+
+TINY_LR = {"lr": 1e-5}
+ZERO_1, ZERO_3 = {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "train", "step", "term"),
+    [
+        ("no_weight_decay", ZERO_3, TINY_LR, 1, "weight decay"),
+        ("norms_decay", ZERO_1, TINY_LR, 1, "weight decay"),
+        slow("no_weight_decay", {"dp_replicate": 2}, {"optimizer": "sgd"}, 1, "weight decay"),
+        slow("no_weight_decay", ZERO_3, {"optimizer": "lion"}, 1, "weight decay"),
+        slow("gradients_not_clipped", {"tp": 2}, {}, 1, "clipping"),
+        slow("moments_restart", {"dp_replicate": 2}, {}, 2, "moment"),
+        slow("step_count_restarts", ZERO_3, {}, 2, "bias correction"),
+        slow("lr_of_next_step", PIPELINE, {}, 1, "lr"),
+        slow("first_rows_not_gathered", ZERO_1, {}, 1, "update"),
+    ],
+)
+def test_a_wrong_term_of_the_update_is_named(prove_bug, bug, layout, train, step, term):
+    """Also with a learning rate at which ten losses would not show it."""
+    first = prove_bug(bug, layout, train=train).verdict.first_divergence
+    assert first is not None
+    assert (first.kind, first.step, first.term) == ("update", step, term), first
+    assert first.parameter is not None
+
+
+def test_a_gradient_norm_that_counts_replicas_twice_is_named(prove_bug):
+    """A norm that is the square root of two too large clips all gradients alike, so no gradient shows it."""
+    proof = prove_bug("replicas_in_norm", ZERO_3, train=TINY_LR)
+    first = require_first_divergence(proof, "gradient_norm", "gradient norm", "computed wrongly")
+    assert first.difference == pytest.approx(2**0.5 - 1, rel=1e-3)
 
 
 def require_first_divergence(proof, kind, module, note):

@@ -39,11 +39,17 @@ def _describe(output: Output, proof: Proof) -> None:
         choices = format_plural(ties, "routing decision")
         output.print(f"{choices} tied within {TIE:g}: those of the reference were replayed")
     verdict = proof.verdict
-    losses = f"losses of {STEPS} steps differ by at most {_format(verdict.max_rel_diff)}"
-    gradients = f"gradients by {_format(verdict.max_grad_diff)} of their norm"
-    limits = f"tolerances {TOLERANCE['loss']:g} and {TOLERANCE['gradient']:g}"
-    figures = f"{proof.layout_name}: {losses}, {gradients}; {limits}"
-    output.print(f"Equal: {figures}" if verdict.equal else f"NOT equal: {figures}")
+    figures = [
+        (f"losses of {STEPS} steps", verdict.max_rel_diff, TOLERANCE["loss"]),
+        ("gradient norms", verdict.max_norm_diff, TOLERANCE["gradient_norm"]),
+        ("gradients", verdict.max_grad_diff, TOLERANCE["gradient"]),
+        ("updates", verdict.max_update_diff, TOLERANCE["update"]),
+    ]
+    output.print(
+        f"{'Equal' if verdict.equal else 'NOT equal'}: {proof.layout_name}. Largest relative differences:"
+    )
+    for name, difference, tolerance in figures:
+        output.print(f"  {name}: {_format(difference)} (tolerance {tolerance:g})")
     if verdict.first_divergence is not None:
         output.print(f"First divergence: {verdict.first_divergence.sentence()} [prove-differs]")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from meshwright.verify.proof_task import (
     ProofTask,
     RankFindings,
     ReferenceRecord,
+    RunFigures,
     explain_settings,
     proof_job,
     reference_job,
@@ -65,8 +66,8 @@ class Proof:
     verdict: Verdict
     findings: list[RankFindings]
     """What each rank of the layout compared."""
-    losses: list[float | None]
-    reference_losses: list[float | None]
+    figures: RunFigures
+    reference_figures: RunFigures
 
     @property
     def equal(self) -> bool:
@@ -82,8 +83,8 @@ class Proof:
         """The object of ``meshwright prove --json``."""
         return {
             **self.verdict.as_dict(),
-            "losses": self.losses,
-            "reference_losses": self.reference_losses,
+            "losses": self.figures.losses,
+            "reference_losses": self.reference_figures.losses,
             "replayed_ties": sum(one.replayed_ties for one in self.findings),
             "tolerance": TOLERANCE,
             "layout": layout_keys(self.runs.plan.job),
@@ -91,18 +92,6 @@ class Proof:
             "shrunk": self.runs.shrunk.as_dict(),
             "settings": self.runs.settings,
         }
-
-
-@dataclass
-class LossRecorder:
-    """The losses that rank 0 reports."""
-
-    values: list[float | None] = field(default_factory=list)
-
-    def feed(self, event: Event) -> None:
-        """Take in one event."""
-        if event["event"] == "step" and event["rank"] == 0:
-            self.values.append(event["loss"])
 
 
 def prove_job(job: LoadedJob, reporter: Reporter) -> Proof:
@@ -114,15 +103,15 @@ def prove_job(job: LoadedJob, reporter: Reporter) -> Proof:
     spec = runs.plan.job
     positions = select_sample_positions(spec.train.global_batch, spec.layout.data_degree)
     home = folder / "reference"
-    reference_losses = run_proof_side(
+    expected = run_proof_side(
         REFERENCE_ENTRY, runs.reference, home, ProofTask(positions), runs.data_dir, reporter
     )
     task = ProofTask(positions, str(home))
-    losses = run_proof_side(ENTRY, runs.plan, folder / "layout", task, runs.data_dir, reporter)
+    figures = run_proof_side(ENTRY, runs.plan, folder / "layout", task, runs.data_dir, reporter)
     found = [RankFindings.read(folder / "layout", rank) for rank in range(runs.plan.world_size)]
-    verdict = judge(ReferenceRecord.read(home), found, losses, reference_losses)
+    verdict = judge(ReferenceRecord.read(home), found, figures, expected)
     shutil.rmtree(folder, ignore_errors=True)
-    return Proof(runs, verdict, found, losses, reference_losses)
+    return Proof(runs, verdict, found, figures, expected)
 
 
 def _make_folder() -> Path:
@@ -164,8 +153,8 @@ def prepare_proof(job: LoadedJob, reporter: Reporter) -> ProofRuns:
 
 def run_proof_side(
     entry: str, plan: PlanContract, folder: Path, task: ProofTask, data_dir: Path, reporter: Reporter
-) -> list[float | None]:
-    """Run the reference or the layout; returns its losses, fewer if those of the layout stop being finite.
+) -> RunFigures:
+    """Run the reference or the layout; returns its figures, fewer if those of the layout stop being finite.
 
     Raises:
         RunFailedError: A rank died; its log is kept.
@@ -175,27 +164,27 @@ def run_proof_side(
     Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
     task.write(folder)
     (folder / EVENTS_FILE).touch()
-    losses = LossRecorder()
+    figures = RunFigures()
     name = "the reference, one process" if task.reference is None else name_layout(plan)
     reporter.progress(f"{name}: {task.steps} steps")
     try:
         with reporter.activity(f"{name}: starting") as update:
 
             def listen(event: Event) -> None:
-                losses.feed(event)
+                figures.feed(event)
                 if event["event"] == "step" and event["rank"] == 0:
-                    update(f"{name}: {len(losses.values)} of {task.steps} steps")
+                    update(f"{name}: {len(figures.losses)} of {task.steps} steps")
 
             interrupted = build_launch(entry, plan.job, folder, listen).run()
     except RunFailedError as error:
         if task.reference is not None and error.problems[0].code == NOT_FINITE:
-            return losses.values  # one process had finite ones: a difference, not a failure
+            return figures  # one process had finite ones: a difference, not a failure
         kept = [_with_log(problem, folder) for problem in error.problems]
         raise RunFailedError(*kept) from None
     if interrupted:
         shutil.rmtree(folder.parent, ignore_errors=True)
         raise InterruptedRunError(Problem("prove-interrupted", f"interrupted while running {name}"))
-    return losses.values
+    return figures
 
 
 def _with_log(problem: Problem, folder: Path) -> Problem:

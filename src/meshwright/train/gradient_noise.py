@@ -22,6 +22,7 @@ the same number. The result is in samples, like ``train.global_batch``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,16 +49,19 @@ def add_noise(sharded_state: ShardedState, train: Train, step: int) -> None:
 
     It is drawn on the CPU for every device, like initial weights.
     """
-    std = noise_std(step, train)
-    if std == 0:
+    if not train.grad_noise:
         return
     for name, parameter in sharded_state.named_parameters():
-        if parameter.grad is None:
-            continue
-        seed = parameter_seed(train.seed, f"gradient-noise/{step}/{name}")
-        drawn = torch.empty(sharded_state.shape(name), dtype=torch.float32)
-        drawn.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-        parameter.grad.add_(sharded_state.shard(name, drawn).to(parameter.grad.device))
+        if parameter.grad is not None:
+            drawn = draw_noise(name, sharded_state.shape(name), train, step)
+            parameter.grad.add_(sharded_state.shard(name, drawn).to(parameter.grad.device))
+
+
+def draw_noise(name: str, shape: Sequence[int], train: Train, step: int) -> Tensor:
+    """The noise of a full parameter in a step."""
+    generator = torch.Generator().manual_seed(parameter_seed(train.seed, f"gradient-noise/{step}/{name}"))
+    drawn = torch.empty(tuple(shape), dtype=torch.float32)
+    return drawn.normal_(0.0, noise_std(step, train), generator=generator)
 
 
 def estimate_noise(part: float, whole: float, k: float) -> tuple[float, float]:

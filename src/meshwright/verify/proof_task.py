@@ -13,17 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.events import to_json
+from meshwright.core.events import Event, to_json
+from meshwright.layout.lr_schedule import scaling_factor
 from meshwright.spec.execution import uses_eager_blocks, wanted_block_backend
 from meshwright.spec.job import Checkpoint, Compression, Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import build_job, job_tree
 from meshwright.spec.model import DecoderModel
-from meshwright.spec.train_defaults import with_eager_blocks
+from meshwright.spec.train_defaults import setting, with_eager_blocks
 
 STEPS = 10
 GRADIENT_STEPS = (1, STEPS)
+UPDATE_STEPS = (1, 2, STEPS)
+"""The second update is the first one with moments and a bias correction of its own."""
 LOSS_TOLERANCE = 1e-5
 """Relative to the loss of the reference."""
 GRADIENT_TOLERANCE = 1e-4
@@ -33,9 +36,14 @@ ROUNDING = 2.0**-23
 gradients are only noise: that of the bias of attention keys is zero, because softmax cancels it."""
 ACTIVATION_TOLERANCE = 1e-4
 """Relative to the norm of one sample's output; only decides which module is named."""
-WEIGHT_TOLERANCE = 1e-2
-"""Relative to the norm of the first update. The first steps of AdamW do not depend on the size of the
-gradient, so gradients of 0 and 1e-9 differ by a whole step. Only decides which module is named."""
+NORM_TOLERANCE = 1e-4
+"""Of the gradient norm of the whole model, relative to that of the reference."""
+UPDATE_TOLERANCE = 1e-3
+"""Of the change of a parameter and of its moments, relative to their formula (``update_formulas``)."""
+WEIGHT_TOLERANCE = 1e-6
+"""Of initial weights, relative to those of the reference: they depend on seed and name only."""
+MIN_LR = {"adamw": 1e-3, "lion": 1e-3, "muon": 1e-3, "sgd": 0.1}
+"""Peak learning rate of a proof, at least: with a smaller one rounding would hide the weight decay."""
 TIE = 1e-6
 """Expert scores that differ by less tie: rounding decides where the token goes."""
 MAX_WARMUP = 2
@@ -61,7 +69,7 @@ def routing_file(step: int) -> str:
 
 
 WEIGHTS_FILE = "weights.safetensors"
-"""The reference's weights after the first step."""
+"""The reference's initial weights."""
 
 
 def findings_file(rank: int) -> str:
@@ -102,8 +110,14 @@ class ReferenceRecord:
     """Other names of a parameter that several modules share."""
     gradient_norms: dict[str, dict[str, float]] = field(default_factory=dict)
     """By step and parameter; without parameters that have no gradient."""
-    update_norms: dict[str, float] = field(default_factory=dict)
-    """Norm of the first update of each parameter."""
+    weight_norms: dict[str, float] = field(default_factory=dict)
+    """Of the initial weights."""
+    rules: dict[str, str] = field(default_factory=dict)
+    """Update rule of each parameter."""
+    decayed: list[str] = field(default_factory=list)
+    """Parameters with weight decay."""
+    lrs: list[float] = field(default_factory=list)
+    """Learning rate of each step."""
 
     def write(self, folder: Path) -> None:
         """Write it for the ranks of the layout and the verdict."""
@@ -127,6 +141,37 @@ class TensorDifference:
     """What that factor leaves unexplained, relative to the norm."""
     missing: bool = False
     """The rank holds the parameter and has no gradient for it."""
+    note: str = ""
+    """Which rows differ, if only some do."""
+
+
+@dataclass
+class UpdateDifference:
+    """Difference of the update of a parameter from its formula."""
+
+    difference: float | None
+    """Of the parameter or a moment, relative; None if it is not finite."""
+    term: str = ""
+    """The term that is wrong: `weight decay`, `bias correction`, `moment`, `gradient`, `clipping`, `lr`;
+    `update` if none of them explains the difference."""
+    note: str = ""
+
+
+@dataclass
+class RunFigures:
+    """What the ranks of one run reported in their events."""
+
+    losses: list[float | None] = field(default_factory=list)
+    """By step, of rank 0."""
+    grad_norms: dict[int, list[float | None]] = field(default_factory=dict)
+    """By rank and step; None where nothing needed the norm."""
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        if event["event"] == "step":
+            self.grad_norms.setdefault(event["rank"], []).append(event["grad_norm"])
+            if event["rank"] == 0:
+                self.losses.append(event["loss"])
 
 
 @dataclass
@@ -150,7 +195,9 @@ class RankFindings:
     gradients: dict[str, dict[str, TensorDifference]] = field(default_factory=dict)
     """By step and parameter, of the parameters that this rank holds."""
     weights: dict[str, TensorDifference] = field(default_factory=dict)
-    """After the first step, by parameter."""
+    """Initial, by parameter."""
+    updates: dict[str, dict[str, UpdateDifference]] = field(default_factory=dict)
+    """By step and parameter."""
     not_compared: list[str] = field(default_factory=list)
     """Modules whose output has another shape on this rank: a shard."""
     replayed_ties: int = 0
@@ -173,6 +220,10 @@ class RankFindings:
             activations=[ActivationDifference(**row) for row in facts["activations"]],
             gradients={step: tensors(table) for step, table in facts["gradients"].items()},
             weights=tensors(facts["weights"]),
+            updates={
+                step: {name: UpdateDifference(**row) for name, row in table.items()}
+                for step, table in facts["updates"].items()
+            },
             not_compared=facts["not_compared"],
             replayed_ties=facts["replayed_ties"],
         )
@@ -191,6 +242,7 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
         **{key: first[key] for key in quiet},  # type: ignore[arg-type]
         steps=STEPS,
         warmup=warmup,
+        lr=proof_lr(job.train),
         precision="fp32",
         noise_scale_every=0,
         deterministic=True,
@@ -202,6 +254,11 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
     # A fixed peak: otherwise every rank would measure it, and the proof does not need MFU.
     here = {"preset": "local", "device": "cpu", "matmul_flops_per_s": 1e11, "memory_bytes": memory_bytes}
     return with_layout(build_job({**tree, "cluster": here}, settled=True, to_run=False), job.layout)
+
+
+def proof_lr(train: Train) -> float:
+    """``train.lr``, or a larger one: that of the first updates must show."""
+    return max(setting(train, "lr"), MIN_LR[train.optimizer] / scaling_factor(train))
 
 
 def explain_settings(job: Job) -> list[str]:
@@ -219,6 +276,10 @@ def explain_settings(job: Job) -> list[str]:
         changes.append(f"weights drawn from train.seed instead of any in model.hf={job.model.hf}")
     if job.train.warmup > MAX_WARMUP:
         changes.append(f"a warm-up of at most {MAX_WARMUP} steps instead of {job.train.warmup}")
+    if (lr := proof_lr(job.train)) > setting(job.train, "lr"):
+        changes.append(
+            f"train.lr={lr:g} instead of {setting(job.train, 'lr'):g}: updates must exceed rounding"
+        )
     return changes
 
 

@@ -1,15 +1,15 @@
 """One rank of ``meshwright prove``: real training steps, recorded or compared.
 
 The reference runs in one process. It saves the inputs and outputs of all modules in its first step, its
-gradients, and its weights after the first step. Every rank of the layout compares its own with them, one full
+gradients, and its initial weights. Every rank of the layout compares its own with them, one full
 tensor at a time. So no rank holds a second model, and a diverging replica is reported with its rank.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,24 +18,33 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshwright.core.events import Listener
-from meshwright.parallel.full_tensors import full_tensor, is_dtensor, named_parameters
+from meshwright.layout.optimizer_state import STEP_COUNT, decays, rule_of
+from meshwright.parallel.full_tensors import canonical_name, full_tensor, is_dtensor, named_parameters
+from meshwright.parallel.sharded_state import ShardedState
+from meshwright.spec.train_defaults import setting
+from meshwright.train.gradient_noise import draw_noise
 from meshwright.train.loop import report_end, start_meter
-from meshwright.train.trainer import Trainer
+from meshwright.train.optimizers.adamw import CLIPPING_EPS
+from meshwright.train.trainer import StepResult, Trainer
 from meshwright.train.worker import run_with_trainer
 from meshwright.verify.activation_hooks import ActivationHooks
 from meshwright.verify.proof_task import (
     ACTIVATIONS_FILE,
     GRADIENT_STEPS,
     PROOF_PHASE,
+    UPDATE_STEPS,
     WEIGHTS_FILE,
     ActivationDifference,
     ProofTask,
     RankFindings,
     ReferenceRecord,
     TensorDifference,
+    UpdateDifference,
     gradients_file,
 )
 from meshwright.verify.routing_decisions import RecordedRouting, ReplayedRouting, RoutingDecisions
+from meshwright.verify.tensor_difference import compare_tensors, tensor_norm
+from meshwright.verify.update_formulas import ParameterState, UpdateRule, compare_update
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:
@@ -52,8 +61,9 @@ def prove(trainer: Trainer) -> None:
     meter = start_meter(trainer)
     stopping = False
     while trainer.step < task.steps and not stopping:
-        stopping = trainer.train_step(meter, observer).stop_requested
-        observer.after_step()
+        result = trainer.train_step(meter, observer)
+        stopping = result.stop_requested
+        observer.after_step(result)
     if not stopping:
         observer.finish()
     report_end(trainer, evaluations=0, stopping=stopping)
@@ -85,18 +95,20 @@ class ProofObserver(ABC):
     def after_backward(self) -> None:
         """The gradients are complete, and not clipped yet."""
         step = self.trainer.step + 1
-        if step in GRADIENT_STEPS:
-            with self.trainer.counter.during(PROOF_PHASE):
+        with self.trainer.counter.during(PROOF_PHASE):
+            if step in GRADIENT_STEPS:
                 self.on_gradients(step)
+            if step in UPDATE_STEPS:
+                self.before_update()
 
-    def after_step(self) -> None:
+    def after_step(self, result: StepResult) -> None:
         """The weights are updated."""
         self.routing.end_step()
-        if self.trainer.step == 1 and self.hooks is not None:
+        if self.hooks is not None:
             self.hooks.remove()
             self.hooks = None
-            with self.trainer.counter.during(PROOF_PHASE):
-                self.on_weights()
+        with self.trainer.counter.during(PROOF_PHASE):
+            self.on_step(result)
 
     @abstractmethod
     def on_activation(self, module: str, what: str, position: int, tensor: Tensor) -> None:
@@ -107,8 +119,12 @@ class ProofObserver(ABC):
         """After the backward pass of a step whose gradients are compared."""
 
     @abstractmethod
-    def on_weights(self) -> None:
-        """After the first optimizer step."""
+    def before_update(self) -> None:
+        """Before an optimizer step that is compared."""
+
+    @abstractmethod
+    def on_step(self, result: StepResult) -> None:
+        """After an optimizer step."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -123,8 +139,12 @@ class ReferenceRecorder(ProofObserver):
         self.routing = RecordedRouting(trainer, folder)
         self.record = ReferenceRecord(shared=_shared_names(trainer.model))
         self._activations: dict[str, Tensor] = {}
-        self._initial = {name: p.detach().clone() for name, p in named_parameters(trainer.model)}
-        for name, parameter in named_parameters(trainer.model):
+        weights, train = dict(named_parameters(trainer.model)), trainer.job.train
+        self.record.weight_norms = {name: tensor_norm(p.detach()) for name, p in weights.items()}
+        self.record.rules = {name: rule_of(name, p.ndim, train) for name, p in weights.items()}
+        self.record.decayed = [name for name, p in weights.items() if decays(name, p.ndim, train)]
+        save_file({n: p.detach().cpu().contiguous() for n, p in weights.items()}, folder / WEIGHTS_FILE)
+        for name, parameter in weights.items():
             parameter.register_post_accumulate_grad_hook(self._record_order(name))
 
     def on_activation(self, module: str, what: str, position: int, tensor: Tensor) -> None:
@@ -138,17 +158,20 @@ class ReferenceRecorder(ProofObserver):
         found = {
             n: p.grad.detach().cpu() for n, p in named_parameters(self.trainer.model) if p.grad is not None
         }
-        self.record.gradient_norms[str(step)] = {name: _norm(gradient) for name, gradient in found.items()}
+        self.record.gradient_norms[str(step)] = {
+            name: tensor_norm(gradient) for name, gradient in found.items()
+        }
         save_file({n: g.contiguous() for n, g in found.items()}, self.folder / gradients_file(step))
 
-    def on_weights(self) -> None:
-        """Save the weights, their updates' norms, and the activations."""
-        weights = {name: p.detach().cpu().contiguous() for name, p in named_parameters(self.trainer.model)}
-        self.record.update_norms = {n: _norm(w - self._initial[n].cpu()) for n, w in weights.items()}
-        self._initial = {}
-        save_file(weights, self.folder / WEIGHTS_FILE)
-        save_file(self._activations, self.folder / ACTIVATIONS_FILE)
-        self._activations = {}
+    def before_update(self) -> None:
+        """Nothing to do: the layout compares with the formula."""
+
+    def on_step(self, result: StepResult) -> None:
+        """Record the learning rate; save the activations of the first step."""
+        self.record.lrs.append(result.lr)
+        if self._activations:
+            save_file(self._activations, self.folder / ACTIVATIONS_FILE)
+            self._activations = {}
 
     def finish(self) -> None:
         """Write the record; parameters without a gradient come last."""
@@ -170,12 +193,20 @@ class ReferenceComparer(ProofObserver):
     def __init__(self, trainer: Trainer, task: ProofTask, folder: Path) -> None:
         assert task.reference is not None, "there is a reference to compare with"
         self._reference = Path(task.reference)
-        self._names = ReferenceRecord.read(self._reference).parameters
+        self._record = ReferenceRecord.read(self._reference)
+        self._names = self._record.parameters
         self._activations = safe_open(self._reference / ACTIVATIONS_FILE, framework="pt")
         self._recorded = set(self._activations.keys())
         self.findings = RankFindings(trainer.mesh.rank)
         super().__init__(trainer, task, folder)
         self.routing: ReplayedRouting = ReplayedRouting(trainer, self._reference)
+        self._before: dict[str, LocalState] = {}
+        """Copies, before an update that is compared."""
+        self._loss_scale = 1.0
+        self._updates = 0
+        with trainer.counter.during(PROOF_PHASE):
+            held: dict[str, Tensor | None] = dict(named_parameters(trainer.model))
+            self.findings.weights = dict(self._compare(WEIGHTS_FILE, held))
 
     def on_activation(self, module: str, what: str, position: int, tensor: Tensor) -> None:
         """Compare it, if the rank holds all of it."""
@@ -188,7 +219,7 @@ class ReferenceComparer(ProofObserver):
                 self.findings.not_compared.append(module)
             return
         difference = compare_tensors(tensor, expected).difference
-        norm = max(_norm(expected), torch.finfo(torch.float32).tiny)
+        norm = max(tensor_norm(expected), torch.finfo(torch.float32).tiny)
         relative = None if difference is None else difference / norm
         self.findings.activations.append(ActivationDifference(module, what, position, relative))
 
@@ -198,10 +229,19 @@ class ReferenceComparer(ProofObserver):
         self.findings.gradients[str(step)] = dict(self._compare(gradients_file(step), held))
         self.findings.write(self.folder)  # the step may still end in a loss that is not finite
 
-    def on_weights(self) -> None:
-        """Compare every parameter that this rank holds a shard of."""
-        held: dict[str, Tensor | None] = dict(named_parameters(self.trainer.model))
-        self.findings.weights = dict(self._compare(WEIGHTS_FILE, held))
+    def before_update(self) -> None:
+        """Copy what the update changes."""
+        self._before = {name: state.copy() for name, state in list_local_state(self.trainer).items()}
+        self._loss_scale = self.trainer.amp.loss_scale()
+
+    def on_step(self, result: StepResult) -> None:
+        """Compare the update of every parameter with its formula."""
+        self._updates += not self.trainer.amp.skipped
+        if self._before:
+            step = self.trainer.step
+            self.findings.updates[str(step)] = dict(self._compare_updates(step, result))
+            self._before = {}
+            self.findings.write(self.folder)
 
     def finish(self) -> None:
         """Write the findings."""
@@ -230,29 +270,71 @@ class ReferenceComparer(ProofObserver):
                 wanted = expected.get_tensor(name) if name in recorded else torch.zeros(found.shape)
                 yield name, compare_tensors(found, wanted)
 
+    def _compare_updates(self, step: int, result: StepResult) -> Iterator[tuple[str, UpdateDifference]]:
+        """Compare updates, on all ranks in the same order: gathers are collectives."""
+        trainer, record = self.trainer, self._record
+        train, state = trainer.job.train, trainer.sharded_state
+        after = list_local_state(trainer)
+        clipping = 1.0
+        if train.clip and result.grad_norm is not None:
+            clipping = min(1.0, train.clip / (result.grad_norm + CLIPPING_EPS))
+        factor = clipping / self._loss_scale
+        has_gradient = [n in after and self._before[n].gradient is not None for n in self._names]
+        present, holders = self._count(has_gradient), self._count([name in after for name in self._names])
+        for name in self._names:
+            before = self._before.get(name)
+            if before is None or before.gradient is None or present[name] != holders[name]:
+                continue
+            gradient = state.unshard(name, full_tensor(before.gradient)).cpu()
+            if train.grad_noise:
+                gradient += draw_noise(name, gradient.shape, train, step - 1) / factor
+            decay = setting(train, "weight_decay") if name in record.decayed else 0.0
+            rule = UpdateRule(train, record.rules[name], record.lrs[step - 1], decay, factor, self._updates)
+            yield (
+                name,
+                compare_update(before.full(state, name), gradient, after[name].full(state, name), rule),
+            )
+
     def _count(self, flags: list[bool]) -> dict[str, float]:
         """The number of ranks on which a flag is set, for each parameter of the reference."""
         sums = self.trainer.mesh.all_reduce_scalars([float(flag) for flag in flags])
         return dict(zip(self._names, sums, strict=True))
 
 
-def compare_tensors(found: Tensor, expected: Tensor) -> TensorDifference:
-    """The norm of the difference, and how well one factor explains it."""
-    if found.shape != expected.shape:
-        return TensorDifference(None)
-    one, other = found.detach().cpu().double(), expected.double()
-    difference = _norm(one - other)
-    if not math.isfinite(difference):
-        return TensorDifference(None)
-    square = float((other * other).sum())
-    if not square or not difference:
-        return TensorDifference(difference)
-    factor = float((one * other).sum()) / square
-    return TensorDifference(difference, factor, _norm(one - factor * other) / math.sqrt(square))
+@dataclass
+class LocalState:
+    """What this rank holds of a parameter."""
+
+    parameter: Tensor
+    gradient: Tensor | None
+    moments: dict[str, Tensor]
+
+    def copy(self) -> LocalState:
+        """In memory of its own."""
+        gradient = None if self.gradient is None else self.gradient.clone()
+        moments = {key: value.clone() for key, value in self.moments.items()}
+        return LocalState(self.parameter.clone(), gradient, moments)
+
+    def full(self, sharded: ShardedState, name: str) -> ParameterState:
+        """All-gather the parameter and its moments."""
+        moments = {
+            key: value if key == STEP_COUNT else sharded.full_tensor(name, full_tensor(value))
+            for key, value in self.moments.items()
+        }
+        return ParameterState(sharded.unshard(name, full_tensor(self.parameter)), moments)
 
 
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
+def list_local_state(trainer: Trainer) -> dict[str, LocalState]:
+    """Parameters, gradients and moments of this rank, by parameter."""
+    shards = {canonical_name(name): shard for name, shard in trainer.sharded_state.named_parameters()}
+    return {
+        name: LocalState(
+            p.detach(),
+            None if p.grad is None else p.grad.detach(),
+            trainer.optimizer.state.get(shards[name], {}),
+        )
+        for name, p in named_parameters(trainer.model)
+    }
 
 
 def _shared_names(model: nn.Module) -> dict[str, list[str]]:

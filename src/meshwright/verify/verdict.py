@@ -1,13 +1,14 @@
 """The verdict of a proof: equal, or the first module at which the layout diverges from the reference.
 
-First in the order of a step: inputs, forward pass, loss, backward pass (gradients in the order in which they
-become ready), update, later steps. Later differences may be consequences.
+First in the order of a run: initial weights, then step by step inputs, forward pass, loss, backward pass
+(gradients in the order in which they become ready), update, gradient norm. Later differences may be
+consequences. The update comes before the gradient norm because it names a parameter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,15 +17,25 @@ from meshwright.verify.proof_task import (
     GRADIENT_STEPS,
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
+    NORM_TOLERANCE,
     ROOT_NAME,
     ROUNDING,
+    UPDATE_STEPS,
+    UPDATE_TOLERANCE,
     WEIGHT_TOLERANCE,
     RankFindings,
     ReferenceRecord,
+    RunFigures,
     TensorDifference,
+    UpdateDifference,
 )
 
-TOLERANCE = {"loss": LOSS_TOLERANCE, "gradient": GRADIENT_TOLERANCE}
+TOLERANCE = {
+    "loss": LOSS_TOLERANCE,
+    "gradient": GRADIENT_TOLERANCE,
+    "gradient_norm": NORM_TOLERANCE,
+    "update": UPDATE_TOLERANCE,
+}
 SAME_FACTOR = 1e-3
 """Tolerance within which all gradients must share one factor for that factor to be reported."""
 
@@ -34,7 +45,7 @@ class Divergence:
     """Where the layout first diverges from the reference."""
 
     kind: str
-    """`input`, `activation`, `loss`, `gradient` or `weight`."""
+    """`weight` (initial), `input`, `activation`, `loss`, `gradient`, `update` or `gradient_norm`."""
     module: str
     step: int
     difference: float | None
@@ -42,15 +53,20 @@ class Divergence:
     rank: int | None = None
     parameter: str | None = None
     note: str = ""
+    term: str | None = None
+    """The term of the optimizer's update that is wrong."""
 
     def sentence(self) -> str:
         """As a sentence."""
+        of = f"{self.parameter} in " if self.parameter else ""
         what = {
+            "weight": f"the initial weight {of}".rstrip(),
             "input": "the samples that go into",
             "activation": "the output of",
             "loss": "the",
-            "gradient": f"the gradient of {self.parameter} in" if self.parameter else "the gradient of",
-            "weight": f"the update of {self.parameter} in" if self.parameter else "the update of",
+            "gradient": f"the gradient of {of}".rstrip(),
+            "update": f"the {self.term} of {of}".rstrip(),
+            "gradient_norm": "the",
         }[self.kind]
         size = "not a finite number" if self.difference is None else f"off by {self.difference:.2g}"
         where = f"at step {self.step}" + ("" if self.rank is None else f" on rank {self.rank}")
@@ -69,6 +85,10 @@ class Verdict:
     """Of the losses; None if one is missing or not finite."""
     max_grad_diff: float | None
     """Of the gradients, relative to their norms; 1 for a missing one, None for one that is not finite."""
+    max_norm_diff: float | None
+    """Of the gradient norms; None if one is missing or not finite."""
+    max_update_diff: float | None
+    """Of the updates, relative to their formula; None if one is not finite."""
     first_divergence: Divergence | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,40 +98,61 @@ class Verdict:
             "equal": self.equal,
             "max_rel_diff": self.max_rel_diff,
             "max_grad_diff": self.max_grad_diff,
+            "max_norm_diff": self.max_norm_diff,
+            "max_update_diff": self.max_update_diff,
             "first_divergence": None if first is None else asdict(first),
         }
 
 
 def judge(
-    reference: ReferenceRecord,
-    findings: Sequence[RankFindings],
-    losses: Sequence[float | None],
-    reference_losses: Sequence[float | None],
+    reference: ReferenceRecord, findings: Sequence[RankFindings], found: RunFigures, expected: RunFigures
 ) -> Verdict:
     """Compare the findings of the ranks with the tolerances.
 
     Args:
         reference: What the reference recorded.
         findings: Of every rank of the layout.
-        losses: Of the layout, by step.
-        reference_losses: Of the reference.
+        found: Losses and gradient norms of the layout.
+        expected: Those of the reference.
     """
-    by_step = [_relative(a, b) for a, b in zip(losses, reference_losses, strict=False)]
-    lost = len(losses) != len(reference_losses)
-    gradients = {step: list(_gradients(reference, findings, step)) for step in GRADIENT_STEPS}
-    rows = [row for step in GRADIENT_STEPS for row in gradients[step]]
-    equal = (
-        not lost
-        and not any(_exceeds(off, LOSS_TOLERANCE) for off in by_step)
-        and not any(row.wrong for row in rows)
-    )
-    first = None if equal else _first(reference, findings, by_step, gradients)
+    losses = [_relative(a, b) for a, b in zip(found.losses, expected.losses, strict=False)]
+    lost = len(found.losses) != len(expected.losses)
+    norms = {
+        rank: [_relative(a, b) for a, b in zip(own, expected.grad_norms[0], strict=False)]
+        for rank, own in found.grad_norms.items()
+    }
+    rows = {step: list(_gradients(reference, findings, step)) for step in GRADIENT_STEPS}
+    divergences = [
+        *_weights(reference, findings),
+        *_losses(losses),
+        *(gradient for step in GRADIENT_STEPS for gradient in _wrong_gradients(reference, rows[step], step)),
+        *_updates(reference, findings),
+        *_norms(norms),
+    ]
+    equal = not lost and not divergences
+    activation = None if equal else first_activation(reference, findings)
+    if activation is not None:
+        divergences.append(activation)
+    if lost and not divergences:
+        divergences.append(Divergence("loss", "loss", len(losses) + 1, None, note="missing"))
+    updates = [row.difference for f in findings for table in f.updates.values() for row in table.values()]
     return Verdict(
         equal=equal,
-        max_rel_diff=None if lost else _largest(by_step),
-        max_grad_diff=_largest([row.relative for row in rows]),
-        first_divergence=first,
+        max_rel_diff=None if lost else _largest(losses),
+        max_grad_diff=_largest([row.relative for table in rows.values() for row in table]),
+        max_norm_diff=None if lost else _largest([off for own in norms.values() for off in own]),
+        max_update_diff=_largest(updates),
+        first_divergence=min(divergences, key=_moment, default=None),
     )
+
+
+KINDS = ("weight", "input", "activation", "loss", "gradient", "update", "gradient_norm")
+"""In the order of a step."""
+
+
+def _moment(divergence: Divergence) -> tuple[int, int]:
+    """When a divergence happens; of several at once, the first in the list counts."""
+    return divergence.step, KINDS.index(divergence.kind)
 
 
 @dataclass(frozen=True)
@@ -148,28 +189,6 @@ def _gradients(reference: ReferenceRecord, findings: Sequence[RankFindings], ste
             off = found.difference
             relative = 1.0 if found.missing else None if off is None else off / size if size else off
             yield _Row(name, rank, relative, found)
-
-
-def _first(
-    reference: ReferenceRecord,
-    findings: Sequence[RankFindings],
-    by_step: Sequence[float | None],
-    gradients: dict[int, list[_Row]],
-) -> Divergence:
-    """The earliest difference."""
-    first_step, last_step = GRADIENT_STEPS[0], GRADIENT_STEPS[-1]
-    later = [step for step, off in enumerate(by_step, start=1) if _exceeds(off, LOSS_TOLERANCE)]
-    tries: tuple[Callable[[], Divergence | None], ...] = (
-        lambda: first_activation(reference, findings),
-        lambda: _loss(by_step, later) if later[:1] == [first_step] else None,
-        lambda: _first_gradient(reference, gradients[first_step], first_step),
-        lambda: _first_weight(reference, findings),
-        lambda: _loss(by_step, later) if later else None,
-        lambda: _first_gradient(reference, gradients[last_step], last_step),
-    )
-    found = (find() for find in tries)
-    nothing = Divergence("loss", "loss", len(by_step) + 1, None, note="missing")
-    return next((divergence for divergence in found if divergence is not None), nothing)
 
 
 def first_activation(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
@@ -211,25 +230,67 @@ def _input(worst: dict[tuple[str, str], tuple[float, int]]) -> Divergence:
     return Divergence("input", ROOT_NAME, 1, None if math.isinf(size) else size, rank)
 
 
-def _loss(by_step: Sequence[float | None], later: Sequence[int]) -> Divergence:
-    note = "" if later[0] > 1 else "all compared outputs are right, so the summation of losses is wrong"
-    return Divergence("loss", "loss", later[0], by_step[later[0] - 1], note=note)
+def _weights(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Iterator[Divergence]:
+    """Initial weights that differ."""
+    for name in reference.parameters:
+        for found in findings:
+            row = found.weights.get(name)
+            if row is not None:
+                off = _scaled(row.difference, reference.weight_norms[name])
+                if _exceeds(off, WEIGHT_TOLERANCE):
+                    yield Divergence("weight", _module(name), 1, off, found.rank, name, row.note)
 
 
-def _first_gradient(reference: ReferenceRecord, rows: Sequence[_Row], step: int) -> Divergence | None:
-    row = next((row for row in rows if row.wrong), None)
-    if row is None:
-        return None
-    module, known = row.parameter.rpartition(".")[0], row.parameter in reference.parameters
-    note = _factor_note(rows)
-    if shared := reference.shared.get(row.parameter):
-        note = "; ".join(part for part in (note, f"it is also {', '.join(shared)}") if part)
-    if row.missing:
-        note = "missing on every rank" if row.found is None else "missing"
-    elif not known:
-        note = "not in the reference"
-    relative = None if row.missing else row.relative
-    return Divergence("gradient", module or ROOT_NAME, step, relative, row.rank, row.parameter, note)
+def _losses(by_step: Sequence[float | None]) -> Iterator[Divergence]:
+    for step, off in enumerate(by_step, start=1):
+        if _exceeds(off, LOSS_TOLERANCE):
+            note = "" if step > 1 else "all compared outputs are right, so the summation of losses is wrong"
+            yield Divergence("loss", "loss", step, off, note=note)
+
+
+def _norms(by_rank: dict[int, list[float | None]]) -> Iterator[Divergence]:
+    for rank, norms in by_rank.items():
+        for step, off in enumerate(norms, start=1):
+            if _exceeds(off, NORM_TOLERANCE):
+                note = "the gradients are right, so their norm is computed wrongly" if step == 1 else ""
+                yield Divergence("gradient_norm", "gradient norm", step, off, rank, note=note)
+
+
+def _wrong_gradients(reference: ReferenceRecord, rows: Sequence[_Row], step: int) -> Iterator[Divergence]:
+    for row in rows:
+        if not row.wrong:
+            continue
+        note = _factor_note(rows)
+        if shared := reference.shared.get(row.parameter):
+            note = "; ".join(part for part in (note, f"it is also {', '.join(shared)}") if part)
+        if row.missing:
+            note = "missing on every rank" if row.found is None else "missing"
+        elif row.parameter not in reference.parameters:
+            note = "not in the reference"
+        relative = None if row.missing else row.relative
+        yield Divergence("gradient", _module(row.parameter), step, relative, row.rank, row.parameter, note)
+
+
+def _updates(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Iterator[Divergence]:
+    """Updates that differ from their formula, with the number of parameters that share the wrong term."""
+    for step in map(str, UPDATE_STEPS):
+        tables = [(found.rank, found.updates.get(step, {})) for found in findings]
+        wrong = {name: row.term for _, t in tables for name, row in t.items() if _is_wrong(row)}
+        for name in reference.parameters:
+            for rank, table in tables:
+                row = table.get(name)
+                if row is None or not _is_wrong(row):
+                    continue
+                same = sum(term == row.term for term in wrong.values())
+                count = f"{same} of {len(reference.parameters)} parameters" if same > 1 else ""
+                note = "; ".join(part for part in (row.note, count) if part)
+                yield Divergence(
+                    "update", _module(name), int(step), row.difference, rank, name, note, row.term
+                )
+
+
+def _is_wrong(row: UpdateDifference) -> bool:
+    return _exceeds(row.difference, UPDATE_TOLERANCE)
 
 
 def _factor_note(rows: Sequence[_Row]) -> str:
@@ -243,17 +304,12 @@ def _factor_note(rows: Sequence[_Row]) -> str:
     return f"all gradients are {factors[0]:.4g} times the reference: a wrong divisor or loss scale"
 
 
-def _first_weight(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
-    """The first parameter, in the order of the backward pass, whose first update differs."""
-    for name in reference.parameters:
-        norm = reference.update_norms.get(name, 0.0)
-        for found in findings:
-            off = found.weights[name].difference if name in found.weights else 0.0
-            relative = None if off is None else off / norm if norm else off
-            if _exceeds(relative, WEIGHT_TOLERANCE):
-                module, note = name.rpartition(".")[0], "its gradient was right"
-                return Divergence("weight", module or ROOT_NAME, 1, relative, found.rank, name, note)
-    return None
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or ROOT_NAME
+
+
+def _scaled(difference: float | None, norm: float) -> float | None:
+    return difference / norm if difference is not None and norm else difference
 
 
 def _relative(value: float | None, reference: float | None) -> float | None:

@@ -14,6 +14,7 @@ from meshwright.verify.proof_task import (
     RankFindings,
     ReferenceRecord,
     TensorDifference,
+    UpdateDifference,
     explain_settings,
     proof_job,
     reference_job,
@@ -63,6 +64,24 @@ def test_proof_is_float32_eager_and_deterministic_on_cpus():
     assert explain_settings(plain) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        (["train.lr=1e-5"], 1e-3),
+        (["train.lr=2e-3"], 2e-3),
+        (["train.optimizer=sgd", "train.lr=1e-3"], 0.1),
+        (["train.lr=1e-4", "train.lr_scaling=linear", "train.lr_base_batch=12"], 2.5e-4),
+    ],
+)
+def test_learning_rate_is_raised_until_updates_show(overrides, lr):
+    """The floor is that of the peak, after scaling by the batch size; a raised rate is printed."""
+    job = load_job(TEXT, [*overrides, "train.global_batch=48", "cluster.device=cpu", "train.warmup=0"])
+    assert proof_job(job, 2**30).train.lr == pytest.approx(lr)
+    assert [f"train.lr={lr:g} instead of" in line for line in explain_settings(job)] == [True] * (
+        lr != job.train.lr
+    )
+
+
 def test_reference_is_one_process_with_the_same_micro_batch():
     overrides = ["layout.dp_replicate=4", "layout.micro_batch=3", "layout.recompute=full"]
     reference = reference_job(proof_job(load_job(TEXT, overrides), 2**30))
@@ -92,5 +111,6 @@ def test_proof_files_round_trip(tmp_path):
     findings = RankFindings(3, [ActivationDifference("a", "output", 5, None)])
     findings.gradients["1"] = {"a.weight": TensorDifference(0.5, 2.0, 0.1)}
     findings.weights = {"a.weight": TensorDifference(None, missing=True)}
+    findings.updates["1"] = {"a.weight": UpdateDifference(0.5, "lr", "twice")}
     findings.write(tmp_path)
     assert RankFindings.read(tmp_path, 3) == findings

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.verify.proof_task import ActivationDifference, RankFindings, ReferenceRecord, TensorDifference
-from meshwright.verify.verdict import judge
+from meshwright.verify.proof_task import (
+    ActivationDifference,
+    RankFindings,
+    ReferenceRecord,
+    RunFigures,
+    TensorDifference,
+    UpdateDifference,
+)
+from meshwright.verify.verdict import Verdict
+from meshwright.verify.verdict import judge as judge_figures
 
 MODULES = ["embed", "blocks.0.norm", "blocks.0.attention.wq", "blocks.0.attention.wo", "blocks.0.attention"]
 MODULES += ["blocks.0", "norm"]
@@ -20,7 +28,7 @@ def reference_of(**norms: float) -> ReferenceRecord:
         modules=list(MODULES),
         parameters=list(PARAMETERS),
         gradient_norms={"1": dict(sizes), "10": dict(sizes)},
-        update_norms=dict.fromkeys(PARAMETERS, 1.0),
+        weight_norms=dict.fromkeys(PARAMETERS, 1.0),
     )
 
 
@@ -31,7 +39,19 @@ def findings_of(rank: int = 0) -> RankFindings:
         return {name: TensorDifference(1e-7, 1.0, 1e-7) for name in PARAMETERS}
 
     rows = [ActivationDifference(m, w, 0, 1e-7) for m in (*MODULES, "") for w in ("input", "output")]
-    return RankFindings(rank, rows, {"1": table(), "10": table()}, table())
+    updates = {step: {name: UpdateDifference(1e-7) for name in PARAMETERS} for step in ("1", "10")}
+    return RankFindings(rank, rows, {"1": table(), "10": table()}, table(), updates)
+
+
+def judge(reference, findings, losses, reference_losses, norms=None) -> Verdict:
+    """The verdict on these losses; the gradient norms of rank 0 are all 1 or as given."""
+    ones = [1.0] * len(losses)
+    return judge_figures(
+        reference,
+        findings,
+        RunFigures(losses, {0: ones, 1: norms or ones}),
+        RunFigures(reference_losses, {0: [1.0] * 10}),
+    )
 
 
 def inject_difference(findings: RankFindings, module: str, *what: str, by: float | None = 0.5) -> None:
@@ -168,18 +188,38 @@ def test_wrong_input_names_the_enclosing_module():
     assert (found.kind, found.module, found.difference) == ("input", "model", None)
 
 
-def test_wrong_update_is_found_if_later_losses_differ():
+@pytest.mark.parametrize("step", [1, 10])
+def test_wrong_update_fails_and_names_its_term(step):
+    """A term that several parameters share is counted; the gradient norm of the same step comes after it."""
     findings = findings_of(1)
-    findings.weights["norm.weight"] = TensorDifference(0.5, 1.0, 0.5)
-    assert judge(reference_of(), [findings_of(0), findings], LOSSES, LOSSES).equal, (
-        "weights alone do not decide"
-    )
-    losses = [*LOSSES[:4], 9.0, *LOSSES[5:]]
-    found = first_divergence_of(findings, losses)
-    assert (found.kind, found.module, found.step) == ("weight", "norm", 1)
-    found = first_divergence_of(findings_of(1), losses)
-    assert (found.kind, found.step) == ("loss", 5)
-    assert found.difference == pytest.approx((9.0 - LOSSES[4]) / LOSSES[4])
+    for name in ("norm.weight", "embed.weight"):
+        findings.updates[str(step)][name] = UpdateDifference(0.02, "weight decay", "not applied")
+    found = first_divergence_of(findings)
+    assert (found.kind, found.term, found.parameter) == ("update", "weight decay", "norm.weight")
+    assert (found.step, found.rank, found.note) == (step, 1, "not applied; 2 of 4 parameters")
+    assert found.sentence().startswith("the weight decay of norm.weight in norm at step")
+    norms = [1.0] * 9 + [1.1]
+    verdict = judge(reference_of(), [findings_of(0), findings], LOSSES, LOSSES, norms)
+    assert verdict.max_norm_diff == pytest.approx(0.1)
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.kind == "update"
+
+
+def test_wrong_gradient_norm_on_one_rank_fails():
+    norms = [1.0, 1.0, 2**0.5, *[1.0] * 7]
+    found = judge(reference_of(), [findings_of(0), findings_of(1)], LOSSES, LOSSES, norms).first_divergence
+    assert found is not None
+    assert (found.kind, found.step, found.rank) == ("gradient_norm", 3, 1)
+    assert found.difference == pytest.approx(2**0.5 - 1)
+
+
+def test_unequal_initial_weight_fails_first():
+    """One that is wrong is named before the outputs that it makes wrong."""
+    findings = findings_of(1)
+    inject_difference(findings, "embed", "output")
+    findings.weights["embed.weight"] = TensorDifference(1e-3, 1.0, 1e-3, note="row 7")
+    found = first_divergence_of(findings)
+    assert (found.kind, found.parameter, found.rank, found.note) == ("weight", "embed.weight", 1, "row 7")
 
 
 def test_nonfinite_or_missing_values_fail():

@@ -1,0 +1,41 @@
+"""Norms and differences of full tensors, as a proof reports them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from meshwright.verify.proof_task import TensorDifference
+
+
+def compare_tensors(found: Tensor, expected: Tensor) -> TensorDifference:
+    """The norm of the difference, and how well one factor explains it."""
+    if found.shape != expected.shape:
+        return TensorDifference(None)
+    one, other = found.detach().cpu().double(), expected.double()
+    difference = tensor_norm(one - other)
+    if not math.isfinite(difference):
+        return TensorDifference(None)
+    square = float((other * other).sum())
+    if not square or not difference:
+        return TensorDifference(difference)
+    factor = float((one * other).sum()) / square
+    rest = tensor_norm(one - factor * other) / math.sqrt(square)
+    return TensorDifference(difference, factor, rest, note=_describe_rows(one, other))
+
+
+def _describe_rows(found: Tensor, expected: Tensor) -> str:
+    """Which rows differ; empty if all do."""
+    rows = (
+        (found != expected).reshape(len(found), -1).any(1).nonzero().flatten().tolist() if found.ndim else []
+    )
+    if not rows or len(rows) == len(found):
+        return ""
+    return f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} of {len(found)} rows, the first is {rows[0]}"
+
+
+def tensor_norm(tensor: Tensor) -> float:
+    """The norm, computed in float64."""
+    return float(torch.linalg.vector_norm(tensor.double()))
