@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all test-gpu check format docs docs-figures offline-site clean
+.PHONY: help setup demo test test-all test-gpu check format docs docs-figures docs-measured offline-site clean
 
 help:
 	@echo "make demo      train a small language model on all local cores, write text with it, audit the run"
 	@echo "make test      the tests (make test-all adds the long ones)"
 	@echo "make check     format, lint, types, layers"
-	@echo "make docs      build the documentation into site/ (make docs-figures updates the outputs that it quotes)"
+	@echo "make docs      build the documentation into site/ (make docs-figures, docs-measured update the outputs that it quotes)"
 
 setup: $(INSTALLED)
 
@@ -67,9 +67,13 @@ offline-site: setup
 	  --python-version $(OFFLINE_PYTHON) --only-binary=:all: --constraint constraints.txt \
 	  pydantic typer rich tomli-w jinja2 pytest pytest-timeout pytest-xdist hypothesis
 
-# The outputs and pictures that README and docs quote, except those that need a GPU or a measurement.
+# The outputs and pictures that README and docs quote: those of planning, and those of runs on this machine's CPU
+# (on a quiet machine; a browser takes the report's screenshot). PAGES="tune.md scaling.md" measures these pages only.
 docs-figures: setup
 	$(BIN)/python benchmarks/docs_figures.py
+
+docs-measured: setup
+	$(BIN)/python benchmarks/docs_figures.py --measured $(PAGES)
 
 docs: setup
 	$(BIN)/zensical build --clean

@@ -3,16 +3,15 @@
     .venv/bin/python benchmarks/validation.py          # writes
     .venv/bin/python benchmarks/validation.py --check  # only compares; exit status 1 if something is stale
 
-Three files: ``src/meshwright/plan/time/residuals.toml`` (basis of the intervals),
-``tests/golden/validate.json`` (figures of each family) and the table in ``docs/validate.md``. All come from
-the rows in the package.
+Two files: ``src/meshwright/plan/time/residuals.toml`` (basis of the intervals) and ``tests/golden/validate.json``
+(figures of each family). Both come from the rows in the package. ``make docs-figures`` writes the table in
+``docs/validate.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,8 +28,6 @@ from meshwright.validation.metrics import errors_of, summarise_families
 ROOT = Path(__file__).parents[1]
 RESIDUALS = ROOT / "src" / "meshwright" / "plan" / "time" / "residuals.toml"
 GOLDEN = ROOT / "tests" / "golden" / "validate.json"
-PAGE = ROOT / "docs" / "validate.md"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 DIGITS = 5
 """Digits of a figure in the golden table."""
 FEWEST_ROWS = 8
@@ -93,45 +90,6 @@ def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def page_table(figures: dict[str, Any]) -> str:
-    """The errors of each family as a Markdown table."""
-    lines = [
-        "| family | rows | expressed | time | bias | within 10% | held-out time | tau | memory |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, family in figures["families"].items():
-        time, memory, held = family["time"], family["memory"], family["split"]["held_out"]["time"]
-        cells = [
-            name if family["gates"] or not family["expressed"] else f"{name} (informs)",
-            str(family["rows"]),
-            str(family["expressed"]),
-            _share(time["mape"]),
-            _share(time["bias"], "+"),
-            _share(time["within_10pct"]),
-            _share(held["mape"]) + (f" of {held['rows']}" if held["rows"] else ""),
-            "-" if family["tau"] is None else f"{family['tau']:.2f}",
-            _share(memory["mape"]) + (f" of {memory['rows']}" if memory["rows"] else ""),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
-    for key, label in (("fit", "Rows open to the fit"), ("held_out", "Held-out rows")):
-        time, memory = figures["totals"][key]["time"], figures["totals"][key]["memory"]
-        lines.append(
-            f"{label}: time off by {_share(time['mape'])} on average ({time['rows']} rows), "
-            f"memory by {_share(memory['mape'])} ({memory['rows']} rows).\n"
-        )
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _share(value: float | None, sign: str = "") -> str:
-    return "-" if value is None else f"{value:{sign}.1%}"
-
-
-def with_table(page: str, table: str) -> str:
-    """The page with a new table between its marks."""
-    return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table}{END}", page, flags=re.DOTALL)
-
-
 def wanted_files() -> dict[Path, str]:
     """The files and their expected content."""
     outcomes = evaluate_tables([bundled_table()])
@@ -139,7 +97,6 @@ def wanted_files() -> dict[Path, str]:
     return {
         RESIDUALS: residuals_text(outcomes),
         GOLDEN: json.dumps(figures, indent=1) + "\n",
-        PAGE: with_table(PAGE.read_text(encoding="utf-8"), page_table(figures)),
     }
 
 

@@ -133,7 +133,7 @@ def audit_rank(plan: PlanContract, rank: int, record: RunRecord) -> Audit:
 def describe_match(plan: PlanContract) -> str:
     """What matches, for a run that matches its plan."""
     totals = [sum(rank.state_bytes.values()) for rank in plan.classes().values()]
-    total = f"{format_bytes(min(totals))} to " * (min(totals) < max(totals)) + format_bytes(max(totals))
+    total = " to ".join(dict.fromkeys(format_bytes(size) for size in (min(totals), max(totals))))
     if not plan.collectives:
         return f"State ({total} per rank) matches the plan exactly; there are no collectives."
     return f"State ({total} per rank) and all collectives match the plan exactly."

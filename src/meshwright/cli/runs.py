@@ -74,7 +74,7 @@ def describe_report(output: Output, report: RunReport) -> None:
     if restarts:
         output.print(f"  {', '.join(restarts)}")
     output.print()
-    output.print(f"Audit: {report.verdict_text()}")
+    output.print(report.verdict_text())
     for note in report.notes():
         output.print(f"Note: {note}")
     for warning in report.warnings():

@@ -59,7 +59,7 @@ def _line(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
     tau, best = figures["tau"], figures["best_within_5pct"]
     held_out = figures["split"]["held_out"]["time"]
     return (
-        name if figures["gates"] or not figures["expressed"] else f"{name} (informs)",
+        name if figures["gates"] or not figures["expressed"] else f"{name} (not counted)",
         str(figures["rows"]),
         str(figures["expressed"]),
         _percent(time["mape"]),
@@ -75,7 +75,7 @@ def _line(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _say_totals(output: Output, totals: dict[str, dict[str, Any]]) -> None:
-    names = {"all": "all rows that count", "fit": "of these, used for the fit", "held_out": "held out"}
+    names = {"all": "counted rows", "fit": "  of these, used for the fit", "held_out": "  of these, held out"}
     for key, name in names.items():
         time, memory = totals[key]["time"], totals[key]["memory"]
         output.print(
@@ -99,7 +99,8 @@ def _say_rest(output: Output, outcomes: Sequence[Outcome]) -> None:
             )
             for outcome in worst
         ]
-        output.table("Worst rows", ("row", "error", "predicted", "published", "assumed"), lines)
+        output.print("")
+        output.table("Worst rows", ("row", "error", "predicted", "published", "assumptions"), lines)
     for outcome in outcomes:
         if outcome.reason.startswith("bad cell"):
             output.warn(f"{outcome.row.id}: {outcome.reason}")

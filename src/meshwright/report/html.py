@@ -43,7 +43,7 @@ th, td { padding: .25rem .8rem .25rem 0; text-align: left; }
 th { font-weight: 600; border-bottom: 1px solid #8a919b; } td { border-bottom: 1px solid #e3e6ea; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
-.charts svg { width: 100%; height: auto; } figure svg { max-width: 100%; min-width: 52rem; height: auto; }
+.charts svg { width: 100%; height: auto; } figure svg { width: 100%; min-width: 52rem; height: auto; }
 figure { margin: 0 0 1rem; overflow-x: auto; }
 li { overflow-wrap: anywhere; } summary { cursor: pointer; margin: .5rem 0; }
 pre { background: #f3f5f7; padding: .8rem 1rem; overflow-x: auto; font-size: .85rem; border-radius: .3rem; }
@@ -212,7 +212,7 @@ def _memory(report: RunReport) -> list[str]:
         peak = rank.peak_bytes
         lines.append(("peak in a step", f"{peak:,}", format_bytes(peak), f"at: {rank.peak_at}"))
         parts.append(f"<p>Predicted for {escape(name)} before the run:</p>")
-        parts.append(table(("line", "bytes", "", "formula"), lines, numbers=(1, 2)))
+        parts.append(table(("line", "bytes", "size", "formula"), lines, numbers=(1, 2)))
     kinds = list(dict.fromkeys(row.kind for row in report.verdict.state))
     by_rank: dict[int, dict[str, StateRow]] = {}
     for row in report.verdict.state:
@@ -228,7 +228,7 @@ def _beside(row: StateRow | None) -> str:
     if row is None or row.measured is None:
         return "not measured"
     difference = row.measured - row.predicted
-    return f"{format_bytes(row.measured)} ({f'{difference:+,d}' if difference else 'equal'})"
+    return f"{format_bytes(row.measured)} ({f'{difference:+,d} B' if difference else 'equal'})"
 
 
 def _collapsible_table(
@@ -259,12 +259,12 @@ def _audit(report: RunReport) -> list[str]:
             "phase",
             "ranks",
             "calls predicted",
-            "calls",
+            "calls measured",
             "bytes predicted",
-            "bytes",
+            "bytes measured",
             "verdict",
         )
-        parts.append("<p>Newest attempt, on the rank that differs most:</p>")
+        parts.append("<p>Per rank, over the newest attempt. Where ranks differ, the row is of the one furthest from the plan.</p>")
         parts.append(table(heads, moved, numbers=(3, 4, 5, 6, 7)))
     elif report.plan.collectives:
         parts.append("<p>Not reported: the run did not finish.</p>")

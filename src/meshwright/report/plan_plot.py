@@ -31,6 +31,10 @@ LEGEND_COLUMNS = 5
 PASS_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 PASS_COLORS = {"forward": "#2f76c9", "backward": "#2f9160", "weight gradient": "#d0700f"}
 LIMIT_COLOR = "#c2405c"
+OTHER, SMALL = "other", 0.01
+"""Parts that are smaller than this share of the longest bar in every bar are drawn as one."""
+MAX_PASSES = 100
+"""Passes of a rank side by side in half of the picture's width; thinner ones cannot be told apart."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def _planned_passes(plan: PlanContract) -> list[tuple[str, list[tuple[str, float
 def draw_plan(picture: PlanPicture) -> Figure:
     """The picture as a figure."""
     steps = picture.steps[:MAX_LAYOUTS]
-    memory = list(picture.memory.items())
+    memory = _fold_small(list(picture.memory.items()))
     lines, parts = _sorted_names([bar for _, bar in memory]), _sorted_names([bar for _, bar in steps])
     ranks = _sample(picture.pipeline)
     panels = [
@@ -129,13 +133,26 @@ def draw_plan(picture: PlanPicture) -> Figure:
     return figure
 
 
+def _fold_small(bars: Sequence[tuple[str, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
+    """The bars with their small parts as one, so that a legend names what can be seen."""
+    least = SMALL * max((sum(bar.values()) for _, bar in bars), default=0.0)
+    large = {name for _, bar in bars for name, size in bar.items() if size >= least}
+    if len({name for _, bar in bars for name in bar} - large) < 2:
+        return list(bars)
+    folded = []
+    for title, bar in bars:
+        rest = sum(size for name, size in bar.items() if name not in large)
+        folded.append((title, {name: size for name, size in bar.items() if name in large} | {OTHER: rest}))
+    return folded
+
+
 def _sorted_names(bars: Sequence[dict[str, float]]) -> list[str]:
-    """Every part that occurs, the largest first."""
+    """Every part that occurs, the largest first and the small ones last."""
     totals: dict[str, float] = {}
     for bar in bars:
         for name, value in bar.items():
             totals[name] = totals.get(name, 0.0) + value
-    return sorted(totals, key=lambda name: -totals[name])
+    return sorted(totals, key=lambda name: (name == OTHER, -totals[name]))
 
 
 def _legend_height(names: Sequence[str]) -> int:
@@ -191,7 +208,7 @@ def _draw_memory(
             textcoords="offset points", va="center",
         )  # fmt: skip
     axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value) if value else "0")
-    axes.set_title(f"Memory per rank by kind (colours); usable per device: {format_bytes(room)} (red line)")
+    axes.set_title(f"Memory per rank by kind; red line: usable memory per device, {format_bytes(room)}")
 
 
 def _draw_steps(axes: Axes, steps: list[tuple[str, dict[str, float]]], parts: list[str]) -> None:
@@ -207,30 +224,48 @@ def _draw_steps(axes: Axes, steps: list[tuple[str, dict[str, float]]], parts: li
             format_seconds(seconds), (seconds, place), (5, 0), textcoords="offset points", va="center"
         )
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} s")
-    axes.set_title("Step time by part (colours), recommended layout first")
+    axes.set_title("Step time by part, recommended layout first")
 
 
 def _draw_pipeline(axes: Axes, ranks: list[tuple[str, list[tuple[str, float, float]]]]) -> None:
+    """The whole step, or its start and its end if it has too many passes."""
     end = max(passes[-1][2] for _, passes in ranks)
+    span = end * MAX_PASSES / max(len(passes) for _, passes in ranks)
+    title = "Pipeline of the recommended layout, simulated"
+    if 2 * span >= end:
+        _draw_passes(axes, ranks, 0.0, end)
+    else:
+        title += f": the first and the last {format_seconds(span)} of {format_seconds(end)}"
+        axes.axis("off")
+        _draw_passes(axes.inset_axes((0, 0, 0.48, 1)), ranks, 0.0, span)
+        last = axes.inset_axes((0.52, 0, 0.48, 1))
+        _draw_passes(last, ranks, end - span, end)
+        last.set_yticks([])
+        last.spines["left"].set_visible(False)
+    axes.set_title(title)
+    for kind, color in PASS_COLORS.items():
+        if any(name == kind for _, passes in ranks for name, _, _ in passes):
+            axes.bar(0, 0, color=color, label=kind)  # an entry of the legend
+    _legend_below(axes)
+
+
+def _draw_passes(
+    axes: Axes, ranks: list[tuple[str, list[tuple[str, float, float]]]], begin: float, end: float
+) -> None:
+    """The passes of each rank between two times."""
     for number, (_, passes) in enumerate(ranks):
         axes.axhspan(number - 0.38, number + 0.38, color=INK, alpha=0.08, linewidth=0)
         for kind, color in PASS_COLORS.items():
-            spans = [(start, stop - start) for name, start, stop in passes if name == kind]
+            spans = [(s, e - s) for name, s, e in passes if name == kind and e > begin and s < end]
             if spans:
                 axes.broken_barh(
-                    spans,
-                    (number - 0.38, 0.76),
-                    color=color,
-                    linewidth=0,
-                    label=kind if number == 0 else None,
+                    spans, (number - 0.38, 0.76), facecolor=color, edgecolor="white", linewidth=0.5
                 )
     axes.set_yticks(range(len(ranks)), [name for name, _ in ranks])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_xlim(0, end)
+    axes.set_xlim(begin, end)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} s")
-    axes.set_title("Pipeline of the first layout, simulated")
-    _legend_below(axes)
 
 
 def _draw_rates(axes: Axes, picture: PlanPicture) -> None:

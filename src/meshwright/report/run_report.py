@@ -29,8 +29,8 @@ PAGE_FILE = "report.html"
 NAMES = {
     "lr": ("Learning rate", "learning rate"),
     "grad_norm": ("Gradient norm before clipping", "norm"),
-    "mfu": ("Model FLOP utilisation", "share of the peak"),
-    "utilisation": ("Device utilisation", "share"),
+    "mfu": ("MFU", "share of the peak rate"),
+    "utilisation": ("Device utilisation", "share of the step's time"),
     "loss_scale": ("Loss scale", "factor"),
     "skipped": ("Skipped steps", "skipped"),
     "noise_scale": ("Gradient noise scale", "samples"),
@@ -203,10 +203,10 @@ class RunReport:
         if not self.audited:
             return f"Not audited: the run's status is {self.status}."
         if self.verdict.ok:
-            return f"Ok. {describe_match(self.plan)}"
+            return f"Audit: ok. {describe_match(self.plan)}"
         if not self.verdict.measured:
-            return f"Not measured: {self.verdict.differences[-1]}."
-        return f"Does not match the plan: {format_plural(len(self.verdict.differences), 'difference')}."
+            return f"Audit: not measured: {self.verdict.differences[-1]}."
+        return f"Audit: the run does not match the plan: {format_plural(len(self.verdict.differences), 'difference')}."
 
     def job_text(self) -> str:
         """The job with its layout, as TOML."""

@@ -82,7 +82,7 @@ class Cells:
 
     def fill(self, name: str, value: object, why: str = "") -> None:
         """Record the default of a blank cell."""
-        self.filled.append(f"{name} taken as {value}" + (f" ({why})" if why else ""))
+        self.filled.append(f"assumed {name}={value}" + (f" ({why})" if why else ""))
 
     def remark(self, text: str) -> None:
         """Record how something was interpreted."""

@@ -78,11 +78,11 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
     if name is None:
         raise NotExpressedError(f"no figures for the device {text!r}" if text else "gpu not published")
     if name != text:
-        cells.remark(f"gpu {text} taken as {name}")
+        cells.remark(f"gpu {text}: predicted as {name}")
     narrow = cells.number_of("nic_gbytes_per_s_per_gpu") == OMNI_PATH_GBYTES_PER_S
     if name == OMNI_PATH_OF and (narrow or "omni-path" in cells.note):
         name = OMNI_PATH
-        cells.remark(f"gpu taken as {name}: four NVLinks per device")
+        cells.remark(f"gpu predicted as {name}: four NVLinks per device")
     cluster = known_devices()[name]
     whole = _machine_size(cells, cluster)
     per_node = _devices_used(devices, whole)

@@ -93,11 +93,11 @@ def read_profile(cells: Cells) -> Profile:
     if not framework:
         cells.fill("framework", profile.name)
     elif not HAS_PROFILE.search(framework):
-        cells.remark(f"framework {framework} taken as {profile.name}, the nearest profile")
+        cells.remark(f"framework {framework}: predicted as {profile.name}, the nearest profile")
     elif profile.name == "composer-fsdp" and "deepspeed" in framework.lower():
-        cells.remark("DeepSpeed of these years taken as composer-fsdp, the nearest profile")
+        cells.remark("DeepSpeed of these years: predicted as composer-fsdp, the nearest profile")
     elif profile.name == "deepspeed-zero" and "deepspeed" not in framework.lower():
-        cells.remark("ZeRO-3 beside Megatron of these years taken as deepspeed-zero")
+        cells.remark("ZeRO-3 with Megatron of these years: predicted as deepspeed-zero")
     return _apply_note(profile, cells)
 
 
@@ -138,7 +138,7 @@ def read_precision(cells: Cells) -> str:
     if re.search(r"fp32|tf32|float32", text):
         return "fp32"
     if re.search(r"amp|mixed|\b16\b", text):
-        cells.remark(f"precision {text} taken as bf16")
+        cells.remark(f"precision {text}: predicted as bf16")
         return "bf16"
     raise cells.cell_error("precision", "is none of fp32, fp16, bf16, fp8, fp4")
 

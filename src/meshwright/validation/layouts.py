@@ -83,7 +83,7 @@ def _micro_batch(cells: Cells, dp: int) -> int | None:
     given, batch = cells.optional("micro_batch"), cells.optional("global_batch")
     if given is None or batch is None or given <= -(-batch // dp):
         return given
-    cells.remark(f"micro_batch={given} taken as {-(-batch // dp)}, the samples per rank")
+    cells.remark(f"micro_batch={given}: predicted with {-(-batch // dp)}, the samples per rank")
     return -(-batch // dp)
 
 
@@ -114,7 +114,7 @@ def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, in
         dp = max(devices // (tp * pp * cp), 1)
         cells.fill("dp", dp, "devices over the other degrees")
     elif cp > 1 and tp * pp * dp == devices and dp % cp == 0:
-        cells.remark(f"dp={dp} includes cp={cp}, taken as {dp // cp}")
+        cells.remark(f"dp={dp} includes cp={cp}: predicted with dp={dp // cp}")
         dp //= cp
     if tp * pp * cp * dp != devices:
         raise NotExpressedError(f"the product of the degrees is {tp * pp * cp * dp}, not {devices} devices")
@@ -190,7 +190,7 @@ def _schedule(cells: Cells, virtual: int) -> Any:
 def _recompute(cells: Cells, profile: Profile) -> Any:
     text, note = cells.text("recompute").lower(), cells.note
     if re.search(r"ac every 2nd layer", note):
-        cells.remark("every 2nd layer recomputed: taken as selective")
+        cells.remark("every 2nd layer recomputed: predicted as selective")
     if text in ("none", "selective", "full"):
         return text
     if not text:
@@ -206,7 +206,7 @@ def _recompute(cells: Cells, profile: Profile) -> Any:
     if text in (*YES, "block", "uniform"):
         return "full"
     if re.search(r"attn|attention|mlp|norm|moe|op\b|partial|core", text):
-        cells.remark(f"recompute {text} taken as selective")
+        cells.remark(f"recompute {text}: predicted as selective")
         return "selective"
     raise cells.cell_error("recompute", "is none of none, selective, full")
 

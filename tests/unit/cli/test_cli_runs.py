@@ -77,7 +77,7 @@ def test_a_missing_folder_is_refused_and_an_empty_one_lists_no_runs(cli, tmp_pat
 def test_report_prints_a_summary_and_writes_a_page(cli, runs):
     shown = cli("report", runs / "good-1")
     assert shown.status == 0
-    assert "Audit: Ok. State" in shown.out
+    assert "Audit: ok. State" in shown.out
     assert any("\u2800" < character <= "\u28ff" for character in shown.out), "no loss curve in the text"
     assert (runs / "good-1" / "report.html").read_text().startswith("<!DOCTYPE html>")
     elsewhere = cli("report", runs / "good-1", "-o", "mine.html", "--json").json

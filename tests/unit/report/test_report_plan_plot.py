@@ -84,3 +84,18 @@ def test_pipeline_timeline_shows_at_most_eight_ranks():
     labels = [t.get_text() for t in draw_plan(picture_of(pipeline=many)).axes[2].get_yticklabels()]
     assert len(labels) == 8
     assert (labels[0], labels[-1]) == ("rank 0", "rank 63")
+
+
+def test_a_pipeline_with_many_passes_shows_its_start_and_its_end():
+    passes = [("forward" if n % 2 else "backward", float(n), n + 1.0) for n in range(1000)]
+    axes = draw_plan(picture_of(pipeline=[("rank 0", passes)])).axes[2]
+    assert [part.get_xlim() for part in axes.child_axes] == [(0, 100), (900, 1000)]
+    assert "the first and the last" in axes.get_title(loc="left")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward", "backward"]
+
+
+def test_small_lines_of_memory_are_drawn_as_one():
+    memory = {"first": {"state": 990.0, "batch": 6.0, "tables": 4.0}}
+    axes = draw_plan(picture_of(memory=memory, room_bytes=2000.0)).axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["state", "other"]
+    assert bars_of(axes) == [(0, 990), (990, 10)]

@@ -109,7 +109,8 @@ def test_missing_sizes_get_listed_defaults(case):
     found = case(heads="", kv_heads="", ffn_hidden="", vocab="", params_b="")
     model = found.workload.model
     assert (model.num_heads, model.num_kv_heads, model.ffn_size, model.vocab_size) == (24, 24, 12288, 51200)
-    assert [text.split(" ")[0] for text in found.filled] == ["heads", "ffn_hidden", "kv_heads", "vocab"]
+    assumed = [text.removeprefix("assumed ").partition("=")[0] for text in found.filled]
+    assert assumed == ["heads", "ffn_hidden", "kv_heads", "vocab"]
 
 
 def test_preset_name_gives_missing_dimensions(case, read):

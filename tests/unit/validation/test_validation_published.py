@@ -127,7 +127,7 @@ def test_evaluation_accepts_any_cell(read, cells):
 def test_common_device_names_are_recognized(case, written, meant):
     found = case(gpu=written, precision="bf16")
     assert found.workload.cluster.device_name == meant
-    assert f"gpu {written} taken as {meant}" in found.filled
+    assert f"gpu {written}: predicted as {meant}" in found.filled
 
 
 @pytest.mark.parametrize("name", ["TPU v4", "A100-PCIE-40GB", "V100-16GB", "H100 NVL", "MI300X", "Gaudi2"])
@@ -204,7 +204,7 @@ def test_zero_3_with_old_megatron_selects_deepspeed(case):
 def test_unknown_framework_gets_the_nearest_profile(case):
     found = case(framework="homegrown", zero_stage="3", tp="1", dp="64")
     assert found.workload.profile.name == "torchtitan"
-    assert "framework homegrown taken as torchtitan, the nearest profile" in found.filled
+    assert "framework homegrown: predicted as torchtitan, the nearest profile" in found.filled
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_low_precision_recipe_is_read_from_the_note(case, note, precision, recip
 def test_missing_recipe_is_the_framework_default(case):
     found = case(precision="fp8", framework="composer-fsdp1")
     assert found.workload.recipe == "delayed"
-    assert "recipe taken as delayed" in found.filled
+    assert "assumed recipe=delayed" in found.filled
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_unpublished_layout_is_not_expressed(read):
 
 def test_degrees_must_multiply_to_the_devices(read, case):
     assert read(dp="16").reason == "the product of the degrees is 32, not 64 devices"
-    assert case(dp="").filled == ("dp taken as 32 (devices over the other degrees)",)
+    assert case(dp="").filled == ("assumed dp=32 (devices over the other degrees)",)
     assert case(num_gpus="").workload.cluster.world_size == 64
     assert case(cp="4").layout.dp_shard == 8, "a published dp that includes cp is divided by it"
 
@@ -281,7 +281,7 @@ def test_degrees_must_multiply_to_the_devices(read, case):
 def test_micro_batch_is_at_most_the_samples_per_rank(case):
     found = case(global_batch="64", micro_batch="8", dp="32")
     assert found.layout.micro_batch == 2
-    assert "micro_batch=8 taken as 2, the samples per rank" in found.filled
+    assert "micro_batch=8: predicted with 2, the samples per rank" in found.filled
 
 
 def test_ep_that_does_not_divide_is_listed(case):
@@ -294,7 +294,7 @@ def test_ep_that_does_not_divide_is_listed(case):
 def test_mixed_precision_is_read_as_bf16(case, written):
     found = case(precision=written)
     assert found.workload.precision == "bf16"
-    assert f"precision {written.lower()} taken as bf16" in found.filled
+    assert f"precision {written.lower()}: predicted as bf16" in found.filled
 
 
 def test_fsdp_framework_needs_no_degrees(case):
@@ -336,14 +336,15 @@ def test_empty_cells_get_the_framework_defaults(case, framework, gpu, zero, reco
         recompute,
         parallel,
     )
-    assert {text.split(" ")[0] for text in found.filled} >= {"zero_stage", "recompute", "sequence_parallel"}
+    assumed = {text.removeprefix("assumed ").partition("=")[0] for text in found.filled}
+    assert assumed >= {"zero_stage", "recompute", "sequence_parallel"}
 
 
 def test_schedule_is_read_from_columns_and_note(case):
     four = {"pp": "4", "dp": "8"}
     assert case(**four).layout.schedule == "1f1b"
     assert case(**four, interleave="5").layout.virtual_stages == 5
-    assert case(**four, interleave="").filled == ("interleave taken as 1",)
+    assert case(**four, interleave="").filled == ("assumed interleave=1",)
     assert case(**{**four, "interleave": ""}, note="Interleaved 1F1B").layout.virtual_stages == 2
     assert case(**{**four, "interleave": ""}, note="before interleaved schedule").layout.virtual_stages == 1
     assert case(**four, note="zero bubble").layout.schedule == "zb-h1"
@@ -355,7 +356,7 @@ def test_missing_micro_batch_is_chosen(case):
     assert case(**blank, note="grad_accum=32").layout.micro_batch == 2
     ours = case(**blank)
     assert ours.layout.micro_batch in (1, 2, 4), "at least two micro-batches per stage"
-    assert any(text.startswith("micro_batch taken as") for text in ours.filled)
+    assert any(text.startswith("assumed micro_batch=") for text in ours.filled)
 
 
 @pytest.mark.parametrize(("gpu", "heads", "samples"), [

@@ -129,8 +129,8 @@ def explain_stages(requested: Job, best: Prediction) -> list[str]:
     else:
         costs = part_costs(best.job)
         head, embedding = costs.head_blocks, costs.embedding_blocks
-        why = f"head costs {head:.1f} layers"
-        why += f", embedding {embedding:.1f}" if embedding >= 0.1 else ""
+        why = f"the output head takes as long as {head:.1f} layers"
+        why += f", the embedding as {embedding:.1f}" if embedding >= 0.1 else ""
     name = layout.schedule_file or layout.schedule
     return [
         f"layers per stage {layers}: {why}",

@@ -249,7 +249,7 @@ def test_layers_are_assigned_by_cost_with_a_reason(make_job):
     assert sum(found.layout.stage_layers) == 8
     assert found.layout.stage_layers[-1] == 1, "the head costs more than a layer"
     why, bubble = explain_stages(wide, found)
-    assert "head costs " in why
+    assert "the output head takes as long as " in why
     assert f"layers per stage {', '.join(map(str, found.layout.stage_layers))}: " in why
     assert "8 micro-batches" in bubble
     given = dataclasses.replace(wide, layout=dataclasses.replace(wide.layout, stage_layers=(2, 2, 2, 2)))
