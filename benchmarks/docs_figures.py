@@ -192,7 +192,9 @@ def trim(text: str) -> str:
 def stamp() -> str:
     """Date and machine of a measurement."""
     found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    where = f"{os.cpu_count()} cores, {found[1] if found else platform.machine()}, load {LOAD:.1f} before the run"
+    where = (
+        f"{os.cpu_count()} cores, {found[1] if found else platform.machine()}, load {LOAD:.1f} before the run"
+    )
     today = datetime.datetime.now(tz=datetime.UTC)
     versions = f"Python {platform.python_version()}, torch {version('torch').partition('+')[0]}"
     return f"*Measured on {today.day} {today:%B %Y}: {where}, {versions}.*"
@@ -234,7 +236,11 @@ def draw_measured() -> None:
             return
         picture = FIGURES / "report.png"
         options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--timeout=5000")
-        target = (f"--window-size={SCREEN}", f"--screenshot={picture}", f"file://{folder}/runs/job-1/report.html")
+        target = (
+            f"--window-size={SCREEN}",
+            f"--screenshot={picture}",
+            f"file://{folder}/runs/job-1/report.html",
+        )
         command = [browser, *options, f"--user-data-dir={folder}/browser", *target]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)  # it reports the missing desktop
         shrink(picture)

@@ -96,7 +96,11 @@ def test_no_published_out_of_memory_layout_is_predicted_to_fit():
 def test_published_runs_are_predicted_to_fit():
     """The test covers all rows with published recomputation. Otherwise it is unknown how the run fitted."""
     ran = [row.case for row in read_rows(DATA / "published_runs.csv") if row.case is not None]
-    cases = [case for case in ran if not any(text.startswith(("assumed recompute", "recompute")) for text in case.filled)]
+    cases = [
+        case
+        for case in ran
+        if not any(text.startswith(("assumed recompute", "recompute")) for text in case.filled)
+    ]
     over = {
         case.id: round(float(predict(case).peak_bytes[0]) / case.workload.cluster.memory_bytes, 3)
         for case in cases
