@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/validation.py          # writes
     .venv/bin/python benchmarks/validation.py --check  # only compares; exit status 1 if something is stale
 
-Two files: ``src/meshwright/plan/time/residuals.toml`` (basis of the intervals) and ``tests/golden/validate.json``
-(figures of each family). Both come from the rows in the package. ``make docs-figures`` writes the table in
-``docs/validate.md``.
+Two files: ``src/meshwright/plan/time/residuals.toml`` (basis of the intervals) and
+``tests/golden/validate.json`` (figures of each family). Both come from the rows in the package.
+``make docs-figures`` writes the table in ``docs/validate.md``.
 """
 
 from __future__ import annotations

@@ -264,9 +264,8 @@ def _audit(report: RunReport) -> list[str]:
             "bytes measured",
             "verdict",
         )
-        parts.append(
-            "<p>Per rank, over the newest attempt. Where ranks differ, the row is of the one furthest from the plan.</p>"
-        )
+        whose = "Where ranks differ, the row is of the one furthest from the plan."
+        parts.append(f"<p>Per rank, over the newest attempt. {whose}</p>")
         parts.append(table(heads, moved, numbers=(3, 4, 5, 6, 7)))
     elif report.plan.collectives:
         parts.append("<p>Not reported: the run did not finish.</p>")

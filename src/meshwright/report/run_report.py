@@ -206,7 +206,8 @@ class RunReport:
             return f"Audit: ok. {describe_match(self.plan)}"
         if not self.verdict.measured:
             return f"Audit: not measured: {self.verdict.differences[-1]}."
-        return f"Audit: the run does not match the plan: {format_plural(len(self.verdict.differences), 'difference')}."
+        count = format_plural(len(self.verdict.differences), "difference")
+        return f"Audit: the run does not match the plan: {count}."
 
     def job_text(self) -> str:
         """The job with its layout, as TOML."""

@@ -56,7 +56,7 @@ def test_a_quote_that_no_longer_holds_is_rewritten() -> None:
 
 @pytest.mark.parametrize("page", FIGURES.PAGES, ids=lambda page: page.name)
 def test_every_quoted_output_can_be_regenerated_or_has_date_and_machine(page: Path) -> None:
-    """Each console block is below a command that the script runs, or above a line that says when and where."""
+    """Each console block is below a command that the script runs, or above a line with date and machine."""
     text = page.read_text()
     measured = list(FIGURES.MEASURED.finditer(text))
     assert all(FIGURES.STAMP.fullmatch(block[0].rpartition("\n")[2]) for block in measured)
