@@ -45,8 +45,9 @@ from meshwright.plan.contract import PLAN_FILE, read_plan, write_plan  # noqa: E
 from meshwright.report.timeline import build_timeline, measured_timeline, write_timelines  # noqa: E402
 from meshwright.runs.ranks import build_launch  # noqa: E402
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule  # noqa: E402
-from meshwright.schedule.pipeline.build import BUILT, build_schedule  # noqa: E402
+from meshwright.schedule.pipeline.build import build_schedule  # noqa: E402
 from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule  # noqa: E402
+from meshwright.spec.layout import SCHEDULES  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
 
 SHAPE = (8, 64)
@@ -260,7 +261,7 @@ def main() -> None:
     """Print the table and its worst row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, choices=(2, 4), action="append")
-    parser.add_argument("--schedule", choices=BUILT, action="append")
+    parser.add_argument("--schedule", choices=SCHEDULES, action="append")
     parser.add_argument(
         "--forward-ms", type=float, default=100.0, help="forward time of all stages of a rank"
     )
@@ -273,7 +274,7 @@ def main() -> None:
     for pp in arguments.ranks or (2, 4):
         cases = [
             Case(name, pp, 2 * pp, even, arguments.forward_ms / 1e3)
-            for name in arguments.schedule or BUILT
+            for name in arguments.schedule or SCHEDULES
             for even in (True, False)
         ]
         with tempfile.TemporaryDirectory() as place:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -14,7 +14,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DEGREES = (*AXES, "ep", "etp")
 V_SCHEDULES = ("zbv", "dualpipe-v")
 """V-shaped pipeline schedules, with two stages per rank: rank 0 holds the first and the last stage."""
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+Context = Literal["ring", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "all"]
+Accumulate = Literal["sharded", "deferred"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,12 @@ class Layout:
     zero: Annotated[int, Field(ge=0, le=3, strict=True)] = 0
     """ZeRO stage over dp_shard x cp: 1 shards the optimizer state, 2 also gradients, 3 also parameters.
     2 and 3 are FSDP2; 2 shards parameters between steps, too (`reshard_after_forward=False`)."""
-    accumulate: Literal["sharded", "deferred"] = "sharded"
+    accumulate: Accumulate = "sharded"
     """Gradient accumulation under ZeRO-2 and 3: reduce-scatter per micro-batch (`sharded`), or once per step
     (`deferred`; keeps full gradients)."""
     sequence_parallel: Flag = False
     """Shard norms and residual stream along the sequence over tp."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"] = "1f1b"
+    schedule: Schedule = "1f1b"
     """Pipeline schedule."""
     virtual_stages: Count = 1
     """Pipeline stages per rank; 2 for `zbv` and `dualpipe-v`."""
@@ -55,13 +60,13 @@ class Layout:
     """Layers of each pipeline stage, first to last; balanced by predicted cost if left out."""
     schedule_file: Location | None = None
     """File with a custom schedule, instead of `schedule`: see `meshwright schedule pipeline --file`."""
-    context: Literal["ring", "ulysses"] = "ring"
+    context: Context = "ring"
     """Context parallel method: ring attention, or Ulysses (all-to-all over heads)."""
     micro_batch: Count | None = None
     """Samples per rank in one forward pass; the largest size that fits if left out."""
     recompute: Recompute = "none"
     """Activation checkpointing: recompute norms and activation functions (`selective`) or blocks (`full`)."""
-    offload: Literal["none", "optimizer", "all"] = "none"
+    offload: Offload = "none"
     """What is kept in CPU memory between uses: the optimizer state, or all state."""
     prefetch: Natural = 1
     """Layers that ZeRO-3 all-gathers ahead."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import schedule as command
-from meshwright.schedule.pipeline.build import BUILT
 from meshwright.schedule.pipeline.proof import Proof, Violation, ViolationKind
+from meshwright.spec.layout import SCHEDULES
 
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
 
@@ -103,7 +103,7 @@ def test_the_picture_may_be_svg_png_or_pdf(cli, tmp_path, suffix, start):
     assert (tmp_path / f"p.{suffix}").read_bytes().startswith(start)
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_figures_of_the_documentation_are_up_to_date(cli, tmp_path, name):
     cli("schedule", "pipeline", "--schedule", name, "-o", tmp_path / "now.svg")
     committed = (FIGURES / f"schedule-{name}.svg").read_text(encoding="utf-8")

@@ -5,29 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import SCHEDULES, Accumulate, Context, Layout, Offload, Recompute
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
-RECOMPUTES = ("none", "selective", "full")
-OFFLOADS = ("none", "optimizer", "all")
-CONTEXTS = ("ring", "ulysses")
-ACCUMULATES = ("sharded", "deferred")
-_CODES = {
+RECOMPUTES: tuple[str, ...] = get_args(Recompute)
+OFFLOADS: tuple[str, ...] = get_args(Offload)
+CONTEXTS: tuple[str, ...] = get_args(Context)
+ACCUMULATES: tuple[str, ...] = get_args(Accumulate)
+CODED = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTES,
     "offload": OFFLOADS,
     "context": CONTEXTS,
     "accumulate": ACCUMULATES,
 }
+"""Keys whose column holds the position of the value."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Grid:
         columns: dict[str, npt.NDArray[Any]] = {}
         for field in dataclasses.fields(cls):
             values = [getattr(layout, field.name) for layout in layouts]
-            if field.name in _CODES:
-                values = [_CODES[field.name].index(value) for value in values]
+            if field.name in CODED:
+                values = [CODED[field.name].index(value) for value in values]
             kind = np.bool_ if field.name == "sequence_parallel" else np.int64
             columns[field.name] = np.array([1 if v is None else v for v in values], dtype=kind)
         return cls(**columns)
@@ -91,8 +91,8 @@ class Grid:
         values: dict[str, object] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)[index]
-            if field.name in _CODES:
-                values[field.name] = _CODES[field.name][int(value)]
+            if field.name in CODED:
+                values[field.name] = CODED[field.name][int(value)]
             else:
                 values[field.name] = bool(value) if value.dtype == np.bool_ else int(value)
         return Layout(mode="given", **values)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import OFFLOADS, SCHEDULES, Flags, Floats, Grid
+from meshwright.plan.estimate.grid import OFFLOADS, Flags, Floats, Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.fit import usable_bytes
@@ -42,7 +42,7 @@ from meshwright.plan.search.time_bound import gemm_floor_s, schedule_floor_s
 from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.stages import assign_stages
 from meshwright.spec.job import Job
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import SCHEDULES, Layout
 from meshwright.spec.legality.table import find_problems, with_layout
 
 Objective = Literal["time", "cost", "memory"]

@@ -25,7 +25,6 @@ from meshwright.plan.estimate.grid import (
     CONTEXTS,
     OFFLOADS,
     RECOMPUTES,
-    SCHEDULES,
     Flags,
     Floats,
     Grid,
@@ -46,7 +45,7 @@ from meshwright.plan.time.engine import StepEstimate
 from meshwright.plan.time.stage_layers import HeldLayers, count_end_layers
 from meshwright.schedule.pipeline.closed_forms import CODES, peak_in_flight
 from meshwright.spec.job import Job
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import SCHEDULES, Layout
 from meshwright.spec.legality.table import with_layout
 from meshwright.spec.model import DecoderModel
 

@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.plan.estimate.grid import (
-    ACCUMULATES,
+    CODED,
     CONTEXTS,
     OFFLOADS,
     RECOMPUTES,
-    SCHEDULES,
     Grid,
     Ints,
 )
@@ -39,7 +38,7 @@ from meshwright.plan.search.columns import Choices, Columns, count_choices, expa
 from meshwright.plan.search.runtimes import runtime_support
 from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
-from meshwright.spec.layout import AXES, Layout
+from meshwright.spec.layout import AXES, SCHEDULES, Layout
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
@@ -49,13 +48,6 @@ MOST_VIRTUAL_STAGES = 8
 """Most virtual stages in a search; more are possible if named."""
 NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
 """What ZeRO can shard over: nothing, only cp, or dp_shard."""
-_CODES: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
-    "recompute": RECOMPUTES,
-    "offload": OFFLOADS,
-    "context": CONTEXTS,
-    "accumulate": ACCUMULATES,
-}
 
 
 def pinned_keys(layout: Layout, named: Sequence[str] = ()) -> dict[str, Any]:
@@ -184,7 +176,7 @@ class LayoutSpace:
         return kept
 
     def _code(self, name: str, value: Any) -> int:
-        return _CODES[name].index(value) if name in _CODES else int(value)
+        return CODED[name].index(value) if name in CODED else int(value)
 
     def _allowed(self, name: str, values: Sequence[Any]) -> list[Any]:
         if name in ("ep", "etp") and name not in runtime_support(self.job).axes and name not in self.pins:

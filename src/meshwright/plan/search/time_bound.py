@@ -14,12 +14,13 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.layout.parameters import count_active_matmul_parameters
-from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid, Ints
+from meshwright.plan.estimate.grid import Floats, Grid, Ints
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.engine import WORK_PARTS, StepEstimate
 from meshwright.plan.time.gemm import TILES, Device
 from meshwright.plan.time.probed import fastest_gemm
 from meshwright.plan.time.rates import rates_of
+from meshwright.spec.layout import SCHEDULES
 
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
 SCHEDULE_PARTS = ("bubble", "uneven stages", "pipeline transfers")

@@ -7,10 +7,8 @@ from meshwright.schedule.pipeline.actions import PipelineSchedule, loop_ranks, v
 from meshwright.schedule.pipeline.dualpipe import order_dualpipe_v
 from meshwright.schedule.pipeline.one_f_one_b import order_1f1b, order_gpipe, order_interleaved
 from meshwright.schedule.pipeline.zero_bubble import order_zb_h1, order_zbv
-from meshwright.spec.layout import V_SCHEDULES
+from meshwright.spec.layout import SCHEDULES, V_SCHEDULES
 
-BUILT = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
-"""Schedules that can be generated, by their names in ``layout.schedule``."""
 SPLIT = ("zb-h1", *V_SCHEDULES)
 """Schedules with a split backward pass."""
 MAX_ACTIONS = 4_000_000
@@ -51,8 +49,8 @@ def build_schedule(
 
 
 def _check_name(name: str) -> None:
-    if name not in BUILT:
-        there = f"Use {', '.join(BUILT[:-1])} or {BUILT[-1]}"
+    if name not in SCHEDULES:
+        there = f"Use {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
         rule = "is not a pipeline schedule"
         raise UserError(Problem("schedule-unknown", rule, path="schedule", value=name, fix=there))
 

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from meshwright.spec.layout import SCHEDULES
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
-CODES = {name: code for code, name in enumerate(NAMES)}
+CODES = {name: code for code, name in enumerate(SCHEDULES)}
 """Schedules as integers, for arrays."""
 
 
@@ -84,24 +85,6 @@ def pipeline_time(
     return np.asarray(seconds, dtype=np.float64)
 
 
-def pipeline_bubble(
-    schedule: ArrayLike,
-    pp: ArrayLike,
-    virtual_stages: ArrayLike,
-    micro_batches: ArrayLike,
-    forward_s: ArrayLike = 1.0,
-    backward_input_s: ArrayLike = 1.0,
-    backward_weight_s: ArrayLike = 1.0,
-) -> Floats:
-    """The idle fraction of all ranks' time, without transfers; arguments as in :func:`pipeline_time`."""
-    total = pipeline_time(
-        schedule, pp, virtual_stages, micro_batches, forward_s, backward_input_s, backward_weight_s
-    )
-    v = _stages_per_rank(encode(schedule), np.asarray(virtual_stages, dtype=np.int64))
-    stage = np.add(np.add(forward_s, backward_input_s), backward_weight_s)
-    return np.asarray(1.0 - np.asarray(micro_batches) * v * stage / total, dtype=np.float64)
-
-
 def peak_in_flight(
     schedule: ArrayLike,
     stage_rank: ArrayLike,
@@ -141,13 +124,13 @@ def encode(schedule: ArrayLike) -> Ints:
     """Schedules as :data:`CODES`, from names or from codes."""
     given = np.asarray(schedule)
     if given.dtype.kind in "iu":
-        if given.size and not (given.min() >= 0 and given.max() < len(NAMES)):
-            raise ValueError(f"a schedule code is not in 0 to {len(NAMES) - 1}: {', '.join(NAMES)}")
+        if given.size and not (given.min() >= 0 and given.max() < len(SCHEDULES)):
+            raise ValueError(f"a schedule code is not in 0 to {len(SCHEDULES) - 1}: {', '.join(SCHEDULES)}")
         return given.astype(np.int64)
     names, inverse = np.unique(given.astype(str), return_inverse=True)
     unknown = [str(name) for name in names if name not in CODES]
     if unknown:
-        raise ValueError(f"no closed form for {', '.join(unknown)}; there are {', '.join(NAMES)}")
+        raise ValueError(f"no closed form for {', '.join(unknown)}; there are {', '.join(SCHEDULES)}")
     codes = np.array([CODES[str(name)] for name in names], dtype=np.int64)
     return np.asarray(codes[inverse].reshape(given.shape), dtype=np.int64)
 

@@ -15,7 +15,10 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.init import RandomWeights, fill
 from meshwright.models.kernels import fp8
 from meshwright.models.linear import Linear, MergedLinear, convert_linears_to_fp8, fp8_linear
+from meshwright.runs.ranks import find_fp8_obstacle
 from meshwright.spec.model import DecoderModel
+
+pytestmark = pytest.mark.skipif(find_fp8_obstacle() is not None, reason=f"fp8 {find_fp8_obstacle()}")
 
 NEAR = 0.04
 """Relative error: two operands, each rounded to 4 bits of precision, in long sums."""

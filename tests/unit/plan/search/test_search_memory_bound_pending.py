@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.plan.estimate.grid import SCHEDULES, Grid
+from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.search.memory_bound import count_pending
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.schedule.pipeline.build import build_schedule
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import SCHEDULES, Layout
 
 STAGES = {"zb-h1": 1, "zbv": 2, "dualpipe-v": 2}
 

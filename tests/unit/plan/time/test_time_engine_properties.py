@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.plan.estimate.grid import SCHEDULES, Grid
+from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.time.block import BlockModel
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.rates import rates_of
+from meshwright.spec.layout import SCHEDULES
 
 PROFILES_OF_EACH_KIND = ("meshwright", "megatron-lm", "megatron-bridge", "torchtitan", "deepspeed-zero")
 ZERO_BUBBLE = [SCHEDULES.index(name) for name in ("zb-h1", "zbv", "dualpipe-v")]

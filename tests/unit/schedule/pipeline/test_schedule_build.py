@@ -15,9 +15,10 @@ from meshwright.schedule.pipeline.actions import (
     producer_of,
     v_shaped_ranks,
 )
-from meshwright.schedule.pipeline.build import BUILT, MAX_ACTIONS, build_schedule
+from meshwright.schedule.pipeline.build import MAX_ACTIONS, build_schedule
 from meshwright.schedule.pipeline.proof import prove_schedule
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
+from meshwright.spec.layout import SCHEDULES
 
 
 def bubble_of(name: str, pp: int, micro_batches: int, virtual_stages: int | None = None) -> float:
@@ -28,7 +29,7 @@ def bubble_of(name: str, pp: int, micro_batches: int, virtual_stages: int | None
 
 @settings(max_examples=120, deadline=None)
 @given(
-    name=st.sampled_from(BUILT),
+    name=st.sampled_from(SCHEDULES),
     pp=st.integers(1, 10),
     groups=st.integers(1, 5),
     rest=st.integers(0, 9),
@@ -136,7 +137,7 @@ def test_v_schedule_has_first_and_last_stage_on_rank_0():
     assert [zbv.rank_of(stage) for stage in range(6)] == list(v_shaped_ranks(3))
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_consumer_of_is_the_inverse_of_producer_of(name):
     """Producer and consumer are the same pairs, read from either end."""
     schedule = build_schedule(name, 3, 6)

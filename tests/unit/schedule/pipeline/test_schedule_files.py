@@ -11,9 +11,10 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from meshwright.core.errors import CheckFailedError, UserError
 from meshwright.schedule.pipeline.actions import Action, Kind
-from meshwright.schedule.pipeline.build import BUILT, build_schedule
+from meshwright.schedule.pipeline.build import build_schedule
 from meshwright.schedule.pipeline.files import load_schedule, write_schedule
 from meshwright.schedule.pipeline.proof import prove_schedule
+from meshwright.spec.layout import SCHEDULES
 
 
 def torch_schedule(name: str, pp: int, stages: int, micro_batches: int):
@@ -32,7 +33,7 @@ def write_text(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (3, 9)])
 def test_schedule_file_round_trips(tmp_path, name, pp, micro_batches):
     schedule = build_schedule(name, pp, micro_batches)
@@ -50,7 +51,7 @@ def test_adjacent_split_backward_is_written_as_full_backward(tmp_path):
     assert load_schedule(tmp_path / "my.csv").ranks == build_schedule("1f1b", 1, 2).ranks
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_loads_written_schedules(tmp_path, name):
     """Torch checks the order. Every action is on the same rank."""
     schedule = build_schedule(name, 4, 8)

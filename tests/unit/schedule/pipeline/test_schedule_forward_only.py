@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule
-from meshwright.schedule.pipeline.build import BUILT, build_schedule
+from meshwright.schedule.pipeline.build import build_schedule
 from meshwright.schedule.pipeline.forward_only import order_forward
 from meshwright.schedule.pipeline.proof import ViolationKind, prove_schedule
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
+from meshwright.spec.layout import SCHEDULES
 
 
 @settings(max_examples=60, deadline=None)
@@ -28,7 +29,7 @@ def test_forward_order_is_proved_for_any_stage_placement(homes, micro_batches):
     assert set(proof.peak_in_flight) == {1}, "activations are not kept for a backward pass"
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_forward_order_keeps_the_ranks_of_the_stages(name):
     schedule = build_schedule(name, 4, 8)
     order = order_forward(schedule, 3)

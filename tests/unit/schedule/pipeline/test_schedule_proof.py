@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule
-from meshwright.schedule.pipeline.build import BUILT, build_schedule
+from meshwright.schedule.pipeline.build import build_schedule
 from meshwright.schedule.pipeline.proof import MAX_VIOLATIONS, ViolationKind, prove_schedule
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
+from meshwright.spec.layout import SCHEDULES
 
 
 def with_row(schedule: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:
@@ -133,7 +134,7 @@ def test_violations_are_limited():
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(BUILT), pp=st.integers(2, 5), data=st.data())
+@given(name=st.sampled_from(SCHEDULES), pp=st.integers(2, 5), data=st.data())
 def test_any_removed_action_is_reported_as_missing(name, pp, data):
     good = build_schedule(name, pp, 2 * pp)
     rank = data.draw(st.integers(0, pp - 1))
@@ -143,7 +144,7 @@ def test_any_removed_action_is_reported_as_missing(name, pp, data):
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(BUILT), pp=st.integers(1, 5), data=st.data())
+@given(name=st.sampled_from(SCHEDULES), pp=st.integers(1, 5), data=st.data())
 def test_shuffled_row_is_proved_if_it_can_be_simulated(name, pp, data):
     """The proof of a randomly shuffled row agrees with the simulation."""
     good = build_schedule(name, pp, 2 * pp)
@@ -202,7 +203,7 @@ def can_run(schedule: PipelineSchedule) -> bool:
 
 @pytest.mark.parametrize("mutation", ["swap", "drop", "double", "move", "exchange"])
 @settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from(BUILT), pp=st.integers(2, 4), data=st.data())
+@given(name=st.sampled_from(SCHEDULES), pp=st.integers(2, 4), data=st.data())
 def test_mutated_schedule_is_proved_if_and_only_if_it_can_run(mutation, name, pp, data):
     """Actions are swapped, removed, repeated, moved to another rank or exchanged between ranks."""
     good = build_schedule(name, pp, 2 * pp)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.schedule.pipeline.actions import producer_of
-from meshwright.schedule.pipeline.build import BUILT, build_schedule
+from meshwright.schedule.pipeline.build import build_schedule
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
+from meshwright.spec.layout import SCHEDULES
 
 
 def test_two_ranks_and_two_micro_batches_by_hand():
@@ -57,7 +58,7 @@ def test_slowest_stage_determines_the_time(name):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(BUILT),
+    name=st.sampled_from(SCHEDULES),
     pp=st.integers(1, 5),
     groups=st.integers(1, 3),
     overlap=st.booleans(),
