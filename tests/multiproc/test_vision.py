@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+import meshwright as mw
 from meshwright.core.errors import UserError
+from meshwright.data.images import select_held_out
 
 IMAGES = """
 name = "images"
@@ -81,8 +83,8 @@ def test_a_resumed_run_is_bit_identical(train, tmp_path, norm):
         assert not bool((saved[name] == 1).all()), f"{name} has its initial value"
 
 
-def test_a_folder_of_images_trains_in_bf16_and_generate_refuses_the_model(train, tmp_path):
-    """The images are uint8 in channels-last order."""
+def test_a_folder_of_images_trains_in_bf16_and_is_evaluated(train, tmp_path):
+    """The images are uint8 in channels-last order. `generate` refuses the model."""
     from meshwright.cli.generate import write_text
     from meshwright.cli.output import Output
 
@@ -95,6 +97,15 @@ def test_a_folder_of_images_trains_in_bf16_and_generate_refuses_the_model(train,
     assert trained.result["audit_ok"]
     manifest = json.loads((Path(trained.result["checkpoint"]) / "manifest.json").read_text())
     assert manifest["model"]["architecture"] == "resnet"
+    (own,) = mw.evaluate(trained.run_dir, folder, precision="bf16")
+    assert own.samples == int(select_held_out(40, 0.2).sum()), "those that the training held out"
+    assert own.loss == pytest.approx(trained.result["eval_loss"], rel=1e-2)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("images.npy", "labels.npy"):
+        shutil.copy(folder / name, other / f"eval_{name}")
+    (whole,) = mw.evaluate(trained.run_dir, other)
+    assert whole.samples == 40, "a folder for evaluation only"
     settings = {"prompt": "a", "tokens": 1, "template": None, "tp": 1}
     with pytest.raises(UserError) as caught:
         write_text(Output(as_json=True), trained.run_dir, settings)

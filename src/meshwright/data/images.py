@@ -22,6 +22,7 @@ import numpy.typing as npt
 from meshwright.core.errors import Problem, UserError
 from meshwright.data.order import Uint64s, mix
 from meshwright.spec.job import SYNTHETIC_IMAGES
+from meshwright.spec.model import ResNetModel
 
 SYNTHETIC_SAMPLES = {"train": 4096, "eval": 512}
 DEFAULT_EVAL_FRACTION = 0.01
@@ -52,6 +53,11 @@ class ImageShape:
     def pixels(self) -> int:
         """Values per image."""
         return self.channels * self.side**2
+
+
+def image_shape(model: ResNetModel) -> ImageShape:
+    """The images that a model reads."""
+    return ImageShape(model.channels, model.image_size, model.num_classes)
 
 
 class SyntheticImages:
@@ -178,23 +184,26 @@ def looks_like_images(folder: Path) -> bool:
     return (folder / IMAGES).is_file()
 
 
-def check_images(folder: Path, shape: ImageShape, eval_fraction: float | None) -> None:
+def check_images(
+    folder: Path, shape: ImageShape, eval_fraction: float | None, eval_only: bool = False
+) -> None:
     """Check that the model can read a folder; float32 images are checked for NaN.
+
+    Args:
+        folder: Of the arrays.
+        shape: Of the model's images.
+        eval_fraction: Of the job.
+        eval_only: Whether only the held-out images are read.
 
     Raises:
         UserError: With all problems.
     """
-    prefixes = [""]
     given = [name for name in (f"eval_{IMAGES}", f"eval_{LABELS}") if (folder / name).exists()]
-    if given:
-        prefixes.append("eval_")
-        if eval_fraction is not None:
-            rule = f"has no effect: {folder} has {given[0]}"
-            fix = "Leave data.eval_fraction out"
-            problem = Problem(
-                "data-already-split", rule, path="data.eval_fraction", value=eval_fraction, fix=fix
-            )
-            raise UserError(problem)
+    prefixes = ["eval_"] if given and eval_only else ["", "eval_"] if given else [""]
+    if given and eval_fraction is not None:
+        rule = f"has no effect: {folder} has {given[0]}"
+        fix, value = "Leave data.eval_fraction out", eval_fraction
+        raise UserError(Problem("data-already-split", rule, path="data.eval_fraction", value=value, fix=fix))
     problems = [p for prefix in prefixes for p in _find_problems(folder, prefix, shape)]
     if problems:
         raise UserError(*problems)

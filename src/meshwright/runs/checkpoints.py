@@ -31,8 +31,9 @@ def find_checkpoint(path: Path) -> Path:
         found = find_newest(root)
         if found is not None:
             return found[0]
+    rule = "holds no checkpoint" if path.exists() else "does not exist"
     fix = "Give a checkpoint, a folder of checkpoints, or the folder of a run"
-    raise UserError(Problem("checkpoint-missing", "holds no checkpoint", path=str(path), fix=fix))
+    raise UserError(Problem("checkpoint-missing", rule, path=str(path), fix=fix))
 
 
 def prune_folder(path: Path, keep: int) -> PruneResult:

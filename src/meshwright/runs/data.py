@@ -19,7 +19,7 @@ from meshwright.data.chat_templates import load_template
 from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
 from meshwright.data.dataset import TokenDataset, no_prompts
-from meshwright.data.images import ImageShape, check_images, looks_like_images, open_images
+from meshwright.data.images import check_images, image_shape, looks_like_images, open_images
 from meshwright.data.mixture import MixedSource, write_mixture
 from meshwright.data.prepare import PrepareReport, Progress, prepare_corpus, train_tokenizer
 from meshwright.data.shards import SPLITS, ShardFolder, looks_prepared
@@ -54,8 +54,8 @@ def prepare_data(job: Job, reporter: Reporter) -> Path:
             model's.
     """
     if isinstance(job.model, ResNetModel):
-        shape = check_image_data(job, job.model)
-        train = open_images(job.data.path, "train", shape, job.data.eval_fraction)
+        check_image_data(job, job.model)
+        train = open_images(job.data.path, "train", image_shape(job.model), job.data.eval_fraction)
         _report_epochs(reporter, job, len(train))
         return Path(job.data.path)
     prepare = prepare_mixture if job.data.sources else prepare_source
@@ -192,17 +192,21 @@ def read_options(data: Data, template: Template | None) -> ReadOptions:
     )
 
 
-def check_image_data(job: Job, model: ResNetModel) -> ImageShape:
-    """Check the folder of images, and return their shape; synthetic images have no folder."""
+def check_image_data(job: Job, model: ResNetModel, eval_only: bool = False) -> None:
+    """Check the folder of images; synthetic images have none.
+
+    Args:
+        job: With the path of the images.
+        model: Its model.
+        eval_only: Whether only the held-out images are read.
+    """
     folder = Path(job.data.path)
-    shape = ImageShape(model.channels, model.image_size, model.num_classes)
     if job.data.path != SYNTHETIC_IMAGES:
         if looks_prepared(folder) or folder.is_file():
             rule = "contains text; this model reads images"
             fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
             raise UserError(Problem("data-not-for-images", rule, path=job.data.path, fix=fix))
-        check_images(folder, shape, job.data.eval_fraction)
-    return shape
+        check_images(folder, image_shape(model), job.data.eval_fraction, eval_only)
 
 
 def _report_epochs(reporter: Reporter, job: Job, available: int) -> None:

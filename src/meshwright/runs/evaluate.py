@@ -17,13 +17,14 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_plural
 from meshwright.data.dataset import TokenDataset
-from meshwright.data.images import has_eval_split
+from meshwright.data.images import has_eval_split, image_shape, open_images
+from meshwright.data.shards import ShardFolder
 from meshwright.launch.environment import prepare_environment
 from meshwright.runs.held_out import prepare_held_out
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.job import EvalSet, Job
-from meshwright.spec.model import ResNetModel
+from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.paths import BUILTIN
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ BATCH_IMAGES = 32
 PRECISIONS = ("fp32", "bf16", "fp16")
 FIXED_KEYS = ("path", "sources", "eval", "tokenizer", "eval_fraction")
 """Keys of ``[data]`` that the model or the option ``--data`` determine."""
+PROMPT_KEYS = ("data.template", "data.prompt_field", "data.answer_field", "data.prompt_masking")
+"""Keys that only sets of conversations read."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,14 @@ def evaluate_saved(
 
     if (model / MANIFEST).is_file():
         read_manifest(model)  # verifies it
-    prepared = []
+    prepared, folders = [], []
     for name, path in sets.items():  # all sets are checked before the first is evaluated
         job = build_saved_job(model, _set_keys(path, overrides), overrides)
         folder = prepare_held_out(job, EvalSet(name, job.data.path), model, reporter)
+        folders.append(folder)
         prepared.append((name, path, _open_batcher(job, folder)))
+    if isinstance(job.model, DecoderModel):
+        _check_prompts(overrides, folders)
     network = load_saved_model(model, job)
     found = []
     for name, path, batcher in prepared:
@@ -138,6 +144,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise UserError(Problem("eval-override", "cannot be set in an evaluation", path=key, fix=fix))
 
 
+def _check_prompts(overrides: Sequence[str], folders: Sequence[Path]) -> None:
+    """Refuse keys of conversations if every set is plain text."""
+    if any(ShardFolder.open(folder).has_prompts for folder in folders):
+        return
+    for key in (text.partition("=")[0] for text in overrides):
+        if key in PROMPT_KEYS:
+            rule, fix = "has no effect: no set has conversations", "Leave it out"
+            raise UserError(Problem("eval-override", rule, path=key, fix=fix))
+
+
 def _set_keys(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Keys of ``[data]`` for a set, over those of the training."""
     keys: dict[str, Any] = {"path": path}
@@ -151,11 +167,11 @@ def _set_keys(path: str, overrides: Sequence[str]) -> dict[str, Any]:
 def _open_batcher(job: Job, folder: Path) -> Batcher | ImageBatcher:
     """The samples of a set, for one process."""
     from meshwright.train.batches import Batcher  # noqa: PLC0415  (torch)
-    from meshwright.train.image_batches import open_image_batches  # noqa: PLC0415
+    from meshwright.train.image_batches import ImageBatcher  # noqa: PLC0415
 
     if isinstance(job.model, ResNetModel):
-        _, images, _ = open_image_batches(job, job.model, folder, 0)
-        return dataclasses.replace(images, micro_batch=BATCH_IMAGES)
+        images = open_images(str(folder), "eval", image_shape(job.model), job.data.eval_fraction)
+        return ImageBatcher(images, 0, 1, BATCH_IMAGES)
     dataset = TokenDataset.open_set(folder, job.data)
     sample_weight = 1.0 if job.model.num_experts else None  # a router without weights applies no capacity
     return Batcher(dataset, 0, 1, max(1, BATCH_TOKENS // job.data.seq_len), sample_weight=sample_weight)

@@ -35,7 +35,7 @@ def prepare_held_out(job: Job, one: EvalSet, tokenizer: Path, reporter: Reporter
         _refuse_fields(one, "has images")
         fraction = None if has_eval_split(one.path) else data.eval_fraction
         data = dataclasses.replace(data, eval_fraction=fraction)
-        check_image_data(dataclasses.replace(job, data=data), job.model)
+        check_image_data(dataclasses.replace(job, data=data), job.model, eval_only=True)
         return path if one.path == SYNTHETIC_IMAGES else path.resolve()
     if looks_prepared(path):
         _refuse_fields(one, "is already prepared")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from meshwright.data.dataset import IGNORE_INDEX
-from meshwright.data.images import ImageDataset, ImageShape, open_images
+from meshwright.data.images import ImageDataset, image_shape, open_images
 from meshwright.parallel.batch import Batch
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.model import ResNetModel
@@ -49,7 +49,7 @@ def open_image_batches(
     job: Job, model: ResNetModel, folder: Path, rank: int
 ) -> tuple[ImageBatcher, ImageBatcher, str]:
     """The images of a rank to train and evaluate on, and the checksum of the data."""
-    shape = ImageShape(model.channels, model.image_size, model.num_classes)
+    shape = image_shape(model)
     path = job.data.path if job.data.path == SYNTHETIC_IMAGES else str(folder)
 
     def batcher(split: str) -> ImageBatcher:

@@ -70,6 +70,8 @@ def test_the_commands_of_the_page_run(cli, tmp_path, monkeypatch):
         ("eval-override", ("--data", "text.txt", "data.tokenizer=byte")),
         ("eval-override", ("--data", "text.txt", "data.eval_fraction=0.5")),
         ("eval-override", ("--data", "text.txt", "train.lr=1")),
+        ("eval-override", ("--data", "text.txt", "data.template=chatml")),
+        ("eval-override", ("--data", "text.txt", "data.prompt_masking=true")),
         ("api-argument", ("--data", "text.txt", "--precision", "fp8")),
     ],
 )
