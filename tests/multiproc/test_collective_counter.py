@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.local import LocalLaunch
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.spec.load import load_job
@@ -33,6 +33,6 @@ def run_collectives(run_dir, listener):
 def test_the_counter_does_not_deadlock_with_python_futures(job_file, tmp_path):
     """A counter that holds the GIL during the redispatch deadlocks here within seconds."""
     events = []
-    LocalLaunch(f"{__name__}:run_collectives", tmp_path, 2, 0, 10.0, events.append).run()
+    Supervisor(f"{__name__}:run_collectives", tmp_path, 2, 0, 10.0, events.append).run()
     (event,) = [e for e in events if e["event"] == "counted"]
     assert {row["axis"]: row["calls"] for row in event["rows"]} == {"dp_replicate": ROUNDS, "control": ROUNDS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.launch.local import LocalLaunch
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.layout.ddp_buckets import bucket_parameters
 from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
@@ -55,7 +55,7 @@ def inspect_buckets(run_dir, listener):
 def test_buckets_are_the_planned_ones_from_the_first_step(job_file, tmp_path):
     """Contents and number of the buckets equal the plan in every step; stock DDP changes after step 0."""
     events = []
-    launch = LocalLaunch(f"{__name__}:inspect_buckets", tmp_path, 2, 0, 10.0, events.append)
+    launch = Supervisor(f"{__name__}:inspect_buckets", tmp_path, 2, 0, 10.0, events.append)
     launch.run()
     event = next(e for e in events if e["event"] == "buckets")
     job = load_job(str(job_file), OVERRIDES)

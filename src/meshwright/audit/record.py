@@ -105,6 +105,30 @@ _COLLECTIVES: TypeAdapter[MeasuredCollectives] = TypeAdapter(MeasuredCollectives
 _RECORDED: TypeAdapter[RecordedTimeline] = TypeAdapter(RecordedTimeline)
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """A failure of a rank after which the run went on."""
+
+    failed_rank: int
+    how: str
+    """How the rank failed."""
+    seconds: float
+    """From the failure to the moment when all ranks were ready to train again."""
+    halt_s: float
+    """Part of it: the other ranks left their collectives."""
+    join_s: float
+    """Part of it: all ranks joined again and restored their state."""
+    restored_step: int
+    """Step that the ranks went on from."""
+    replayed_steps: int
+    """Steps that were done again."""
+    source: str
+    """``snapshot``, ``checkpoint`` or ``start``."""
+
+
+_RECOVERY: TypeAdapter[Recovery] = TypeAdapter(Recovery)
+
+
 @dataclass
 class RunRecord:
     """One attempt at a run. Keeps what reports need, not all events."""
@@ -128,6 +152,10 @@ class RunRecord:
     peak_basis: str = ""
     first_step: int = 0
     """Steps done before this attempt."""
+    ready: bool = False
+    """Whether rank 0 has begun to train."""
+    recoveries: list[Recovery] = field(default_factory=list)
+    """Failures of ranks after which the run went on."""
     state: dict[int, MeasuredMemory] = field(default_factory=dict)
     """Measured memory by rank."""
     collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
@@ -184,8 +212,18 @@ class RunRecord:
         return statistics.median(values) if values else None
 
     def _on_ready(self, event: Event) -> None:
-        if event["rank"] == 0:
-            self.peak_basis, self.first_step = event["peak_basis"], event["step"]
+        if event["rank"] != 0:
+            return
+        self.peak_basis = event["peak_basis"]
+        if not self.ready:
+            self.ready, self.first_step = True, event["step"]
+            return
+        done = event["step"] - self.first_step  # after a failure: later steps are done again
+        for values in (self.losses, self.step_times_s, self.mfus):
+            del values[max(0, done) :]
+
+    def _on_recovered(self, event: Event) -> None:
+        self.recoveries.append(_RECOVERY.validate_python(event))
 
     def _on_step(self, event: Event) -> None:
         if event["rank"] == 0:
@@ -262,14 +300,23 @@ def reading_events(run_dir: Path) -> Iterator[None]:
 
 
 def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
-    """The newest attempt in a run folder, or the given one."""
+    """The newest attempt in a run folder, or the given generation.
+
+    An attempt has several generations if ranks failed and the run went on.
+    """
     path = run_dir / EVENTS_FILE
     with reading_events(run_dir):
         log = read_events(path)
-    wanted = log.last_generation if generation is None else generation
+    wanted = range(log.last_generation, log.last_generation + 1)
+    if generation is not None:
+        wanted = range(generation, generation + 1)
+    else:
+        went_on = {event["generation"] for event in log.of("rank_lost")}
+        while wanted.start - 1 in went_on:
+            wanted = range(wanted.start - 1, wanted.stop)
     record = RunRecord()
     for event in log.events:
-        if event.get("generation", 0) == wanted:
+        if event.get("generation", 0) in wanted:
             feed_checked(record, event)
     if log.unreadable:
         record.notes.append(

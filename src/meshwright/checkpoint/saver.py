@@ -29,6 +29,7 @@ from meshwright.checkpoint.manifest import (
     mark_best,
     rotate,
 )
+from meshwright.checkpoint.memory_snapshot import MemorySnapshots
 from meshwright.checkpoint.snapshot import DTYPES, Snapshot, take_snapshot
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.core.events import EventWriter
@@ -45,8 +46,25 @@ class CheckpointSaver:
     Sharded state is all-gathered: all ranks must come to the same decision and take part.
     """
 
-    def __init__(self, root: Path, state: CheckpointedState, rank: int, events: EventWriter) -> None:
+    def __init__(
+        self,
+        root: Path,
+        state: CheckpointedState,
+        rank: int,
+        events: EventWriter,
+        snapshots: MemorySnapshots | None = None,
+    ) -> None:
+        """Start without a checkpoint.
+
+        Args:
+            root: Folder of the checkpoints.
+            state: To save.
+            rank: Of this process.
+            events: To report saves.
+            snapshots: In memory, taken beside checkpoints.
+        """
         self._root, self._state, self._rank, self._events = root, state, rank, events
+        self._snapshots = snapshots
         self._settings = state.plan.job.checkpoint
         self.saved_step = -1
         """Steps done when the last save began."""
@@ -72,15 +90,19 @@ class CheckpointSaver:
         return bool(list_checkpoints(self._root))
 
     def after_step(self, last: bool, eval_loss: float | None, save_requested: bool) -> None:
-        """Save if it is due.
+        """Save a checkpoint and take a snapshot, if they are due.
 
         Args:
             last: Whether the run ends with this step.
             eval_loss: Of this step, if it was evaluated.
             save_requested: Where all ranks take part: whether rank 0 found a save due by time.
         """
-        if self._rank != 0 and not self.needs_all_ranks:
-            return
+        if self._rank == 0 or self.needs_all_ranks:
+            self._save_if_due(last, eval_loss, save_requested)
+        if self._snapshots is not None and not last:
+            self._snapshots.after_step()
+
+    def _save_if_due(self, last: bool, eval_loss: float | None, save_requested: bool) -> None:
         counters = self._state.counters
         timely = save_requested if self.needs_all_ranks else self.is_due_by_time()
         best = self._settings.on_best and eval_loss is not None and eval_loss < counters.best_eval_loss

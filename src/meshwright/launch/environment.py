@@ -12,9 +12,7 @@ from pathlib import Path
 
 SAFE_ISA = "AVX512_CORE_FP16"
 STORE_VARIABLE = "MESHWRIGHT_STORE"
-"""``host:port`` of the rendezvous store."""
-GENERATION_VARIABLE = "MESHWRIGHT_GENERATION"
-"""Number of the attempt, a prefix of the store's keys."""
+"""File of the rendezvous store; every generation has its own."""
 
 
 def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.environ) -> list[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
+from meshwright.launch.environment import STORE_VARIABLE
 from meshwright.layout.axes import list_group_axes, list_rank_groups
 from meshwright.layout.pipeline_schedules import stage_pp_ranks
 from meshwright.layout.stages import TIED_AXIS, find_tied_pp_ranks
@@ -157,7 +157,7 @@ def init_mesh(
     Args:
         job: The settled job.
         counter: Registers the axis of every group.
-        store: For the rendezvous; by default the supervisor's store, under this attempt's generation.
+        store: For the rendezvous; by default the file that the agent names.
         rank: This process; by default ``RANK`` of the environment.
         backend: Of the groups; by default NCCL on GPUs and gloo on CPUs.
     """
@@ -168,7 +168,9 @@ def init_mesh(
         return Mesh(rank, 1, device)
     timeout = timedelta(seconds=job.elastic.collective_timeout_s)
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    store = store or _supervisor_store(timeout)
+    if store is None:
+        store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)
+        store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     assert dist.get_world_size() == world_size, f"{dist.get_world_size()} ranks, planned {world_size}"
     layout = job.layout
@@ -203,12 +205,6 @@ def _new_group(rank: int, members: Iterable[list[int]], timeout: timedelta) -> d
     """Create all groups of an axis, on every rank. Returns the one that this rank is in, if any."""
     created = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
     return next((group for ranks, group in created if rank in ranks), None)
-
-
-def _supervisor_store(timeout: timedelta) -> dist.Store:
-    host, port = os.environ[STORE_VARIABLE].rsplit(":", 1)
-    client = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"generation-{os.environ[GENERATION_VARIABLE]}", client)
 
 
 def destroy_mesh(mesh: Mesh) -> None:

@@ -11,8 +11,8 @@ from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.core.packages import require_packages
+from meshwright.elastic.supervisor import LOGS
 from meshwright.launch.environment import prepare_environment
-from meshwright.launch.local import LOGS
 from meshwright.runs.checkpoints import find_checkpoint
 from meshwright.runs.ranks import build_launch, require_devices
 from meshwright.spec.cluster import count_cores

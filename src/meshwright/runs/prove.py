@@ -13,9 +13,9 @@ from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError,
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_plural
+from meshwright.elastic.supervisor import LOGS
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
-from meshwright.launch.local import LOGS
 from meshwright.layout.text import describe_layout
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PLAN_FILE, PlanContract, layout_keys, write_plan

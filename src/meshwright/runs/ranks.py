@@ -11,8 +11,8 @@ from pathlib import Path
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import Event
 from meshwright.core.packages import package_version
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.launch.environment import prepare_environment
-from meshwright.launch.local import LocalLaunch
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import find_gpus
 from meshwright.spec.execution import uses_eager_blocks, wanted_block_backend
@@ -39,7 +39,9 @@ def build_launch(
     listener: Callable[[Event], None],
     generation: int = 0,
     preload: Sequence[str] = (*PRELOAD, *PRELOAD_SHARED),
-) -> LocalLaunch:
+    max_restarts: int = 0,
+    find_checkpoint: Callable[[], str | None] = lambda: None,
+) -> Supervisor:
     """The ranks of a job's layout on this machine, ready to run.
 
     Args:
@@ -49,8 +51,10 @@ def build_launch(
         listener: Called with every event.
         generation: Which attempt this is.
         preload: Modules that the fork server imports.
+        max_restarts: Failures in a row without a new step after which the run fails.
+        find_checkpoint: Finds the checkpoint to go on from after a failure, where there is no snapshot.
     """
-    return LocalLaunch(
+    return Supervisor(
         entry=entry,
         run_dir=run_dir,
         world_size=job.layout.world_size,
@@ -59,6 +63,8 @@ def build_launch(
         listener=listener,
         environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=preload,
+        max_restarts=max_restarts,
+        find_checkpoint=find_checkpoint,
     )
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 from meshwright.audit.compare import Audit, audit_run
 from meshwright.audit.record import RunRecord
+from meshwright.checkpoint.manifest import find_newest
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError
 from meshwright.core.events import Event
 from meshwright.diagnose.out_of_memory import explain_oom
+from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import PlanContract
 from meshwright.report.html import write_page
 from meshwright.report.run_report import PAGE_FILE, read_report
@@ -105,7 +107,16 @@ def _train_prepared(prepared: PreparedRun, reporter: Reporter) -> TrainedRun:
     plan, assignment = prepared.plan, prepared.assignment
     job, run_dir = plan.job, Path(assignment.run_dir)
     listeners = EventListeners(job, run_dir, reporter)
-    launch = build_launch(ENTRY, job, run_dir, listeners.on_event, assignment.generation, list_preload(job))
+    launch = build_launch(
+        ENTRY,
+        job,
+        run_dir,
+        listeners.on_event,
+        assignment.generation,
+        list_preload(job),
+        job.elastic.max_restarts,
+        lambda: _find_checkpoint(assignment),
+    )
     try:
         with listeners.attached():
             interrupted = launch.run()
@@ -118,6 +129,12 @@ def _train_prepared(prepared: PreparedRun, reporter: Reporter) -> TrainedRun:
         listeners.close(RunOutcome("unfinished", page=stopped.page))
         raise stopped
     return finish_run(plan, listeners.record, run_dir, listeners, reporter)
+
+
+def _find_checkpoint(assignment: Assignment) -> str | None:
+    """The newest whole checkpoint of a run, verified."""
+    found = find_newest(Path(assignment.checkpoint_dir))
+    return None if found is None else str(found[0])
 
 
 def fail_run(

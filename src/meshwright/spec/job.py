@@ -243,14 +243,18 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Timeouts of failure handling."""
+    """Failure handling: how a run goes on when a rank fails."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     collective_timeout_s: Positive = 600.0
     """Timeout of a collective; the run fails after it."""
     stop_grace_s: Positive = 10.0
-    """Time that the other ranks have to stop after one failed."""
+    """Time that the other ranks have to leave their collectives after one failed; then they are killed."""
+    max_restarts: Natural = 3
+    """Failures in a row without a new step after which the run fails; 0: the first failure ends the run."""
+    snapshot_every: Natural = 10
+    """Steps between in-memory snapshots of the state, from which ranks go on after a failure; 0: none."""
 
 
 @dataclass(frozen=True)

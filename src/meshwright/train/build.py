@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.hf.source import SOURCE_FILE, load_source, read_hf_folder
+from meshwright.checkpoint.memory_snapshot import MemorySnapshots
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
@@ -71,17 +72,32 @@ def build_trainer(
         template=template,
         small_files=small_files,
     )
-    if assignment.resume_from is not None:
+    snapshots = _build_snapshots(context, state)
+    if context.restore_step is not None:
+        assert snapshots is not None, "a snapshot to restore"
+        snapshots.restore(context.restore_step)
+    elif assignment.resume_from is not None:
         notes = resume(state, Path(assignment.resume_from))
-        if model.weight_copies is not None:
-            model.weight_copies.is_stale = True
         context.events.write(
             "resumed", checkpoint=assignment.resume_from, step=state.counters.step, notes=notes
         )
-    saver = CheckpointSaver(Path(assignment.checkpoint_dir), state, mesh.rank, context.events)
-    return Trainer(
-        context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop or StopSignal()
-    )
+    if model.weight_copies is not None and state.counters.step:
+        model.weight_copies.is_stale = True
+    checkpoints, stop = Path(assignment.checkpoint_dir), stop or StopSignal()
+    saver = CheckpointSaver(checkpoints, state, mesh.rank, context.events, snapshots)
+    return Trainer(context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop)
+
+
+def _build_snapshots(context: RankContext, state: CheckpointedState) -> MemorySnapshots | None:
+    """The in-memory snapshots of this rank; None if they are off, or if there is not enough memory."""
+    every = context.plan.job.elastic.snapshot_every
+    if context.snapshot_memory is None or every == 0:
+        return None
+    try:
+        return MemorySnapshots(context.snapshot_memory, state, every)
+    except OSError as error:
+        context.events.write("snapshots_off", reason=str(error))
+        return None
 
 
 def _read_small_files(context: RankContext, data: TrainData) -> tuple[str | None, dict[str, bytes]]:

@@ -26,7 +26,7 @@ from meshwright.parallel.mesh import Mesh, destroy_mesh, init_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.train.saved_model import build_saved_job, is_image_model, load_saved_model
-from meshwright.train.worker import report_error
+from meshwright.train.worker import describe_failure
 
 TASK_FILE = "generate.json"
 ENTRY = "meshwright.train.generate:run_rank"
@@ -124,7 +124,7 @@ def run_rank(run_dir: str, listener: Listener | None = None) -> int:
             events.write("text", text=text)
         destroy_mesh(mesh)
     except Exception as error:
-        return report_error(events, error)
+        return describe_failure(error).write(events)
     finally:
         events.close()
     return EXIT_OK

@@ -20,6 +20,7 @@ from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
+from meshwright.launch.snapshot_memory import SnapshotMemory
 from meshwright.layout.lr_schedule import lr_at
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.step_observer import StepObserver
@@ -55,6 +56,10 @@ class RankContext:
     mesh: Mesh
     counter: CollectiveCounter
     events: EventWriter
+    snapshot_memory: SnapshotMemory | None = None
+    """Where this rank keeps in-memory snapshots."""
+    restore_step: int | None = None
+    """The step of the in-memory snapshot to start from."""
 
 
 @dataclass(frozen=True)

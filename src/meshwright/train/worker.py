@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +20,9 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import EVENTS_FILE, EventWriter, Listener
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.exits import EXIT_ERROR, EXIT_OK, EXIT_PEER_LOST
+from meshwright.launch.rank_process import Order, RankLink
 from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.parallel.abort import GroupAborter
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.spec.execution import uses_torch_compile
@@ -54,11 +61,14 @@ def run_with_trainer(
 ) -> int:
     """Join the other ranks, build the trainer of this rank, run something with it.
 
+    After a failure of any rank, this rank waits for the supervisor's order: it joins the next generation, or
+    exits.
+
     Args:
         work: Training, a proof, or a benchmark.
         run_dir: Folder with the plan and the assignment.
-        listener: Called with every event of this rank.
-        store: For the rendezvous; by default that of the supervisor.
+        listener: Called with every event of this rank; the link to the agent, if an agent started this rank.
+        store: For the rendezvous under torchrun.
 
     Returns:
         The exit status.
@@ -66,49 +76,139 @@ def run_with_trainer(
     folder = Path(run_dir)
     rank = int(os.environ.get("RANK", "0"))
     assignment = Assignment.read(folder)
-    events = EventWriter(folder / EVENTS_FILE, rank, assignment.generation, listener)
+    link = listener if isinstance(listener, RankLink) else None
+    order = Order("join", assignment.generation) if link is None else link.first_order
+    events = EventWriter(folder / EVENTS_FILE, rank, order.generation, listener)
     stop = StopSignal()
     stop.install()
-    plan, trainer, free = None, None, (0, 0)
     try:
         events.write("started", pid=os.getpid(), host=socket.gethostname(), torch=torch.__version__)
-        plan = read_plan(folder / PLAN_FILE)
-        if not uses_torch_compile(plan.job):
-            skip_compiler_import()
-        counter = CollectiveCounter()
-        counter.install()
-        mesh = init_mesh(plan.job, counter, store)
-        free = measure_free_memory(plan)
-        trainer = build_trainer(RankContext(plan, assignment, mesh, counter, events), stop)
-        work(trainer)
-        destroy_mesh(mesh)
-        counter.remove()
-    except Exception as error:
-        if plan is not None and is_out_of_memory(error):
-            return report_error(events, report_out_of_memory(error, plan, rank, free, trainer))
-        return report_error(events, error)
+        while True:
+            events.generation = order.generation
+            order.enter()
+            generation = _Generation(folder, _reassign(assignment, order), order, events, link)
+            failure = generation.run(work, stop, store)
+            if failure is None:
+                return EXIT_OK
+            del generation
+            if link is None:
+                return failure.write(events)
+            order = link.report_failure(order.generation, failure.as_dict())
+            if order.action == "exit":
+                return failure.write(events)
+            reset_process()
     finally:
         events.close()
-    return EXIT_OK
 
 
-def report_error(events: EventWriter, error: Exception) -> int:
-    """Write the ``error`` event; the exit status says whether the cause is a lost peer."""
-    peer_lost = any(message in str(error) for message in PEER_LOST_MESSAGES)
+@dataclass(frozen=True)
+class RankFailure:
+    """Why a rank left its generation."""
+
+    fields: dict[str, Any]
+    """Of the ``error`` event."""
+    status: int
+    """Exit status, if the run ends."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the report to the supervisor."""
+        return self.fields
+
+    def write(self, events: EventWriter) -> int:
+        """Write the ``error`` event; returns the exit status."""
+        events.write("error", **self.fields)
+        return self.status
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """This rank in one generation: from joining the others to the end of its work, or to a failure."""
+
+    folder: Path
+    assignment: Assignment
+    order: Order
+    events: EventWriter
+    link: RankLink | None
+
+    def run(
+        self, work: Callable[[Trainer], None], stop: StopSignal, store: dist.Store | None
+    ) -> RankFailure | None:
+        """Join, build, work; returns the failure, if there was one."""
+        counter, aborter = CollectiveCounter(), GroupAborter()
+        plan, trainer, free = None, None, (0, 0)
+        try:
+            plan = read_plan(self.folder / PLAN_FILE)
+            if not uses_torch_compile(plan.job):
+                skip_compiler_import()
+            counter.install()
+            with self._aborting(aborter):
+                mesh = init_mesh(plan.job, counter, store)
+                free = measure_free_memory(plan)
+                memory = None if self.link is None else self.link.snapshots
+                context = RankContext(
+                    plan, self.assignment, mesh, counter, self.events, memory, self.order.restore_step
+                )
+                trainer = build_trainer(context, stop)
+                work(trainer)
+            destroy_mesh(mesh)
+        except Exception as error:
+            if plan is not None and is_out_of_memory(error):
+                error = report_out_of_memory(error, plan, self.events.rank, free, trainer)
+            return describe_failure(error, self._is_halted())
+        finally:
+            counter.remove()
+        return None
+
+    def _aborting(self, aborter: GroupAborter) -> AbstractContextManager[None]:
+        """Let the supervisor end the collectives inside."""
+        if self.link is None:
+            return nullcontext()
+        return self.link.aborting(self.order.generation, aborter.abort)
+
+    def _is_halted(self) -> bool:
+        return self.link is not None and self.link.is_halted(self.order.generation)
+
+
+def _reassign(assignment: Assignment, order: Order) -> Assignment:
+    """The assignment in a generation; the first one has it as it was written."""
+    if order.generation == assignment.generation:
+        return assignment
+    resume_from = order.resume_from or assignment.resume_from
+    return replace(assignment, generation=order.generation, resume_from=resume_from)
+
+
+def reset_process() -> None:
+    """Free what the last generation left: its process groups, its model and its compiled code."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def describe_failure(error: Exception, halted: bool = False) -> RankFailure:
+    """The ``error`` event of an exception; its exit status says whether the cause is a lost peer.
+
+    Args:
+        error: Printed to the rank's log.
+        halted: Whether the supervisor had ended the generation.
+    """
+    peer_lost = halted or any(message in str(error) for message in PEER_LOST_MESSAGES)
     if isinstance(error, MeshwrightError):
         text, problems = f"{error}\n", [problem.as_dict() for problem in error.problems]
         status = error.exit_status
     else:
         text, problems = traceback.format_exc(), []
         status = EXIT_PEER_LOST if peer_lost else EXIT_ERROR
-    memory = error.memory if isinstance(error, OutOfMemoryRunError) else None
-    events.write(
-        "error",
-        message=str(error),
-        kind=type(error).__name__,
-        problems=problems,
-        peer_lost=peer_lost,
-        memory=memory,
-    )
     os.write(2, text.encode())
-    return status
+    memory = error.memory if isinstance(error, OutOfMemoryRunError) else None
+    fields = {
+        "message": str(error),
+        "kind": type(error).__name__,
+        "problems": problems,
+        "peer_lost": peer_lost,
+        "memory": memory,
+    }
+    return RankFailure(fields, status)

@@ -62,7 +62,8 @@ def test_a_fork_server_is_replaced_only_if_it_lacks_a_module():
 RANK_SCRIPT = """
 import gc, json, os, sys
 from pathlib import Path
-from meshwright.launch.local import LocalLaunch, start_server
+from meshwright.elastic.supervisor import Supervisor
+from meshwright.launch.local import start_server
 
 def look(run_dir, tell):
     cache = os.environ["XDG_CACHE_HOME"]
@@ -75,7 +76,7 @@ if __name__ == "__main__":
     preload = ("meshwright.launch.forkserver_preload",)
     start_server(preload)
     os.environ["XDG_CACHE_HOME"] = "set after the server has started"
-    LocalLaunch("rank:look", Path(), 1, 0, 5.0, reported.append, preload=preload).run()
+    Supervisor("rank:look", Path(), 1, 0, 5.0, reported.append, preload=preload).run()
     print(json.dumps(reported), gc.isenabled())
 """
 

@@ -1,0 +1,111 @@
+"""In-memory snapshots of one rank's state, for a quick restart after a failure.
+
+Two slots are written in turn (``launch.snapshot_memory``). Every step ends with the control all-reduce. So no
+rank overwrites a slot before all ranks have written the other one, and there is always a step of which every
+rank has a whole snapshot. A restored snapshot is equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.state import CheckpointedState
+from meshwright.launch.snapshot_memory import EMPTY, HEADER_BYTES, SLOTS, SnapshotMemory
+
+ALIGNMENT = 64
+COUNTER_BYTES = 4096
+"""At the start of a slot: counters and loss scale, as JSON."""
+
+
+class MemorySnapshots:
+    """Writes and restores the snapshots of one rank."""
+
+    def __init__(self, memory: SnapshotMemory, state: CheckpointedState, every_steps: int) -> None:
+        """Reserve the memory, unless an earlier generation has done it.
+
+        Args:
+            memory: Of this rank, kept by the agent.
+            state: Of this rank.
+            every_steps: Interval.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        self._memory, self._state, self._every = memory, state, every_steps
+        sizes = [_aligned(tensor.numel() * tensor.element_size()) for tensor in _list_tensors(state)]
+        self.slot_bytes = -(-(COUNTER_BYTES + sum(sizes)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if memory.slot_bytes != self.slot_bytes:
+            memory.reserve(self.slot_bytes)
+        self._map = mmap.mmap(memory.fd, HEADER_BYTES + SLOTS * self.slot_bytes)
+
+    def after_step(self) -> None:
+        """Take a snapshot, if it is due."""
+        if self._state.counters.step % self._every == 0:
+            self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the state into the slot that holds the older snapshot."""
+        steps = self._memory.steps()
+        slot = steps.index(min(steps))
+        self._memory.set_step(slot, EMPTY)
+        for tensor, copy in self._pairs(slot):
+            copy.copy_(tensor)
+        counters = {
+            "counters": asdict(self._state.counters),
+            "loss_scale": self._state.loss_scaler.state_dict(),
+        }
+        content = json.dumps(counters).encode()
+        assert len(content) < COUNTER_BYTES, f"counters of {len(content)} bytes"
+        start = self._start(slot)
+        self._map[start : start + COUNTER_BYTES] = content.ljust(COUNTER_BYTES)
+        self._memory.set_step(slot, self._state.counters.step)
+
+    @torch.no_grad()
+    def restore(self, step: int) -> None:
+        """Restore the snapshot of a step."""
+        slot = self._memory.steps().index(step)
+        for tensor, copy in self._pairs(slot):
+            tensor.copy_(copy)
+        start = self._start(slot)
+        content: dict[str, Any] = json.loads(self._map[start : start + COUNTER_BYTES])
+        for name, value in content["counters"].items():
+            setattr(self._state.counters, name, value)
+        self._state.counters.first_step = step
+        self._state.loss_scaler.load_state_dict(content["loss_scale"])
+
+    def _start(self, slot: int) -> int:
+        return HEADER_BYTES + slot * self.slot_bytes
+
+    def _pairs(self, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every tensor of the state, and its copy in a slot."""
+        offset = self._start(slot) + COUNTER_BYTES
+        for tensor in _list_tensors(self._state):
+            if tensor.numel():
+                copy = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+                yield tensor, copy.view(tensor.shape)
+            offset += _aligned(tensor.numel() * tensor.element_size())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _list_tensors(state: CheckpointedState) -> list[Tensor]:
+    """The tensors that change in training, in an order that every generation repeats."""
+    tensors = [tensor.detach() for tensor in state.sharded.local_parameters()]
+    for _, parameter in state.sharded.named_parameters():
+        kept = state.optimizer.state.get(parameter, {})
+        tensors += [kept[key] for key in sorted(kept) if isinstance(kept[key], Tensor)]
+    if state.plan.job.mixes_samples:
+        tensors += [buffer for _, buffer in state.model.named_buffers()]
+    if state.expert_biases is not None and state.expert_biases.bias_LE is not None:
+        tensors.append(state.expert_biases.bias_LE)
+    return tensors

@@ -1,0 +1,391 @@
+"""The supervisor of a run: starts its ranks through an agent, and lets them regroup after a failure.
+
+A failure of one rank ends the *generation*: all ranks leave their collectives and report. Then the policy
+decides. Either all ranks join a new generation, with a new process for each one that ended, from the newest
+step of which every rank has a snapshot. Or the run fails with the error of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from meshwright.core.errors import Problem, RunFailedError
+from meshwright.core.events import EVENTS_FILE, Event, EventWriter, warn
+from meshwright.elastic.policy import Failure, decide
+from meshwright.launch.channel import Message
+from meshwright.launch.environment import loopback_interface
+from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
+from meshwright.launch.local import LocalAgent
+from meshwright.launch.rank_process import Order
+from meshwright.launch.snapshot_memory import newest_common_step
+
+LOGS = "logs"
+POLL_S = 0.5
+"""Interval of looking at signals and deadlines, when no message arrives."""
+SIGNAL_HINTS = {
+    signal.SIGILL: "A kernel used an instruction that this machine advertises but does not have (AMX on "
+    "virtual machines): set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or train.precision=fp32. ",
+}
+"""Hints for signals with a known cause."""
+CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
+"""Passed to the ranks explicitly: the environment of the fork server is fixed when it starts."""
+
+
+class State(Enum):
+    """State of a run."""
+
+    STARTING = "starting"
+    """Ranks join the first generation."""
+    RUNNING = "running"
+    HALTING = "halting"
+    """A rank failed; the others leave their collectives."""
+    REGROUPING = "regrouping"
+    """Ranks join the next generation."""
+    FAILED = "failed"
+    """The ranks are told to exit."""
+    FINISHED = "finished"
+
+
+@dataclass
+class _Rank:
+    """The supervisor's view of a rank."""
+
+    rank: int
+    alive: bool = True
+    """Whether it has a process."""
+    exit_status: int | None = None
+    failure: Message | None = None
+    """Its report, if it left the generation."""
+    failed_at: float = 0.0
+    """Time of its failure, by the supervisor's monotonic clock."""
+    last_event: Event = field(default_factory=dict)
+
+    @property
+    def left(self) -> bool:
+        """Whether it is out of the generation."""
+        return not self.alive or self.failure is not None
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None or self.exit_status not in (None, EXIT_OK)
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it failed because another rank did."""
+        return self.exit_status == EXIT_PEER_LOST or bool(self.failure and self.failure["peer_lost"])
+
+
+@dataclass
+class Supervisor:
+    """Runs all ranks of a job on this machine."""
+
+    entry: str
+    """``module:function``, called as ``function(run_dir, link)`` in each rank."""
+    run_dir: Path
+    world_size: int
+    generation: int
+    stop_grace_s: float
+    listener: Callable[[Event], None]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment of every rank, besides torchrun's variables."""
+    preload: Sequence[str] = ()
+    """Modules that the fork server imports."""
+    max_restarts: int = 0
+    """Failures in a row without a new step after which the run fails; 0: the first one."""
+    find_checkpoint: Callable[[], str | None] = lambda: None
+    """Finds the checkpoint to go on from, where there is no snapshot."""
+
+    def __post_init__(self) -> None:
+        self.state = State.STARTING
+        self.saved = False
+        """Whether there was an event of a checkpoint."""
+        self._ranks = [_Rank(rank) for rank in range(self.world_size)]
+        self._joined: set[int] = set()
+        self._failures: list[Failure] = []
+        self._furthest_step = 0
+        self._deadline = float("inf")
+        """When ranks that did not leave the generation are killed."""
+        self._parts: dict[str, Any] = {}
+        """Of the recovery in progress: cause and times."""
+        self._store_dir = ""
+
+    def run(self) -> bool:
+        """Run to the end; returns whether a signal stopped it.
+
+        Raises:
+            RunFailedError: With the failed rank, its exit status and its last event.
+        """
+        (self.run_dir / LOGS).mkdir(exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            self._stop = stack.enter_context(_caught_signals())
+            self._agent = LocalAgent(self.preload)
+            stack.callback(self._agent.close)
+            self._watch()
+        failed = [rank for rank in self._ranks if rank.failed]
+        if failed and not self._stop:
+            raise RunFailedError(self._report_failure(_first(failed)))
+        return bool(self._stop)
+
+    def _watch(self) -> None:
+        """Handle messages, signals and deadlines until all ranks have exited."""
+        stops_sent = 0
+        while self.state not in (State.FAILED, State.FINISHED) or any(rank.alive for rank in self._ranks):
+            try:
+                messages = self._agent.wait(max(0.0, min(POLL_S, self._deadline - time.monotonic())))
+            except EOFError:
+                self._lose_agent()
+                return
+            for message in messages:
+                getattr(self, f"_on_{message['is']}")(message)
+            if time.monotonic() >= self._deadline:
+                self._deadline = float("inf")
+                self._signal(signal.SIGKILL, [rank for rank in self._ranks if self._is_late(rank)])
+            if len(self._stop) > stops_sent:
+                stops_sent = len(self._stop)
+                self._forward_stop(stops_sent)
+
+    def _is_late(self, rank: _Rank) -> bool:
+        return rank.alive and (self.state is State.FAILED or not rank.left)
+
+    def _on_hello(self, message: Message) -> None:
+        self._store_dir = message["store_dir"]
+        for rank in self._ranks:
+            self._start(rank, self._join_order())
+
+    def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:
+        store = f"{self._store_dir}/generation-{self.generation}" if self.world_size > 1 else None
+        return Order("join", self.generation, store, restore_step, resume_from)
+
+    def _start(self, rank: _Rank, order: Order) -> None:
+        environment = {
+            **{name: os.environ[name] for name in CALLER_VARIABLES if name in os.environ},
+            **self.environment,
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": str(rank.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+        }
+        if self.world_size > 1:
+            environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())
+        self._agent.send(
+            {
+                "do": "start",
+                "rank": rank.rank,
+                "entry": self.entry,
+                "run_dir": str(self.run_dir),
+                "environment": environment,
+                "log": str(self._log(rank.rank)),
+                "order": order.as_dict(),
+                "keep_snapshots": self.max_restarts > 0,
+            }
+        )
+
+    def _log(self, rank: int) -> Path:
+        return self.run_dir / LOGS / f"rank-{rank}.log"
+
+    def _on_event(self, message: Message) -> None:
+        rank, event = self._ranks[message["rank"]], message["event"]
+        rank.last_event = event
+        self.saved |= event["event"] in ("checkpoint", "resumed")
+        if event["event"] == "step":
+            self._furthest_step = max(self._furthest_step, event["step"])
+        self._notify(event)
+        if event["event"] == "ready" and event["generation"] == self.generation:
+            self._joined.add(rank.rank)
+            if len(self._joined) == self.world_size:
+                self._resume_running(event["step"])
+
+    def _resume_running(self, step: int) -> None:
+        """All ranks are ready to train from a step."""
+        if self.state is State.REGROUPING:
+            now, started, decided = time.monotonic(), self._parts.pop("started"), self._parts.pop("decided")
+            self._record(
+                "recovered",
+                **self._parts,
+                restored_step=step,
+                replayed_steps=max(0, self._furthest_step - step),
+                join_s=now - decided,
+                seconds=now - started,
+            )
+        self.state = State.RUNNING
+
+    def _on_failed(self, message: Message) -> None:
+        rank = self._ranks[message["rank"]]
+        if message["generation"] == self.generation:
+            rank.failure, rank.failed_at = message, time.monotonic()
+            self._halt()
+
+    def _on_exited(self, message: Message) -> None:
+        rank = self._ranks[message["rank"]]
+        rank.alive, rank.exit_status = False, message["status"]
+        if rank.failure is None:
+            rank.failed_at = time.monotonic()
+        if rank.exit_status != EXIT_OK or self.state is State.HALTING:
+            self._halt()
+        elif all(rank.exit_status == EXIT_OK for rank in self._ranks):
+            self.state = State.FINISHED
+
+    def _halt(self) -> None:
+        """End the generation; decide when all ranks have left it."""
+        if self.state is State.FAILED:
+            return
+        if self.state is not State.HALTING:
+            self.state = State.HALTING
+            self._parts = {"started": min(rank.failed_at for rank in self._ranks if rank.failed)}
+            self._deadline = time.monotonic() + self.stop_grace_s
+            for rank in self._ranks:
+                if not rank.left:
+                    self._order(rank, Order("halt", self.generation))
+        if all(rank.left for rank in self._ranks):
+            self._decide()
+
+    def _decide(self) -> None:
+        first = _first([rank for rank in self._ranks if rank.failed])
+        failure = self._describe(first)
+        decision = decide(failure, self._failures, 0 if self._stop else self.max_restarts)
+        self._failures.append(failure)
+        self._deadline = float("inf")
+        if decision.action == "give up":
+            self.state = State.FAILED
+            self._deadline = time.monotonic() + self.stop_grace_s
+            for rank in self._ranks:
+                if rank.alive:
+                    self._order(rank, Order("exit", self.generation))
+            return
+        self._parts |= {
+            "failed_rank": first.rank,
+            "how": self._how(first),
+            "reason": decision.reason,
+            "halt_s": time.monotonic() - self._parts["started"],
+            "decided": time.monotonic(),
+        }
+        self._record("rank_lost", failed_rank=first.rank, how=self._how(first), reason=decision.reason)
+        self._agent.send({"do": "list_snapshots"})
+
+    def _on_snapshots(self, message: Message) -> None:
+        """Regroup: every rank joins the next generation."""
+        steps = {int(rank): steps for rank, steps in message["steps"].items()}
+        restore_step = newest_common_step(steps, self.world_size)
+        resume_from = self.find_checkpoint() if restore_step is None else None
+        self.generation += 1
+        order = self._join_order(restore_step, resume_from)
+        source = "start" if resume_from is None else "checkpoint"
+        self._parts["source"] = source if restore_step is None else "snapshot"
+        self.state, self._joined = State.REGROUPING, set()
+        for rank in self._ranks:
+            alive = rank.alive
+            rank.alive, rank.exit_status, rank.failure = True, None, None
+            if alive:
+                self._order(rank, order)
+            else:
+                self._start(rank, order)
+
+    def _order(self, rank: _Rank, order: Order) -> None:
+        self._agent.send({"do": "order", "rank": rank.rank, "order": order.as_dict()})
+
+    def _signal(self, number: int, ranks: Sequence[_Rank]) -> None:
+        for rank in ranks:
+            self._agent.send({"do": "signal", "rank": rank.rank, "number": number})
+
+    def _forward_stop(self, stops_sent: int) -> None:
+        """First signal: the ranks stop after their step. Second: they are killed."""
+        self._signal(signal.SIGTERM if stops_sent == 1 else signal.SIGKILL, self._ranks)
+        if stops_sent == 1:
+            self._notify({"event": "stopping", "rank": 0})
+
+    def _lose_agent(self) -> None:
+        """The agent is gone, and its ranks with it."""
+        for rank in self._ranks:
+            if rank.alive:
+                rank.alive, rank.exit_status, rank.failed_at = False, EXIT_PEER_LOST, time.monotonic()
+
+    def _record(self, event: str, **fields: Any) -> None:
+        """Write an event of the supervisor."""
+        writer = EventWriter(self.run_dir / EVENTS_FILE, 0, self.generation, self._notify)
+        writer.write(event, **fields)
+        writer.close()
+
+    def _notify(self, event: Event) -> None:
+        """Call the listener; its errors must not end a run."""
+        try:
+            self.listener(event)
+        except Exception as error:
+            warn(f"an event could not be shown ({error!r}): {event}")
+
+    def _describe(self, rank: _Rank) -> Failure:
+        """The failure of a rank, for the policy."""
+        report = rank.failure
+        if report is None:
+            return Failure(rank.rank, "exited", self._how(rank), self._furthest_step)
+        message, refused = f"{report['kind']}: {report['message']}", bool(report["problems"])
+        return Failure(rank.rank, "raised", message, self._furthest_step, refused)
+
+    def _how(self, rank: _Rank) -> str:
+        """How a rank failed, in a few words."""
+        status = rank.exit_status
+        if rank.failure is not None:
+            what = f"{rank.failure['kind']}: {rank.failure['message'].splitlines()[0]}"
+            return what if status is None else f"exit status {status}: {what}"
+        assert status is not None, "a rank without a report has ended"
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def _report_failure(self, rank: _Rank) -> Problem:
+        last, report = rank.last_event, rank.failure
+        if report is not None and report["problems"]:
+            return Problem.from_dict(report["problems"][0])
+        step = f" of step {last['step']}" if "step" in last else ""
+        age = f", {time.time() - last['time']:.1f} s ago" if last else ""
+        seen = f"its last event was {last['event']!r}{step}{age}" if last else "it sent no event"
+        next_step = "resume the run to continue from the last checkpoint"
+        if not self.saved:
+            next_step = "there is no checkpoint yet; set checkpoint.every_steps to save them"
+        hint = (
+            SIGNAL_HINTS.get(signal.Signals(-(rank.exit_status or 0)), "")
+            if (rank.exit_status or 0) < 0
+            else ""
+        )
+        where = f"rank {rank.rank} of {self.world_size} on {socket.gethostname()}"
+        return Problem(
+            "run-rank-died",
+            f"{where} died ({self._how(rank)}); {seen}",
+            fix=f"{hint}Its output is in {self._log(rank.rank)}; {next_step}",
+        )
+
+
+def _first(failed: Sequence[_Rank]) -> _Rank:
+    """The rank that failed first is the likely cause; others lost their peer."""
+    return min(failed, key=lambda rank: (rank.lost_peer, rank.failed_at))
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP; the watch loop acts on them."""
+    caught: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or not caught:  # a closing terminal may send it twice
+            caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, catch) for number in numbers}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

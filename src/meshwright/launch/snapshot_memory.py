@@ -1,0 +1,87 @@
+"""Memory of a rank's in-memory snapshots: a memfd with two slots, so that one is whole at any time.
+
+The agent creates it and keeps it open, so it outlives the rank. The rank sets its size and writes the slots
+(``checkpoint.memory_snapshot``). The header says which step each slot holds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+SLOTS = 2
+EMPTY = -1
+"""Step of a slot that is being written, or was never written."""
+HEADER_BYTES = mmap.PAGESIZE
+_HEADER = struct.Struct(f"<8sq{SLOTS}q")
+_MAGIC = b"mwsnap01"
+
+
+@dataclass(frozen=True)
+class SnapshotMemory:
+    """The memfd of one rank."""
+
+    fd: int
+
+    @classmethod
+    def create(cls, rank: int) -> SnapshotMemory:
+        """A new, empty one."""
+        return cls(os.memfd_create(f"snapshots of rank {rank}"))
+
+    def reserve(self, slot_bytes: int) -> None:
+        """Make room for two slots. All pages are allocated now.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        os.posix_fallocate(self.fd, 0, HEADER_BYTES + SLOTS * slot_bytes)
+        self._write_header(slot_bytes, [EMPTY] * SLOTS)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a slot; 0 before ``reserve``."""
+        return self._read_header()[0]
+
+    def steps(self) -> list[int]:
+        """The step of each slot, ``EMPTY`` for one that is not whole."""
+        return self._read_header()[1]
+
+    def set_step(self, slot: int, step: int) -> None:
+        """Mark a slot as whole, or as ``EMPTY`` before it is written."""
+        size, steps = self._read_header()
+        steps[slot] = step
+        self._write_header(size, steps)
+
+    def copy(self, rank: int) -> SnapshotMemory:
+        """A copy that the process of the original cannot write to."""
+        copied, size = SnapshotMemory.create(rank), os.fstat(self.fd).st_size
+        if size:
+            os.posix_fallocate(copied.fd, 0, size)
+        done = 0
+        while done < size:
+            done += os.sendfile(copied.fd, self.fd, done, size - done)
+        return copied
+
+    def close(self) -> None:
+        """Close this process's reference."""
+        os.close(self.fd)
+
+    def _read_header(self) -> tuple[int, list[int]]:
+        content = os.pread(self.fd, _HEADER.size, 0)
+        if len(content) < _HEADER.size:
+            return 0, [EMPTY] * SLOTS
+        magic, size, *steps = _HEADER.unpack(content)
+        return (size, steps) if magic == _MAGIC else (0, [EMPTY] * SLOTS)
+
+    def _write_header(self, slot_bytes: int, steps: list[int]) -> None:
+        os.pwrite(self.fd, _HEADER.pack(_MAGIC, slot_bytes, *steps), 0)
+
+
+def newest_common_step(steps_by_rank: dict[int, list[int]], world_size: int) -> int | None:
+    """The newest step of which every rank has a whole snapshot; None if there is none."""
+    if len(steps_by_rank) < world_size:
+        return None
+    common = set.intersection(*(set(steps) for steps in steps_by_rank.values())) - {EMPTY}
+    return max(common, default=None)
