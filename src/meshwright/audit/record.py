@@ -154,6 +154,8 @@ class RunRecord:
     """Steps done before this attempt."""
     ready: bool = False
     """Whether rank 0 has begun to train."""
+    went_on_after: int | None = None
+    """The newest generation in which a rank failed and after which the run went on."""
     recoveries: list[Recovery] = field(default_factory=list)
     """Failures of ranks after which the run went on."""
     state: dict[int, MeasuredMemory] = field(default_factory=dict)
@@ -221,6 +223,9 @@ class RunRecord:
         done = event["step"] - self.first_step  # after a failure: later steps are done again
         for values in (self.losses, self.step_times_s, self.mfus):
             del values[max(0, done) :]
+
+    def _on_rank_lost(self, event: Event) -> None:
+        self.went_on_after = event["generation"]
 
     def _on_recovered(self, event: Event) -> None:
         self.recoveries.append(_RECOVERY.validate_python(event))

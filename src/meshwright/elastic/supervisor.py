@@ -209,15 +209,20 @@ class Supervisor:
     def _resume_running(self, step: int) -> None:
         """All ranks are ready to train from a step."""
         if self.state is State.REGROUPING:
-            now, started, decided = time.monotonic(), self._parts.pop("started"), self._parts.pop("decided")
-            self._record(
+            now, started, decided = time.monotonic(), self._parts["started"], self._parts["decided"]
+            events = self._open_events()
+            events.write(
                 "recovered",
-                **self._parts,
+                failed_rank=self._parts["failed_rank"],
+                how=self._parts["how"],
+                source=self._parts["source"],
                 restored_step=step,
                 replayed_steps=max(0, self._furthest_step - step),
+                halt_s=decided - started,
                 join_s=now - decided,
                 seconds=now - started,
             )
+            events.close()
         self.state = State.RUNNING
 
     def _on_failed(self, message: Message) -> None:
@@ -266,11 +271,11 @@ class Supervisor:
         self._parts |= {
             "failed_rank": first.rank,
             "how": self._how(first),
-            "reason": decision.reason,
-            "halt_s": time.monotonic() - self._parts["started"],
             "decided": time.monotonic(),
         }
-        self._record("rank_lost", failed_rank=first.rank, how=self._how(first), reason=decision.reason)
+        events = self._open_events()
+        events.write("rank_lost", failed_rank=first.rank, how=self._how(first), reason=decision.reason)
+        events.close()
         self._agent.send({"do": "list_snapshots"})
 
     def _on_snapshots(self, message: Message) -> None:
@@ -310,11 +315,9 @@ class Supervisor:
             if rank.alive:
                 rank.alive, rank.exit_status, rank.failed_at = False, EXIT_PEER_LOST, time.monotonic()
 
-    def _record(self, event: str, **fields: Any) -> None:
-        """Write an event of the supervisor."""
-        writer = EventWriter(self.run_dir / EVENTS_FILE, 0, self.generation, self._notify)
-        writer.write(event, **fields)
-        writer.close()
+    def _open_events(self) -> EventWriter:
+        """Of the supervisor's own events; to be closed."""
+        return EventWriter(self.run_dir / EVENTS_FILE, 0, self.generation, self._notify)
 
     def _notify(self, event: Event) -> None:
         """Call the listener; its errors must not end a run."""

@@ -6,10 +6,12 @@ The agent creates it and keeps it open, so it outlives the rank. The rank sets i
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 SLOTS = 2
 EMPTY = -1
@@ -36,7 +38,10 @@ class SnapshotMemory:
         Raises:
             OSError: There is not enough memory.
         """
-        os.posix_fallocate(self.fd, 0, HEADER_BYTES + SLOTS * slot_bytes)
+        size = HEADER_BYTES + SLOTS * slot_bytes
+        if size > (available := _available_bytes()):
+            raise OSError(errno.ENOMEM, f"{size} bytes are needed, {available} are available")
+        os.posix_fallocate(self.fd, 0, size)
         self._write_header(slot_bytes, [EMPTY] * SLOTS)
 
     @property
@@ -77,6 +82,14 @@ class SnapshotMemory:
 
     def _write_header(self, slot_bytes: int, steps: list[int]) -> None:
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, slot_bytes, *steps), 0)
+
+
+def _available_bytes() -> int:
+    """Memory that the system can give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def newest_common_step(steps_by_rank: dict[int, list[int]], world_size: int) -> int | None:

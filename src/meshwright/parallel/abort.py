@@ -50,5 +50,7 @@ def _shut_down(opened: tuple[int, str]) -> None:
         copy = os.dup(fd)
         with socket.socket(fileno=copy) as connection:
             same = str((OWN_FDS / str(copy)).readlink()) == inode
-            if same and connection.family in (socket.AF_INET, socket.AF_INET6):
+            # gloo ends the process when a socket that it listens on is shut down.
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if same and not listens and connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -10,7 +10,9 @@ from meshwright.core.units import format_bytes, format_plural, format_seconds, f
 from meshwright.spec.execution import uses_torch_compile
 from meshwright.spec.job import Job
 
-FROM_EVERY_RANK = frozenset({"checkpoint", "checkpoint_failed", "events_lost", "stopping"})
+FROM_EVERY_RANK = frozenset(
+    {"checkpoint", "checkpoint_failed", "events_lost", "rank_lost", "recovered", "snapshots_off", "stopping"}
+)
 """Events that are shown whichever rank wrote them; of all others only rank 0's."""
 LOG_LINES = 20
 """About this many step lines in a log, whatever the number of steps."""
@@ -78,6 +80,17 @@ class EventText:
 
     def _describe_checkpoint_failed(self, event: Event) -> str:
         return f"warning: step {event['step']}: no checkpoint: {event['reason']}; training continues"
+
+    def _describe_rank_lost(self, event: Event) -> str:
+        return f"warning: rank {event['failed_rank']} failed ({event['how']}); regrouping: {event['reason']}"
+
+    def _describe_recovered(self, event: Event) -> str:
+        again = format_plural(event["replayed_steps"], "step")
+        went_on = f"went on from step {event['restored_step']} ({event['source']}), {again} to do again"
+        return f"recovered in {format_seconds(event['seconds'])}: {went_on}"
+
+    def _describe_snapshots_off(self, event: Event) -> str:
+        return f"warning: no in-memory snapshots on rank {event['rank']}: {event['reason']}"
 
     def _describe_events_lost(self, event: Event) -> str | None:
         if "reason" not in event:

@@ -83,11 +83,14 @@ class History:
         return Series(label, tuple(found), style)
 
     def restarts(self) -> tuple[tuple[float, str], ...]:
-        """First steps of the later attempts, with labels."""
+        """Steps that later attempts, and recoveries from failures, went on from, with labels."""
         places = []
         for number, attempt in enumerate(self.attempts[1:], start=1):
             at = attempt.resumed_at or 0
             places.append((float(at), f"restart {number} at step {at}"))
+        for recovery in (recovery for attempt in self.attempts for recovery in attempt.record.recoveries):
+            step = recovery.restored_step
+            places.append((float(step), f"rank {recovery.failed_rank} failed; went on from step {step}"))
         return tuple(places)
 
     def not_finite(self) -> tuple[tuple[float, str], ...]:
@@ -128,7 +131,10 @@ def read_history(run_dir: Path) -> History:
 def _take(history: History, event: Event) -> None:
     generation = event.get("generation", 0)
     if not history.attempts or generation > history.newest.generation:
-        history.attempts.append(Attempt(generation))
+        if history.attempts and history.newest.record.went_on_after == history.newest.generation:
+            history.newest.generation = generation  # the same attempt, after a rank failed
+        else:
+            history.attempts.append(Attempt(generation))
         history.curves.append(Curves())
     if generation != history.newest.generation:
         return  # an edited file: not an attempt of its own

@@ -88,10 +88,21 @@ class RunReport:
             rows.append(("Throughput", f"{format_throughput(record.tokens_per_s, self.unit)}, {achieved}"))
         if record.mfu:
             rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
+        if record.recoveries:
+            rows.append(("Recoveries", self._recoveries()))
         if record.experts:
             rows.append(("Experts", record.experts.sentence()))
         rows += self._where_and_when()
         return rows
+
+    def _recoveries(self) -> str:
+        newest, recoveries = self.history.newest, self.history.newest.record.recoveries
+        lost = format_seconds(sum(recovery.seconds for recovery in recoveries))
+        again = format_plural(sum(recovery.replayed_steps for recovery in recoveries), "step")
+        text = f"{format_plural(len(recoveries), 'failure')}: {lost} to recover, {again} done again"
+        took = (newest.ended or 0) - (newest.began or 0)
+        goodput = sum(newest.record.step_times_s) / took if took > 0 else 0.0
+        return f"{text}; goodput {goodput:.1%} (time of the steps that count, of the whole attempt)"
 
     def _data(self) -> str:
         data = self.plan.job.data
