@@ -305,7 +305,11 @@ class TokenDataset:
 
     def _too_short(self) -> Problem:
         folder, longest = self._folder.folder, self.longest_sequence
-        has = f"the longest shard of {folder} has {longest + 1}" if longest else f"{folder} has none"
+        has = (
+            f"the longest shard of {folder} has {longest + 1}"
+            if longest
+            else f"{folder} has no text to train on"
+        )
         return Problem(
             code="data-corpus-short",
             path="data.seq_len",

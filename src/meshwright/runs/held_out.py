@@ -11,11 +11,23 @@ from meshwright.data.corpus import starts_with_conversation
 from meshwright.data.hf_tokenizer import hf_tokenizer_text
 from meshwright.data.images import has_eval_split
 from meshwright.data.shards import looks_prepared
+from meshwright.data.sources import source_problem
 from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from meshwright.runs.data import FIELD_KEYS, check_image_data, data_of, prepare_source, read_options
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, EvalSet, Job
 from meshwright.spec.model import ResNetModel
+
+
+def check_paths(job: Job) -> None:
+    """Check that the sets of a job exist, before its data are prepared, which may take long.
+
+    Raises:
+        UserError: Some do not; all of them are reported.
+    """
+    sets = () if isinstance(job.model, ResNetModel) else job.data.eval
+    if problems := [problem for one in sets if (problem := source_problem(one.path, Path.cwd()))]:
+        raise UserError(*problems)
 
 
 def prepare_held_out(job: Job, one: EvalSet, tokenizer: Path, reporter: Reporter) -> Path:
@@ -46,7 +58,8 @@ def prepare_held_out(job: Job, one: EvalSet, tokenizer: Path, reporter: Reporter
             raise UserError(Problem("eval-tokenizer", rule, path=one.path, fix=fix))
         return folder.resolve()
     own = str(tokenizer if tokenizer.is_file() else tokenizer / TOKENIZER_FILE)
-    if one.template is None and data.template is not None and not _holds_conversations(data):
+    names_fields = (one.template or one.prompt_field or one.answer_field) is not None
+    if data.template is not None and not names_fields and not _holds_conversations(data):
         data = dataclasses.replace(data, template=None, prompt_field=None, answer_field=None)
     masked = data.prompt_masking and data.template is not None
     data = dataclasses.replace(data, tokenizer=own, eval_fraction=1.0, prompt_masking=masked)

@@ -25,7 +25,7 @@ from meshwright.layout.no_effect import find_unused_settings
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan, write_plan
 from meshwright.runs.data import prepare_data
-from meshwright.runs.held_out import prepare_held_out
+from meshwright.runs.held_out import check_paths, prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
@@ -74,6 +74,7 @@ def prepare_run(
     weights = InitialWeights(spec)
     if resume == "no":
         _ = weights.found  # errors come before data are prepared, which may take long
+    check_paths(spec)
     data_dir = prepare_data(spec, reporter)
     tokenizer = Path(read_mixture(data_dir)[0].folder)  # all sources have the same
     eval_sets = {one.name: prepare_held_out(spec, one, tokenizer, reporter) for one in spec.data.eval}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from meshwright.core.errors import UserError
 from meshwright.data.dataset import IGNORE_INDEX, TokenDataset
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
 from meshwright.data.tokenizer import ByteTokenizer
-from meshwright.runs.held_out import prepare_held_out
+from meshwright.runs.held_out import check_paths, prepare_held_out
 from meshwright.spec.job import EvalSet
 from meshwright.spec.load import load_job
 
@@ -76,6 +77,20 @@ def test_conversations_need_a_template(prepare):
         prepare("chat.jsonl", job_template=None)
     assert [problem.code for problem in error.value.problems] == ["data-needs-template"]
     assert prepare("chat.jsonl", job_template=None, template="plain")[1] == "say"
+
+
+def test_fields_of_a_set_ask_for_conversations(prepare):
+    with pytest.raises(UserError) as error:
+        prepare("plain.txt", prompt_field="q")
+    assert [problem.code for problem in error.value.problems] == ["data-not-conversation"]
+
+
+def test_missing_sets_are_found_before_data_are_prepared(prepare, tmp_path):
+    job = load_job("tiny", ["data.path=chat.jsonl", "data.seq_len=64"])
+    sets = tuple(EvalSet(name, str(tmp_path / name)) for name in ("plain.txt", "none", "nothing"))
+    with pytest.raises(UserError) as error:
+        check_paths(dataclasses.replace(job, data=dataclasses.replace(job.data, eval=sets)))
+    assert [Path(problem.path).name for problem in error.value.problems] == ["none", "nothing"]
 
 
 def test_the_messages_are_about_evaluation(prepare, capsys):
