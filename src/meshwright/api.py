@@ -94,6 +94,9 @@ class Job:
 
     loaded: LoadedJob
 
+    def __repr__(self) -> str:
+        return f"Job({', '.join(map(repr, (str(self.loaded.source), *self.loaded.overrides)))})"
+
     @property
     def spec(self) -> JobSpec:
         """The settings: model, cluster, data, train, layout, checkpoint."""

@@ -34,6 +34,10 @@ def job_path(tmp_path):
     return path
 
 
+def test_a_job_shows_its_file_and_overrides(job_path):
+    assert repr(load_job(job_path, "train.steps=2")) == f"Job({str(job_path)!r}, 'train.steps=2')"
+
+
 def test_public_names_resolve_and_others_do_not():
     for name in mw.__all__:
         assert getattr(mw, name).__name__ == name

@@ -14,6 +14,7 @@ import typer
 from meshwright.api import load_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
+from meshwright.runs.data import find_template
 from meshwright.spec.job_template import write_job_text
 from meshwright.spec.load import other_format_problem
 from meshwright.spec.paths import BUILTIN
@@ -45,7 +46,8 @@ def init_job(output: Output, request: InitRequest) -> int:
     data = request.data or _ask(asks, "Data (a file, folder or glob; empty for built-in data)", "")
     devices = request.gpus or _ask(asks, "Devices (local, a number, or such as 8x8xh100-sxm)", DEVICES)
     _require_data(data)
-    text = write_job_text(model, data or None, devices, out)
+    template = find_template(data, Path(model)) if data else None
+    text = write_job_text(model, data or None, devices, out, template)
     draft = out.with_name(f".{out.stem}.{os.getpid()}.toml")
     try:
         draft.write_text(text, encoding="utf-8")

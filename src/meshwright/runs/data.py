@@ -15,8 +15,8 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
 from meshwright.data.chat import Template
-from meshwright.data.chat_templates import load_template
-from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus
+from meshwright.data.chat_templates import TOKENIZER_TEMPLATE, has_template, load_template
+from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus, starts_with_conversation
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
 from meshwright.data.dataset import TokenDataset, no_prompts
 from meshwright.data.images import check_images, image_shape, looks_like_images, open_images
@@ -179,6 +179,13 @@ def _train_shared_tokenizer(sources: list[Data], name: str, data: Data, reporter
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / TOKENIZER_FILE, trained.serialized)
     return (folder / TOKENIZER_FILE).resolve()
+
+
+def find_template(source: str, model: Path) -> str | None:
+    """A chat template for a source of conversations: the model folder's own, or ``alpaca``; None for text."""
+    if not starts_with_conversation(source, Path.cwd(), ReadOptions()):
+        return None
+    return TOKENIZER_TEMPLATE if has_template(model) else "alpaca"
 
 
 def read_options(data: Data, template: Template | None) -> ReadOptions:

@@ -47,7 +47,9 @@ keep_last = 2
 """
 
 
-def write_job_text(model: str, data: str | None, devices: str, out: Path) -> str:
+def write_job_text(
+    model: str, data: str | None, devices: str, out: Path, template: str | None = None
+) -> str:
     """The text of a job file that loads, plans and trains as it is.
 
     Args:
@@ -56,6 +58,7 @@ def write_job_text(model: str, data: str | None, devices: str, out: Path) -> str
         devices: ``local`` for the devices of this machine, a number of them, or a cluster such as
             ``8x8xh100-sxm``.
         out: The file; paths in it are relative to its folder.
+        template: Chat template of data that are conversations.
 
     Raises:
         UserError: The model is neither a preset nor a folder, or the devices are not understood.
@@ -76,7 +79,7 @@ def write_job_text(model: str, data: str | None, devices: str, out: Path) -> str
         file=out,
         model=f"{named:<26} # {note}",
         cluster=_cluster_lines(devices),
-        data=_data_lines(kind, None if data is None else _seen_from(data, out), length),
+        data=_data_lines(kind, None if data is None else _seen_from(data, out), length, template),
         **_train_values(kind),
     )
 
@@ -92,7 +95,7 @@ def _train_values(kind: str) -> dict[str, Any]:
     return {**values, "precision": _quote(values["precision"]), "eval_every": values["steps"] // 4}
 
 
-def _data_lines(kind: str, data: str | None, length: int) -> str:
+def _data_lines(kind: str, data: str | None, length: int, template: str | None) -> str:
     path = _quote(data or f"builtin:{'synthetic-images' if kind == 'images' else 'python-stdlib'}")
     lines = [f"path = {path:<19} # a file, a folder or a glob; relative to this file"]
     if kind != "images":
@@ -100,6 +103,12 @@ def _data_lines(kind: str, data: str | None, length: int) -> str:
         lines.append(f"seq_len = {min(longest, length):<16} # tokens per sample")
     if kind in ("small", "large"):
         lines.append('tokenizer = "byte"         # or "bpe:8192", trained on the data, or a tokenizer.json')
+    if template is not None:
+        lines += [
+            f"template = {_quote(template):<15} # renders the conversations: docs/data.md",
+            'mask = "document"          # packed conversations do not attend to each other',
+            "prompt_masking = true      # loss on answers only",
+        ]
     return "\n".join(lines)
 
 

@@ -55,6 +55,26 @@ def test_init_with_a_hugging_face_folder_writes_paths_relative_to_the_file(cli, 
     assert (job.cluster.devices_per_node, job.data.seq_len) == (3, 512)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_init_chooses_a_chat_template_for_instruction_data(cli, tmp_path, own):
+    """The model's own, or one without special tokens; a folder of text gets none."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(LLAMA))
+    if own:
+        (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "data.jsonl").write_text('{"instruction": "Add 1 and 2.", "input": "", "output": "3"}\n')
+    assert cli("init", "--model", "hf", "--data", "data.jsonl").status == 0
+    data = load_job("job.toml", to_run=False).data
+    assert (data.template, data.mask, data.prompt_masking) == (
+        "tokenizer" if own else "alpaca",
+        "document",
+        True,
+    )
+    (tmp_path / "text.jsonl").write_text('{"text": "some text"}\n')
+    assert cli("init", "--model", "hf", "--data", "text.jsonl", "--force").status == 0
+    assert load_job("job.toml", to_run=False).data.template is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
