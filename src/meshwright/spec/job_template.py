@@ -47,9 +47,7 @@ keep_last = 2
 """
 
 
-def write_job_text(
-    model: str, data: str | None, devices: str, out: Path, template: str | None = None
-) -> str:
+def write_job_text(model: str, data: str | None, devices: str, out: Path, template: str | None = None) -> str:
     """The text of a job file that loads, plans and trains as it is.
 
     Args:
