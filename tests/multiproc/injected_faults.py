@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as functional
 from meshwright.checkpoint import saver
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import decoder_sharding
+from meshwright.parallel import expert
 from meshwright.train import build, loop, worker
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_rank, run_with_trainer
@@ -49,6 +50,17 @@ def extra_broadcast_once(run_dir, listener):
         return original(trainer, lr)
 
     Trainer.update = update
+    return run_rank(run_dir, listener)
+
+
+def wide_expert_rows(run_dir, listener):
+    """Sends the rows of experts twice as wide as needed; the numbers stay right."""
+    original = expert.all_to_all_rows
+
+    def all_to_all_rows(rows, *how):
+        return original(torch.cat((rows, rows), dim=1), *how)[:, : rows.shape[1]].contiguous()
+
+    expert.all_to_all_rows = all_to_all_rows
     return run_rank(run_dir, listener)
 
 

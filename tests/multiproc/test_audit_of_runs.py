@@ -54,6 +54,42 @@ def test_uneven_expert_load_is_predicted_from_the_routed_rows(train):
     assert len(verdict.load) == 2
 
 
+DROPPING_EXPERTS = (
+    "model.num_experts=4",
+    "model.experts_per_token=2",
+    "model.capacity_factor=1.0",
+    "layout.dp_shard=2",
+    "layout.ep=2",
+    "layout.zero=1",
+    "layout.recompute=full",
+    "train.steps=2",
+)
+
+ROW_BYTES = 64 * 4
+"""One row of the tiny model: its hidden size in float32."""
+
+
+def expert_row(trained, phase):
+    """The audit's row of dispatch and combine."""
+    rows = trained.result["collectives"]
+    return next(r for r in rows if (r["axis"], r["op"], r["phase"]) == ("ep", "all_to_all", phase))
+
+
+def test_expert_rows_are_measured_at_the_call(train, monkeypatch):
+    """Bytes equal the plan's less dropped rows; rows of twice the width change no loss and fail the audit."""
+    right = train(*DROPPING_EXPERTS)
+    planned = read_plan(right.run_dir / "plan.toml").collectives_of(0)
+    for phase, times in (("step", 2), ("eval", 1)):
+        row, (plan,) = expert_row(right, phase), (r for r in planned if (r.axis, r.phase) == ("ep", phase))
+        assert row["dropped_rows"] > 0, "the router dropped nothing"
+        assert row["bytes"] == row["predicted_bytes"] == times * plan.bytes - row["dropped_rows"] * ROW_BYTES
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:wide_expert_rows")
+    wide = train(*DROPPING_EXPERTS, expect=3)
+    assert wide.losses == right.losses
+    assert {(row["axis"], row["op"]) for row in differing_rows(wide).values()} == {("ep", "all_to_all")}
+    assert expert_row(wide, "step")["bytes"] > 1.9 * expert_row(right, "step")["bytes"]
+
+
 def test_bf16_compression_halves_the_all_reduce_bytes(train):
     def all_reduce_bytes(trained):
         return next(

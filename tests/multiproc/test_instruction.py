@@ -62,3 +62,14 @@ def test_checkpoints_keep_the_chat_template(train, pairs, tmp_path, template):
     assert mw.generate(run.run_dir, "hi", chat=True, **sample) == expected
     (kept,) = mw.evaluate(run.run_dir, tmp_path / "qa.jsonl")
     assert (kept.loss, kept.targets) == (named.loss, named.targets)
+
+
+def test_evaluations_of_masked_prompts_alone_are_planned(train, tmp_path):
+    """They have no loss, and their collectives are counted: the audit passes."""
+    lines = [json.dumps({"prompt": f"question {n}? " * 30, "answer": "yes"}) for n in range(40)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(lines))
+    evaluated = ("train.eval_samples=1", "train.eval_every=2", "train.steps=4")
+    trained = train(*SETTINGS, "data.eval_fraction=0.2", *evaluated, "layout.dp_replicate=2")
+    assert trained.result["eval_loss"] is None
+    calls = [row["calls"] for row in trained.result["collectives"] if row["phase"] == "eval"]
+    assert calls == [2]

@@ -9,16 +9,18 @@ not measured fails the audit.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.audit.expert_load import describe_load, find_effect
-from meshwright.audit.record import RunRecord
+from meshwright.audit.record import MeasuredTraffic, RunRecord
 from meshwright.core.units import format_bytes
 from meshwright.layout.stages import pp_rank_of
 from meshwright.plan.contract import CollectiveTraffic, PlanContract
 from meshwright.plan.memory.compiled import has_exact_peak
+from meshwright.plan.traffic.expert import routed_row_bytes
 
 PEAK_TOLERANCE = 0.05
 """For activations and peak, which depend on torch's kernels."""
@@ -38,6 +40,9 @@ class CollectiveRow(CollectiveTraffic):
 
     predicted_calls: int
     predicted_bytes: int
+    """Without the rows that the router dropped."""
+    dropped_rows: int = 0
+    """Rows that the router dropped for lack of capacity; the plan assumes none."""
 
     @property
     def equal(self) -> bool:
@@ -207,6 +212,7 @@ def _collective_rows(plan: PlanContract, record: RunRecord) -> list[CollectiveRo
     for rank, reported in record.collectives.items():
         times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations, "save": reported.saves}
         expected, found = _sum_by_kind(plan.collectives_of(rank)), _sum_by_kind(reported.rows)
+        dropped = _sum_dropped_rows(reported.rows)
         for kind in expected.keys() | found.keys():
             calls, sent = found.get(kind, (0, 0))
             expected_calls, expected_bytes = expected.get(kind, (0, 0))
@@ -220,7 +226,8 @@ def _collective_rows(plan: PlanContract, record: RunRecord) -> list[CollectiveRo
                 sent,
                 pp_rank,
                 predicted_calls=expected_calls * occurrences,
-                predicted_bytes=expected_bytes * occurrences,
+                predicted_bytes=expected_bytes * occurrences - _count_dropped_bytes(plan, dropped[kind]),
+                dropped_rows=dropped[kind],
             )
             previous = rows.get((kind, pp_rank))
             if previous is None or (previous.equal and not row.equal):
@@ -237,6 +244,18 @@ def _sum_by_kind(rows: Iterable[CollectiveTraffic]) -> dict[Kind, tuple[int, int
         calls, sent = sums.get(kind, (0, 0))
         sums[kind] = (calls + row.calls, sent + row.bytes)
     return sums
+
+
+def _sum_dropped_rows(rows: Iterable[MeasuredTraffic]) -> Counter[Kind]:
+    """Sum of the rows that the router dropped by kind."""
+    sums = Counter[Kind]()
+    for row in rows:
+        sums[row.axis, row.op, row.phase, row.ranks] += row.dropped_rows
+    return sums
+
+
+def _count_dropped_bytes(plan: PlanContract, rows: int) -> int:
+    return rows * routed_row_bytes(plan.job) if rows else 0
 
 
 def _state_difference(row: StateRow) -> str:

@@ -45,10 +45,18 @@ class MeasuredMemory:
 
 
 @dataclass(frozen=True)
+class MeasuredTraffic(CollectiveTraffic):
+    """Counted calls and bytes of one collective."""
+
+    dropped_rows: int = 0
+    """Rows that the router dropped, of an all-to-all to experts: the bytes do not contain them."""
+
+
+@dataclass(frozen=True)
 class MeasuredCollectives:
     """All collectives of one rank, and the number of steps and evaluations."""
 
-    rows: tuple[CollectiveTraffic, ...]
+    rows: tuple[MeasuredTraffic, ...]
     steps: int
     evaluations: int
     saves: int = 0

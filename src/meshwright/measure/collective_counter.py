@@ -16,8 +16,8 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,20 +53,27 @@ DEVICE_KEYS["meta"] = DEVICE_KEYS["cpu"]  # the device that a kernel sees of a f
 """The dispatch key of the device kernel, by the device of the tensors."""
 
 
-_declared: ContextVar[int | None] = ContextVar("declared", default=None)
+@dataclass(frozen=True)
+class RoutedRows:
+    """An all-to-all of rows between tokens and experts, as the tokens' rank sees it."""
+
+    side: Literal["input", "output"]
+    """The tensor with the rows of the rank's own tokens. The size of the other one depends on the router."""
+    dropped: int
+    """Rows of its tokens that the router dropped: they are missing in both tensors."""
+
+
+_routed: ContextVar[RoutedRows | None] = ContextVar("routed", default=None)
 
 
 @contextlib.contextmanager
-def declare_bytes(size: int) -> Iterator[None]:
-    """Count every call inside as ``size`` bytes, where the bytes sent depend on the data.
-
-    Expert dispatch counts, by definition, all routed rows of a rank, as if none was dropped.
-    """
-    token = _declared.set(size)
+def count_routed_rows(rows: RoutedRows) -> Iterator[None]:
+    """Count the tensor with the rows of the rank's own tokens for every all-to-all inside."""
+    token = _routed.set(rows)
     try:
         yield
     finally:
-        _declared.reset(token)
+        _routed.reset(token)
 
 
 @dataclass
@@ -75,6 +82,8 @@ class Tally:
 
     calls: int = 0
     bytes: int = 0
+    dropped_rows: int = 0
+    """Of all calls: rows that the router dropped."""
 
 
 class CollectiveCounter:
@@ -115,7 +124,7 @@ class CollectiveCounter:
     def rows(self) -> list[dict[str, Any]]:
         """The counts, in the audit's format."""
         return [
-            {"axis": axis, "op": op, "phase": phase, "ranks": ranks, "calls": t.calls, "bytes": t.bytes}
+            {"axis": axis, "op": op, "phase": phase, "ranks": ranks, **asdict(t)}
             for (axis, op, phase, ranks), t in sorted(self._tallies.items())
         ]
 
@@ -135,10 +144,15 @@ class CollectiveCounter:
         axis, ranks = self._axes.get(unboxed.group_name, (f"group {unboxed.group_name}", unboxed.size()))
         tally = self._tallies[axis, op, self.phase, ranks]
         tally.calls += 1
-        if op != "barrier":
-            sizes = [_tensor_bytes(a) for a in args if isinstance(a, Tensor | list | tuple)]
-            declared = _declared.get()
-            tally.bytes += max(sizes) if declared is None else declared
+        if op == "barrier":
+            return
+        sizes = [_tensor_bytes(a) for a in args if isinstance(a, Tensor | list | tuple)]
+        routed = _routed.get()
+        if routed is None:
+            tally.bytes += max(sizes)
+        else:  # the first two arguments of an all-to-all are its output and its input
+            tally.bytes += sizes[0 if routed.side == "output" else 1]
+            tally.dropped_rows += routed.dropped
 
 
 def _tensor_bytes(argument: Any) -> int:

@@ -9,18 +9,22 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 GLOO_RELEASE_S = 0.004
-"""Time for gloo's thread to release the buffer of a finished all-gather or all-to-all. Under the tracker the
+"""Time for gloo's thread to release the buffer of a finished all-gather of FSDP2. Under the tracker the
 thread may not get to run, and the buffer would count as live for too long."""
+GLOO_RELEASE_LIMIT_S = 2.0
+"""Longest wait for gloo's thread to release the tensors of a finished functional collective."""
 
 _COPY = torch.ops.aten.copy_.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -28,6 +32,23 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     # By torch's object, not by address: a fake tensor's storage has none.
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+class References(NamedTuple):
+    """How many owners a tensor and its storage have in C++; Python counts as one."""
+
+    tensor: int
+    storage: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> References:
+        """Those of a tensor, now."""
+        storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+        return cls(tensor._use_count(), storage)  # type: ignore[operator]  # not in torch's stubs
+
+    def exceed(self, other: References) -> bool:
+        """Whether the tensor or its storage has more owners than before."""
+        return self.tensor > other.tensor or self.storage > other.storage
 
 
 class LocalState(Protocol):
@@ -73,7 +94,8 @@ class PeakTracker(TorchDispatchMode):
         self._live: dict[int, weakref.ref[Any]] = {}
         self._gathered: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._resizable: set[int] = set()
-        self._in_all_to_all = False
+        self._inputs: list[tuple[Tensor, References]] = []
+        self._argument: References | None = None
         self.live_bytes = 0
         self.peak_bytes = 0
         self._initial = list(alive)  # keeps them alive, so that all are counted
@@ -81,10 +103,19 @@ class PeakTracker(TorchDispatchMode):
             if tensor is not None:
                 self._track(tensor)
 
+    def __enter__(self) -> Self:
+        """Start tracking."""
+        super().__enter__()
+        _WAIT(torch.empty(1))  # how many references an argument has without a collective
+        return self
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then track its outputs. Views and in-place results are not new."""
         kwargs = kwargs or {}
-        given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        given = {id(t.untyped_storage()) for t in tensors}
+        if func.namespace == "_c10d_functional" and func is not _WAIT:
+            self._inputs += [(tensor, References.of(tensor)) for tensor in tensors]
         result = func(*args, **kwargs)
         if self._gathered:
             self._update_gathered()  # first: what was freed meanwhile was not live beside the result
@@ -95,15 +126,29 @@ class PeakTracker(TorchDispatchMode):
             self._track_gathered(kwargs["out"])
             self._update_gathered()
             time.sleep(GLOO_RELEASE_S)
-        elif func.namespace == "_c10d_functional":
-            arrived = self._in_all_to_all and "wait_tensor" in func.name()
-            self._in_all_to_all = "all_to_all" in func.name()
-            if arrived:
-                time.sleep(GLOO_RELEASE_S)
+        elif func is _WAIT and not isinstance(result, FakeTensor):
+            self._await_release(result)
         elif func is _COPY:
             self._track_gathered(self._list_gathered())
             self._update_gathered()
         return result
+
+    def _await_release(self, output: Tensor) -> None:
+        """Wait until gloo's thread has released the input and the output of a finished functional collective.
+
+        ``wait_tensor`` returns when the result is there. The thread drops its references a little later.
+        Until then a tensor that nobody else needs would count as live.
+        """
+        if self._argument is None:  # a tensor without a collective
+            self._argument = References.of(output)
+        on_stack = self._argument.tensor - 1
+        awaited = [(tensor, found._replace(tensor=found.tensor - on_stack)) for tensor, found in self._inputs]
+        awaited.append((output, self._argument))
+        self._inputs = []
+        deadline = time.monotonic() + GLOO_RELEASE_LIMIT_S
+        for tensor, without_gloo in awaited:
+            while References.of(tensor).exceed(without_gloo) and time.monotonic() < deadline:
+                time.sleep(1e-4)  # releases the GIL, which the thread needs
 
     @property
     def gathered_bytes(self) -> int:

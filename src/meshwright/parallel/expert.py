@@ -18,7 +18,8 @@ experts, H experts of a rank, K experts of a token, X ranks of the group, R rows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812  (the usual alias)
 from torch import Tensor
 
 from meshwright.layout.axes import EXPERT_AXIS, sequence_axis
-from meshwright.measure.collective_counter import declare_bytes
+from meshwright.measure.collective_counter import RoutedRows, count_routed_rows
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import (
     Experts,
@@ -60,22 +61,23 @@ class TokenDispatcher:
         incoming_XH = self.exchange_counts(
             by_expert.sizes_E.view(self._ep, -1).repeat_interleave(self._etp, 0)
         )
-        counts = torch.cat((by_expert.sizes_E, incoming_XH.flatten())).tolist()  # the CPU waits here
+        dropped_1 = incoming_XH.new_zeros(1) if choice.kept_NK is None else (~choice.kept_NK).sum().view(1)
+        numbers = torch.cat((dropped_1, by_expert.sizes_E, incoming_XH.flatten()))
+        dropped, *counts = numbers.tolist()  # the CPU waits here
         outgoing, incoming = counts[: self._experts], _fold(counts[self._experts :], experts.num_local)
         blocks = [sum(rows) for rows in _fold(outgoing, experts.num_local)]
         sent = [rows for rows in blocks for _ in range(self._etp)]
         received = [sum(rows) for rows in incoming]
-        declared_bytes = self._etp * choice.experts_NK.numel() * x_ND.shape[1] * x_ND.element_size()
-        how = (self._group, declared_bytes)
+        dropped *= self._etp
 
         rows_RD = self._repeat(permute_tokens(x_ND, by_expert, sum(blocks)), blocks)
-        rows_RD = _AllToAllRows.apply(rows_RD, sent, received, *how)
+        rows_RD = _AllToAllRows.apply(rows_RD, sent, received, self._group, RoutedRows("input", dropped))
         order_R, inverse_R = _order_by_expert(incoming_XH, sum(received))
         out_RD = experts(
             _Reorder.apply(rows_RD, order_R, inverse_R), [sum(n) for n in zip(*incoming, strict=True)]
         )
         out_RD = _Reorder.apply(out_RD, inverse_R, order_R)
-        out_RD = _AllToAllRows.apply(out_RD, received, sent, *how)
+        out_RD = _AllToAllRows.apply(out_RD, received, sent, self._group, RoutedRows("output", dropped))
         return unpermute_tokens(self._sum_etp(out_RD, blocks), by_expert, choice.weights_NK)
 
     def exchange_counts(self, outgoing_XH: Tensor) -> Tensor:
@@ -109,24 +111,21 @@ def _order_by_expert(incoming_XH: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 class _AllToAllRows(torch.autograd.Function):
-    """All-to-all of runs of rows of given lengths. Gradients go back the same way.
-
-    It counts as the bytes of all routed rows, dropped ones included.
-    """
+    """All-to-all of runs of rows of given lengths. Gradients go back the same way."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, sent: list[int], received: list[int], group: str, size: int
+        ctx: Any, rows_RD: Tensor, sent: list[int], received: list[int], group: str, counted: RoutedRows
     ) -> Tensor:
-        ctx.back = (received, sent, group, size)
-        with declare_bytes(size):
+        back: Literal["input", "output"] = "input" if counted.side == "output" else "output"
+        ctx.back, ctx.counted_back = (received, sent, group), replace(counted, side=back)
+        with count_routed_rows(counted):
             return all_to_all_rows(rows_RD, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        *how, size = ctx.back
-        with declare_bytes(size):
-            return all_to_all_rows(grad_RD, *how), None, None, None, None
+        with count_routed_rows(ctx.counted_back):
+            return all_to_all_rows(grad_RD, *ctx.back), None, None, None, None
 
 
 class _Reorder(torch.autograd.Function):

@@ -8,33 +8,38 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.batch import Batch
-from meshwright.train.batches import Batcher
+from meshwright.train.batches import Batcher, Samples
 from meshwright.train.data import first_samples
 from meshwright.train.image_batches import ImageBatcher
 from meshwright.train.trainer import Trainer
 
 
-def evaluate(trainer: Trainer) -> dict[str | None, float]:
+def evaluate(trainer: Trainer) -> dict[str | None, float | None]:
     """Evaluate the held-out split, under the key None, and the sets of ``data.eval``, by name.
 
     Returns:
-        The loss of each; one without targets is left out.
+        The loss of each; None without targets. A set without samples is left out: it was not evaluated.
     """
     trainer.counter.phase = "eval"
     sets = [(None, trainer.data.eval), *trainer.data.eval_sets.items()]
-    losses = {name: _evaluate_set(trainer, name, held_out) for name, held_out in sets}
-    return {name: loss for name, loss in losses.items() if loss is not None}
+    eval_samples = trainer.job.train.eval_samples
+    losses = dict[str | None, float | None]()
+    for name, held_out in sets:
+        samples = first_samples(held_out, eval_samples)
+        what = "the held-out split" if name is None else f"the set {name}"
+        if len(samples):
+            losses[name] = _evaluate_samples(trainer, name, what, held_out, samples)
+        else:
+            trainer.events.write("no_evaluation", reason=f"{what} has nothing to predict")
+    return losses
 
 
 @torch.no_grad()
-def _evaluate_set(trainer: Trainer, name: str | None, held_out: Batcher | ImageBatcher) -> float | None:
-    """Loss on the first samples of a set, the same ones every time; None if there are none."""
+def _evaluate_samples(
+    trainer: Trainer, name: str | None, what: str, held_out: Batcher | ImageBatcher, samples: Samples
+) -> float | None:
+    """Loss on the samples of a set, the same ones every time; None without targets."""
     eval_samples = trainer.job.train.eval_samples
-    samples = first_samples(held_out, eval_samples)
-    what = "the held-out split" if name is None else f"the set {name}"
-    if not len(samples):
-        trainer.events.write("no_evaluation", reason=f"{what} has nothing to predict")
-        return None
     # Micro-batches with collectives: as many as the plan counts, however few samples are held out.
     layout = trainer.job.layout
     has_collectives = layout.zero == 3 or max(layout.pp, layout.cp, layout.tp, layout.ep * layout.etp) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes, unique_bytes
 from meshwright.parallel.build import build_model
@@ -17,6 +18,30 @@ from model_shapes import gpt_overrides
 def test_shared_storage_counts_once():
     whole = torch.zeros(10)
     assert unique_bytes([whole[:4], whole[4:], whole[:4], None]) == 40
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """The name of a gloo group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_tensors_of_a_finished_collective_are_not_live(one_rank):
+    """gloo's thread releases them after the call has returned; the tracker waits for it."""
+    functional = torch.ops._c10d_functional
+    with PeakTracker([]) as tracker:
+        for _ in range(100):
+            x = torch.ones(1000)
+            y = functional.wait_tensor(functional.all_reduce(x, "sum", one_rank))
+            z = functional.wait_tensor(functional.all_gather_into_tensor(y, 1, one_rank))
+            w = functional.wait_tensor(functional.all_to_all_single(z, [1000], [1000], one_rank))
+            assert tracker.live_bytes == 4 * 4000
+            del x, y, z, w
+            assert tracker.live_bytes == 0
+    assert tracker.peak_bytes == 4 * 4000
 
 
 GPT = dict(text.split("=") for text in gpt_overrides(max_positions=64))

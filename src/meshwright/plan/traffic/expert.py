@@ -13,8 +13,9 @@ axis        forward                                                  backward
             instead 1 all-gather of cp tp n k 8, the choices
 ==========  =======================================================  =====================================
 
-Bytes are those that a rank sends; the number of rows that arrive depends on the router. Each of the ``etp``
-ranks that share an expert gets the full row.
+Bytes are those of the rank's own tokens: sent to experts, and returned. The number of rows of other ranks'
+tokens depends on the router. The audit subtracts the rows that the router dropped for lack of capacity. Each
+of the ``etp`` ranks that share an expert gets the full row.
 
 Activation checkpointing repeats the forward pass, except a final all-gather over ``tp`` that no shared expert
 follows. An evaluation is a forward pass without the balance loss. For a checkpoint each expert tensor that is
@@ -59,9 +60,9 @@ def _dispatch_and_combine(job: Job, phase: str, forwards: int, backwards: int) -
     if axis.size == 1:
         return []
     rows = _count_routed_rows(job) * job.layout.etp
-    row_bytes = rows * model.hidden_size * operand_bytes(job.train.precision)
+    sent = rows * routed_row_bytes(job)
     sizes = (model.num_experts or 0) * job.layout.etp * INT64_BYTES
-    calls, size = 3 * forwards + 2 * backwards, forwards * sizes + 2 * (forwards + backwards) * row_bytes
+    calls, size = 3 * forwards + 2 * backwards, forwards * sizes + 2 * (forwards + backwards) * sent
     return [CollectiveTraffic(axis.name, "all_to_all", phase, axis.size, calls, size)]
 
 
@@ -104,6 +105,11 @@ def _save_traffic(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 def _count_routed_rows(job: Job) -> int:
     """Rows that a rank sends in one forward pass: one per token and chosen expert."""
     return count_tokens(job) // job.layout.tp * (_model_of(job).experts_per_token or 1)
+
+
+def routed_row_bytes(job: Job) -> int:
+    """Bytes of one row that is sent to an expert, or back."""
+    return _model_of(job).hidden_size * operand_bytes(job.train.precision)
 
 
 def _model_of(job: Job) -> DecoderModel:
