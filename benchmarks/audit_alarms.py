@@ -1,4 +1,4 @@
-"""False alarms of the audit: trains 30 layouts of tiny models several times each and counts the audits that fail.
+"""False alarms of the audit: trains 30 layouts of tiny models several times and counts the failed audits.
 
 Nothing in these runs differs from the plan, so every failed audit is a false alarm. More ranks than cores run
 at once, so that transfers and ranks are delayed in many ways.

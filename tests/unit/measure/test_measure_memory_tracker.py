@@ -30,7 +30,7 @@ def one_rank(tmp_path):
 
 
 def test_tensors_of_a_finished_collective_are_not_live(one_rank):
-    """gloo's thread releases them after the call has returned; the tracker waits for it."""
+    """The thread of gloo releases them after the call has returned; the tracker waits for it."""
     functional = torch.ops._c10d_functional
     with PeakTracker([]) as tracker:
         for _ in range(100):
