@@ -44,7 +44,7 @@ class References(NamedTuple):
     def of(cls, tensor: Tensor) -> References:
         """Those of a tensor, now."""
         storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-        return cls(tensor._use_count(), storage)  # type: ignore[operator]  # not in torch's stubs
+        return cls(tensor._use_count(), storage)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def exceed(self, other: References) -> bool:
         """Whether the tensor or its storage has more owners than before."""
