@@ -276,6 +276,7 @@ def test_the_json_audit_has_the_verdict_of_every_row(plan, matching_events, reco
         "bytes",
         "predicted_calls",
         "predicted_bytes",
+        "dropped_rows",
     }
 
 
