@@ -116,6 +116,7 @@ def test_pipelines_with_gloo_equal_one_rank(train_with_gloo, monkeypatch, settin
         "pp=2",
         "pp=2 schedule=interleaved virtual_stages=2",
         "pp=2 dp_replicate=2 schedule=zb-h1",
+        "pp=2 dp_shard=2 zero=3 schedule=zbv",
         "cp=2",
         "cp=2 context=ulysses zero=3",
         "cp=2 tp=2 recompute=selective",
@@ -142,11 +143,24 @@ def test_expert_parallel_with_nccl_equals_one_rank(train, monkeypatch, settings)
     require_equal_with_nccl(train, monkeypatch, settings, *experts)
 
 
-@pytest.mark.parametrize("settings", ["dp_shard=2 zero=3", "tp=2 sequence_parallel=true", "pp=2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "dp_shard=2 zero=3",
+        "tp=2",
+        "tp=2 sequence_parallel=true",
+        "pp=2",
+        "dp_shard=2 zero=3 recompute=selective",
+        "tp=2 recompute=full",
+    ],
+)
 def test_compiled_blocks_are_the_default_of_sharded_layouts_and_train_like_eager(
-    train, monkeypatch, settings
+    train, monkeypatch, record_property, settings
 ):
-    """Dense decoders in bf16 run as compiled blocks where Triton blocks are ruled out."""
+    """Dense decoders in bf16 run as compiled blocks where Triton blocks are ruled out.
+
+    Activations and peak are at most those of eager blocks, and not far below: the bound is not empty.
+    """
     monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None] * 4)
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:run_with_nccl")
     given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
@@ -156,3 +170,8 @@ def test_compiled_blocks_are_the_default_of_sharded_layouts_and_train_like_eager
     assert resolve_block_backend(load_run(default.run_dir).contract.job) == "compile"
     assert default.losses == pytest.approx(eager.losses, rel=1e-2)
     assert default.result["audit_ok"], default.result["differences"]
+    rows = [row for row in load_run(default.run_dir).audit().state if row.compiled]
+    assert {row.kind for row in rows} == {"activations", "peak"}
+    shares = {f"{row.kind} of rank {row.rank}": round(row.measured / row.predicted, 3) for row in rows}
+    record_property("measured over predicted", shares)
+    assert min(shares.values()) > 0.4, shares

@@ -117,7 +117,7 @@ def test_compiled_blocks_under_zero_have_equal_losses_and_no_extra_graphs(train,
     compiled = train("layout.dp_shard=2", f"layout.zero={zero}", "layout.micro_batch=3", *given)
     plain = reference_losses(train, "train.steps=3", "model.num_layers=3")
     assert max_relative_diff(compiled.losses, plain) < 1e-5
-    assert compiled.result["peak_memory_bytes"] == [None, None]
+    assert compiled.result["audit_ok"], "compiled blocks need more memory than eager ones"
     lines = [json.loads(line) for line in (compiled.run_dir / "events.jsonl").read_text().splitlines()]
     graphs = [e["graphs"] for e in lines if e["event"] == "graphs"]
     assert graphs == [4, 4], "blocks and final norm, each with and without gradients"

@@ -49,10 +49,10 @@ def _attempt(run: Run) -> str:
 
 
 def _word(row: StateRow) -> str:
-    if row.compiled:
-        return "compiled, not audited"
     if row.measured is None:
         return ""
+    if row.compiled and row.ok:
+        return f"at most, compiled: {row.measured / row.predicted:.0%}"
     return (f"within {row.tolerance:.0%}" if row.tolerance else "equal") if row.ok else "DIFFERS"
 
 

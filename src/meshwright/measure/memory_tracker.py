@@ -115,7 +115,8 @@ class PeakTracker(TorchDispatchMode):
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         given = {id(t.untyped_storage()) for t in tensors}
         if func.namespace == "_c10d_functional" and func is not _WAIT:
-            self._inputs += [(tensor, References.of(tensor)) for tensor in tensors]
+            real = (tensor for tensor in tensors if not isinstance(tensor, FakeTensor))
+            self._inputs += [(tensor, References.of(tensor)) for tensor in real]
         result = func(*args, **kwargs)
         if self._gathered:
             self._update_gathered()  # first: what was freed meanwhile was not live beside the result

@@ -6,9 +6,11 @@ from types import TracebackType
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.layout.optimizer_offload import OFFLOADED
-from meshwright.measure.memory_tracker import PeakTracker, state_bytes
+from meshwright.measure.allocation_profile import AllocationProfile
+from meshwright.measure.memory_tracker import PeakTracker, state_bytes, unique_bytes
 from meshwright.models.moe import Experts
 from meshwright.spec.execution import uses_eager_blocks
 from meshwright.train.optimizer_offload import offloaded_bytes
@@ -45,9 +47,9 @@ class ExpertRowCounter:
 class StepAudit:
     """Measures a step from its start until before the update; a context around the step.
 
-    On a CPU a dispatch mode tracks every operation, which slows down this step. On a GPU the allocator's
-    statistics are used. On a CPU allocations inside compiled code cannot be tracked: then only the state is
-    measured.
+    On a CPU a dispatch mode tracks every operation, which slows down this step. Inside compiled code it sees
+    nothing: there torch's memory profiler records the allocations. On a GPU the allocator's statistics are
+    used.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -62,21 +64,30 @@ class StepAudit:
         offloaded = OFFLOADED[trainer.job.layout.offload]
         alive = [tensor for kind, tensors in state.items() if kind not in offloaded for tensor in tensors]
         alive += [*trainer.model.buffers(), *(trainer.offloaded.staging if trainer.offloaded else ())]
+        alive += trainer.weight_copies.copies.values() if trainer.weight_copies else ()
         self._compiled = not uses_eager_blocks(trainer.job)
         self._on_gpu = self._device.type == "cuda"
-        self._tracker = None
-        if not self._on_gpu and not self._compiled:
-            self._tracker = PeakTracker(alive, trainer.sharded_state.list_all_gather_outputs)
-        # DDP allocates its buckets at construction, but they become visible in the first step.
-        self._unseen_buckets = trainer.module is not trainer.model and not gradients
+        self._tracker: PeakTracker | None = None
+        self._profile: AllocationProfile | None = None
+        self._unseen_bytes = 0
+        if not self._on_gpu:
+            self._unseen_bytes = 0 if gradients else _count_bucket_bytes(trainer.module)
+            if self._compiled:
+                self._profile = AllocationProfile()
+                self._unseen_bytes += unique_bytes(alive)
+            else:
+                self._tracker = PeakTracker(alive, trainer.sharded_state.list_all_gather_outputs)
         self._before_forward = 0
-        self._activations = 0
+        self._kept: list[int] = []
+        """By forward pass; with a profile, what its allocations are to be corrected by."""
         self._rows = ExpertRowCounter(trainer.model)
 
     def __enter__(self) -> StepAudit:
         if self._tracker is not None:
             self._tracker.__enter__()
-        elif self._on_gpu:
+        elif self._profile is not None:
+            self._profile.start()
+        else:
             torch.cuda.reset_peak_memory_stats(self._device)
         return self
 
@@ -85,6 +96,8 @@ class StepAudit:
     ) -> None:
         if self._tracker is not None:
             self._tracker.__exit__(kind, error, trace)
+        elif self._profile is not None:
+            self._profile.stop()
 
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass begins."""
@@ -93,8 +106,7 @@ class StepAudit:
 
     def after_forward(self, border_bytes: int = 0) -> None:
         """Tensors allocated in the forward pass that are still alive are kept for the backward pass."""
-        kept = self._own_bytes() - self._before_forward + border_bytes
-        self._activations = max(self._activations, kept)
+        self._kept.append(self._own_bytes() - self._before_forward + border_bytes)
         self._rows.end()
 
     def before_backward(self, micro_batch: int) -> None:
@@ -103,25 +115,31 @@ class StepAudit:
     def after_backward(self) -> None:
         """Write the ``state`` event: the state is defined at this point of the step."""
         trainer = self._trainer
-        state = state_bytes(trainer.sharded_state, trainer.optimizer)
-        peak = None
-        if self._tracker is not None:
-            peak = self._tracker.peak_bytes + (state["gradients"] if self._unseen_buckets else 0)
-        elif self._on_gpu:
-            peak = torch.cuda.max_memory_allocated(self._device)
+        activations, peak = self._read_peak()
         trainer.events.write(
             "state",
             step=trainer.step,
-            state_bytes=state,
+            state_bytes=state_bytes(trainer.sharded_state, trainer.optimizer),
             offloaded_bytes=offloaded_bytes(
                 trainer.sharded_state, trainer.optimizer, trainer.offloaded, trainer.job, self._device
             ),
-            activation_bytes=None if peak is None else self._activations,
+            activation_bytes=activations,
             peak_bytes=peak,
             routed_rows=self._rows.summary(),
             compiled=self._compiled,
             first_step=trainer.step == trainer.state.first_step,
         )
+
+    def _read_peak(self) -> tuple[int, int]:
+        """The most that a forward pass kept, and the peak so far."""
+        if self._profile is not None:
+            self._profile.stop()
+            allocated = self._profile.between_marks()
+            kept = max(found + more for found, more in zip(allocated, self._kept, strict=True))
+            return kept, self._unseen_bytes + self._profile.peak_bytes
+        if self._tracker is not None:
+            return max(self._kept), self._unseen_bytes + self._tracker.peak_bytes
+        return max(self._kept), torch.cuda.max_memory_allocated(self._device)
 
     def live_bytes(self) -> int | None:
         """Bytes of all live tensors; None where compiled code hides them."""
@@ -130,10 +148,17 @@ class StepAudit:
         return torch.cuda.memory_allocated(self._device) if self._on_gpu else None
 
     def _own_bytes(self) -> int:
-        """The same without all-gathered parameters."""
+        """The same without all-gathered parameters; with a profile, which is read later, only these."""
         if self._tracker is not None:
-            gathered = self._tracker.gathered_bytes
-        else:
-            tensors = self._trainer.sharded_state.list_all_gather_outputs() if self._on_gpu else ()
-            gathered = sum(tensor.untyped_storage().size() for tensor in tensors)
-        return (self.live_bytes() or 0) - gathered
+            return self._tracker.live_bytes - self._tracker.gathered_bytes
+        if self._profile is not None:
+            self._profile.mark()
+        tensors = self._trainer.sharded_state.list_all_gather_outputs()
+        return (self.live_bytes() or 0) - sum(tensor.untyped_storage().size() for tensor in tensors)
+
+
+def _count_bucket_bytes(module: nn.Module) -> int:
+    """Bytes of DDP's gradient buckets: allocated at construction, they become visible in the first step."""
+    if not isinstance(module, DistributedDataParallel):
+        return 0
+    return sum(bucket.buffer().nbytes for bucket in module.reducer._get_zeros_like_grad_buckets())
