@@ -290,3 +290,54 @@ def limited_memory(run_dir, listener):
         limit = held + MEMORY_LIMIT_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return run_rank(run_dir, listener)
+
+
+def plant_nan(run_dir, listener):
+    """Plants NaN from a step on, as ``plant.json`` beside the run folder says: where, on which rank, how."""
+    plant = json.loads((Path(run_dir).parent / "plant.json").read_text())
+    original = Trainer.forward_backward
+
+    def forward_backward(trainer, batches, divisor):
+        if trainer.step == plant["step"] - 1:
+            found = dict(trainer.model.named_modules()).get(plant["module"])
+            if found is not None and trainer.mesh.rank in plant["ranks"]:
+                NAN_PLANTS[plant["kind"]](found)
+        return original(trainer, batches, divisor)
+
+    Trainer.forward_backward = forward_backward
+    return run_rank(run_dir, listener)
+
+
+def _nan_in_weight(module):
+    weight = module.weight.to_local() if hasattr(module.weight, "to_local") else module.weight
+    with torch.no_grad():
+        weight[0, 0] = float("nan")
+
+
+def _nan_in_output(module, when=lambda inputs: True):
+    original = module.forward
+
+    def forward(*inputs):
+        out = original(*inputs)
+        return out * float("nan") if when(inputs) else out
+
+    module.forward = forward
+
+
+def _nan_in_input_gradient(module):
+    module.register_full_backward_hook(lambda _, grads, __: (grads[0] * float("nan"), *grads[1:]))
+
+
+def _nan_in_weight_gradient(module):
+    module.weight.register_hook(lambda grad: grad * float("nan"))
+
+
+NAN_PLANTS = {
+    "weight": _nan_in_weight,
+    "output": _nan_in_output,
+    "output of some tokens": lambda module: _nan_in_output(
+        module, lambda inputs: bool((inputs[0] == 101).any())
+    ),
+    "input gradient": _nan_in_input_gradient,
+    "weight gradient": _nan_in_weight_gradient,
+}

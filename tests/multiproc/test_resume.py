@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from meshwright.checkpoint.resume import require_finite
 from meshwright.core.errors import UserError
 
 
@@ -104,3 +106,15 @@ def test_a_checkpoint_folder_of_another_run_is_refused(train, job_file, tmp_path
         run_training(Output(as_json=True), str(job_file), [f"checkpoint.dir={tmp_path / 'shared'}"], False)
     assert caught.value.problems[0].code == "checkpoint-dir-used"
     assert sorted(tmp_path.glob("runs/*")) == before, "the refused run left a folder"
+
+
+def test_a_checkpoint_tensor_that_is_not_finite_is_refused_by_name(tmp_path):
+    """Weights, moments and step counts are read by this function; checksums of such a file may be right."""
+    file = tmp_path / "optimizer.safetensors"
+    require_finite(file, "head.weight:exp_avg", torch.ones(2))
+    require_finite(file, "head.weight:step", torch.ones((), dtype=torch.int64))
+    with pytest.raises(UserError) as caught:
+        require_finite(file, "head.weight:exp_avg", torch.tensor([1.0, float("inf")]))
+    (problem,) = caught.value.problems
+    assert problem.code == "checkpoint-not-finite"
+    assert "head.weight:exp_avg" in problem.rule

@@ -47,12 +47,16 @@ def test_an_fp16_overflow_skips_the_step_on_all_ranks_and_resumes_equally(train)
     assert resumed.losses == straight.losses[2:], "the loss scale was not restored"
 
 
-def test_diverging_fp16_stops_with_the_step_of_the_collapsed_loss_scale(train):
+def test_diverging_fp16_stops_with_the_module_whose_output_overflows(train):
+    """The loss is not finite: no overflow of gradients, and no loss scale would help."""
     options = ("train.precision=fp16", "train.lr=1000", "train.clip=0", "train.steps=60", "train.warmup=0")
     failed = train(*options, expect=4)
     (error,) = failed.result["errors"]
-    assert error["code"] == "train-fp16-collapsed"
+    assert error["code"] == "train-not-finite"
     assert re.search(r"at step \d+", error["message"])
+    assert "train.precision=bf16" in error["fix"]
+    (found,) = [e for e in read(failed.run_dir) if e["event"] == "not_finite"]
+    assert (found["what"] in ("input", "output"), found["weights"]) == (True, [])
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.slow), "full"])

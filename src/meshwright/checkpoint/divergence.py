@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from meshwright.core.errors import Problem, RunFailedError
 
 
-def non_finite_error(what: str, value: float, step: int, saved: bool) -> RunFailedError:
+class NotFiniteError(RunFailedError):
+    """A run diverged."""
+
+    def with_cause(self, cause: str, advice: str = "") -> NotFiniteError:
+        """The same error with its cause, and an advice that fits it."""
+        (problem,) = self.problems
+        resume = "; resume from the last checkpoint" if "resume" in problem.fix else ""
+        fix = f"{advice}{resume}" if advice else problem.fix
+        return NotFiniteError(dataclasses.replace(problem, rule=f"{problem.rule}; {cause}", fix=fix))
+
+
+def non_finite_error(what: str, value: float, step: int, saved: bool) -> NotFiniteError:
     """A loss, a gradient norm or a weight is infinite or NaN.
 
     Args:
@@ -18,10 +31,10 @@ def non_finite_error(what: str, value: float, step: int, saved: bool) -> RunFail
     fix = "Lower train.lr or lengthen train.warmup"
     if saved:
         fix = "Lower train.lr, lengthen train.warmup, or resume from the last checkpoint with either"
-    return RunFailedError(Problem("train-not-finite", rule, path=what, fix=fix))
+    return NotFiniteError(Problem("train-not-finite", rule, path=what, fix=fix))
 
 
-def loss_scale_collapsed_error(step: int, scale: float, skipped: int, saved: bool) -> RunFailedError:
+def loss_scale_collapsed_error(step: int, scale: float, skipped: int, saved: bool) -> NotFiniteError:
     """The loss scale of fp16 fell below one.
 
     Args:
@@ -36,7 +49,7 @@ def loss_scale_collapsed_error(step: int, scale: float, skipped: int, saved: boo
     )
     fix = "Use train.precision=bf16, a lower train.lr or a longer train.warmup"
     fix += "; resume from the last checkpoint" if saved else ""
-    return RunFailedError(Problem("train-fp16-collapsed", rule, path="loss scale", fix=fix))
+    return NotFiniteError(Problem("train-fp16-collapsed", rule, path="loss scale", fix=fix))
 
 
 def _kept(saved: bool) -> str:

@@ -22,6 +22,7 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.checkpoint.state import CheckpointedState
+from meshwright.core.errors import Problem, UserError
 from meshwright.spec.execution import autotunes_gemms
 from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import fill_defaults
@@ -89,6 +90,18 @@ def _load_tensors(state: CheckpointedState, checkpoint: Path, file: str, targets
                 target.copy_(saved.get_tensor(key))
             else:
                 target.copy_(state.sharded.shard_to(key.partition(":")[0], full, target.shape))
+            require_finite(checkpoint / file, key, target)
+
+
+def require_finite(file: Path, name: str, values: Tensor) -> None:
+    """Check a tensor that was read from a checkpoint.
+
+    Raises:
+        UserError: It holds a NaN or an Inf.
+    """
+    if values.is_floating_point() and not torch.isfinite(values).all():
+        rule, fix = f"has a NaN or an Inf in the tensor {name}", "Use an older checkpoint"
+        raise UserError(Problem("checkpoint-not-finite", rule, path=str(file), fix=fix))
 
 
 def list_differences(manifest: Manifest, state: CheckpointedState) -> list[str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.hf.names import list_hf_locations
 from meshwright.checkpoint.hf.weights import HfWeights
+from meshwright.core.errors import Problem, UserError
 from meshwright.spec.model import DecoderModel
 
 
@@ -25,8 +26,20 @@ class HfWeightSource:
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Contiguous: optimizers and shards need row-major parameters.
         values = (tensor.T if place.transposed else tensor).float().contiguous()
+        self._require_finite(name, values)
         # A slice of a vector, such as a GPT-2 query bias, keeps the storage of the whole vector.
         return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+
+    def _require_finite(self, name: str, values: Tensor) -> None:
+        if torch.isfinite(values).all():
+            return
+        bad = [
+            piece for piece in self._places[name].names if not torch.isfinite(self._read(piece, None)).all()
+        ]
+        stored = self._weights.tensors[bad[0]]
+        rule = f"has a NaN or an Inf in the tensor {stored.name}"
+        fix = "Download the file again, or use other weights"
+        raise UserError(Problem("model-hf-weights-not-finite", rule, path=str(stored.file), fix=fix))
 
     def _read(self, name: str, columns: slice | None) -> Tensor:
         stored = self._weights.tensors[name]

@@ -7,6 +7,7 @@ of blocks cast their inputs once more, row by row (``models/kernels/fp8.py``), a
 fp16 has a small range. The loss is multiplied by a scale before the backward pass, and the gradients are
 divided by it afterwards. A step whose gradients overflow is skipped and halves the scale; 2,000 good steps
 double it (torch's ``GradScaler``). Gradients are reduced before the check, so all ranks skip the same steps.
+A loss that is not finite is no such overflow: no scale helps, and the run ends.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class MixedPrecision:
         # Creates the scale tensor now: in a pipeline most ranks never compute a loss.
         self._scaler.scale(torch.zeros((), device=device))
         self.skipped = False
-        """Whether the last step was skipped."""
+        """Whether the last step was skipped: a gradient overflowed, and the loss was finite."""
         self._skipped_in_a_row = 0
 
     @contextmanager
@@ -88,8 +89,22 @@ class MixedPrecision:
         nn.utils.clip_grads_with_norm_(parameters, max_norm or float("inf"), norm)
         return norm
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer, unless a gradient overflowed."""
+    def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor | None) -> None:
+        """Step the optimizer, unless a gradient is not finite.
+
+        In fp16 that is an overflow, which lowers the loss scale. Otherwise the run ends, and the step is
+        recomputed with the unchanged weights to find the cause. On a GPU optimizers with a fused kernel check
+        the norm there, so that the CPU does not wait for it.
+
+        Args:
+            optimizer: With clipped gradients.
+            grad_norm: Of the whole model; None if it was not computed.
+        """
+        if not self._scaled and grad_norm is not None:
+            if grad_norm.is_cuda and optimizer.defaults.get("fused"):
+                optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
+            elif not (grad_norm.is_cuda and isinstance(optimizer, FusedAdamW)) and not grad_norm.isfinite():
+                return
         self._scaler.step(optimizer)
         self._scaler.update()
 
@@ -103,7 +118,8 @@ class MixedPrecision:
         if not self._scaled:
             self.skipped = False
             return {"loss_scale": None, "skipped": None}
-        self.skipped = grad_norm is None or not math.isfinite(grad_norm + (loss or 0.0))
+        overflowed = grad_norm is None or not math.isfinite(grad_norm)
+        self.skipped = overflowed and (loss is None or math.isfinite(loss))
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
         return {"loss_scale": self.loss_scale(), "skipped": self.skipped}
 

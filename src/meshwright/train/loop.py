@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from meshwright.checkpoint.divergence import NotFiniteError
 from meshwright.train.evaluate import evaluate
+from meshwright.train.finite_checks import name_cause
 from meshwright.train.step_audit import StepAudit
 from meshwright.train.throughput import ThroughputMeter
 from meshwright.train.trainer import StepResult, Trainer
@@ -64,8 +66,11 @@ def run_step(
         short = trainer.job.train.steps - first_step <= 2
         typical = not audited and trainer.step not in (first_step, saved_step)
         trainer.pipeline.times.counts = short or typical
-    with audit or nullcontext():
-        return trainer.train_step(meter, audit, overlap_next_step)
+    try:
+        with audit or nullcontext():
+            return trainer.train_step(meter, audit, overlap_next_step)
+    except NotFiniteError as error:
+        raise name_cause(trainer, error) from None
 
 
 def report_end(trainer: Trainer, evaluations: int, stopping: bool) -> None:

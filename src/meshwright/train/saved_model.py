@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
-from meshwright.checkpoint.resume import load_selection_bias, open_tensors
+from meshwright.checkpoint.resume import load_selection_bias, open_tensors, require_finite
 from meshwright.core.errors import UserError
 from meshwright.data.chat_templates import TOKENIZER_TEMPLATE, has_template
 from meshwright.models.decoder import Decoder
@@ -98,7 +98,9 @@ class _CheckpointWeights:
     def full_tensor(self, name: str) -> Tensor:
         """A full parameter."""
         with open_tensors(self._checkpoint, MODEL_FILE) as saved:
-            return saved.get_tensor(name)
+            values = saved.get_tensor(name)
+        require_finite(self._checkpoint / MODEL_FILE, name, values)
+        return values
 
 
 def load_saved_model(folder: Path, job: Job, mesh: Mesh | None = None) -> Decoder | ResNet:

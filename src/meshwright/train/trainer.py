@@ -329,7 +329,7 @@ class Trainer:
         on_grad_norm(grad_norm)
         add_noise(sharded_state, self.job.train, self.step)
         set_lr(self.optimizer, lr)
-        self.amp.step(self.optimizer)
+        self.amp.step(self.optimizer, grad_norm)
         sharded_state.all_gather_parameters()
         sharded_state.zero_grads()
         if self.weight_copies is not None:

@@ -170,6 +170,21 @@ def test_imported_model_has_the_logits_of_transformers(saved, job_of, kind):
     assert_same_logits(ours, theirs)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name(saved, job_of, value):
+    """The query part of GPT-2's joint projection: the error has the name in the file."""
+    _, folder = saved("gpt2")
+    weights, name = load_file(folder / "model.safetensors"), "transformer.h.1.attn.c_attn.weight"
+    weights[name][0, 0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    job = job_of(folder)
+    with pytest.raises(UserError) as caught:
+        build_model(job, torch.device("cpu"), find_weight_source(job, from_hf=True))
+    (problem,) = caught.value.problems
+    assert problem.code == "model-hf-weights-not-finite"
+    assert name in problem.rule
+
+
 def test_scaled_rope_of_long_sequences_matches_transformers(saved, job_of):
     """The sequence has 2,048 positions, four times the original maximum."""
     theirs, folder = saved("long")

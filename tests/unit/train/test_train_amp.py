@@ -24,7 +24,7 @@ def take_step(precision: MixedPrecision, weight: nn.Parameter, optimizer, value:
     """One step on a loss whose gradient is ``value``."""
     precision.backward((weight * value).sum())
     norm = precision.clip_gradients(ShardedState(nn.ParameterList([weight])), optimizer, 0.0)
-    precision.step(optimizer)
+    precision.step(optimizer, norm)
     optimizer.zero_grad()
     return precision.step_fields(1.0, float(norm))
 

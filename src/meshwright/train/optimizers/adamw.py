@@ -28,8 +28,8 @@ CLIPPING_EPS = 1e-6
 
 
 def clipping_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that brings gradients of a norm to at most ``max_norm``."""
-    return (max_norm / (norm + CLIPPING_EPS)).clamp(max=1.0)
+    """The factor that brings gradients of a norm to at most ``max_norm``; NaN if the norm is not finite."""
+    return (max_norm / (norm + CLIPPING_EPS)).clamp(max=1.0) + norm * 0
 
 
 class FusedAdamW(Optimizer):
@@ -59,7 +59,8 @@ class FusedAdamW(Optimizer):
         self.updates_weight_copies = bool(self._copies) and self._copies.keys() <= parameters
         """Whether a step brings all copies up to date."""
         self.factor: Tensor | None = None
-        """Multiplies the gradients of the next step; set by gradient clipping, on the device."""
+        """Multiplies the gradients of the next step; set by gradient clipping, on the device. With NaN the
+        GPU kernel changes nothing."""
         self._table: ParameterTable | None = None
         """Only on a GPU."""
 

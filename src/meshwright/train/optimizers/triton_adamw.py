@@ -119,11 +119,11 @@ def _adamw(
     count = tl.load(row_ptr + 5)
     if ALIGNED:
         count = tl.multiple_of(count, 16)
-    inside = at < count
     rate = tl.load(scalars_ptr + 4 * number)
     correction = tl.load(scalars_ptr + 4 * number + 1)
     decay = tl.load(scalars_ptr + 4 * number + 2)
     clipping = tl.load(scalars_ptr + 4 * number + 3)
+    inside = (at < count) & (clipping >= 0)  # not of NaN: the gradient norm is not finite
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * clipping
     first = tl.load(first_ptr + at, mask=inside, other=0.0)
     second = tl.load(second_ptr + at, mask=inside, other=0.0)
