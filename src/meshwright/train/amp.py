@@ -93,17 +93,17 @@ class MixedPrecision:
         """Step the optimizer, unless a gradient is not finite.
 
         In fp16 that is an overflow, which lowers the loss scale. Otherwise the run ends, and the step is
-        recomputed with the unchanged weights to find the cause. On a GPU optimizers with a fused kernel check
-        the norm there, so that the CPU does not wait for it.
+        recomputed with the unchanged weights to find the cause. Fused kernels check the norm on the device:
+        the CPU does not wait for it.
 
         Args:
             optimizer: With clipped gradients.
             grad_norm: Of the whole model; None if it was not computed.
         """
         if not self._scaled and grad_norm is not None:
-            if grad_norm.is_cuda and optimizer.defaults.get("fused"):
+            if optimizer.defaults.get("fused"):
                 optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
-            elif not (grad_norm.is_cuda and isinstance(optimizer, FusedAdamW)) and not grad_norm.isfinite():
+            elif not isinstance(optimizer, FusedAdamW) and not grad_norm.isfinite():
                 return
         self._scaler.step(optimizer)
         self._scaler.update()

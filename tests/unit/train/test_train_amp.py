@@ -10,6 +10,7 @@ from meshwright.core.errors import RunFailedError
 from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.load import load_job
 from meshwright.train.amp import MixedPrecision
+from meshwright.train.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 
@@ -86,3 +87,24 @@ def test_other_precisions_have_no_loss_scale(job_file):
     precision = MixedPrecision(load_job(str(job_file), ["train.precision=bf16"]), CPU)
     assert precision.state_dict() is None
     assert precision.step_fields(float("nan"), None) == {"loss_scale": None, "skipped": None}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "fused adamw"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_optimizer_changes_a_weight_if_the_gradient_norm_is_not_finite(job_file, name, value):
+    """The step is then recomputed with these weights. A finite gradient changes them."""
+    optimizer_name = name.removeprefix("fused ")
+    job = load_job(str(job_file), [f"train.optimizer={optimizer_name}"])
+    model = nn.ModuleDict({"blocks": nn.Linear(4, 4)})  # a matrix of a block, for Muon
+    state, precision = ShardedState(model), MixedPrecision(job, CPU)
+    optimizer = build_optimizer(state, job.train, fused=name == "fused adamw")
+    before = [p.detach().clone() for p in model.parameters()]
+    for gradient, changed in ((value, False), (1.0, True)):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model["blocks"].weight.grad[0, 0] = gradient
+        norm = precision.clip_gradients(state, optimizer, 1.0)
+        precision.step(optimizer, norm)
+        assert [bool((p != b).any()) for p, b in zip(model.parameters(), before, strict=True)] == [
+            changed
+        ] * 2

@@ -59,8 +59,8 @@ class FusedAdamW(Optimizer):
         self.updates_weight_copies = bool(self._copies) and self._copies.keys() <= parameters
         """Whether a step brings all copies up to date."""
         self.factor: Tensor | None = None
-        """Multiplies the gradients of the next step; set by gradient clipping, on the device. With NaN the
-        GPU kernel changes nothing."""
+        """Multiplies the gradients of the next step; set by gradient clipping, on the device. With NaN no
+        parameter changes."""
         self._table: ParameterTable | None = None
         """Only on a GPU."""
 
@@ -96,6 +96,8 @@ class FusedAdamW(Optimizer):
 
     def _update(self, updates: list[ParameterUpdate], scalars: Tensor) -> None:
         if not updates[0].parameter.is_cuda:
+            if scalars.isnan().any():
+                return
             for update, row in zip(updates, scalars, strict=True):
                 update_parameter(update, row, self._betas, self._eps)
             return
