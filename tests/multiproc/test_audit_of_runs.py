@@ -122,6 +122,8 @@ def test_an_extra_all_reduce_fails_the_audit_with_its_axis_and_phase(train, monk
     trained = train("layout.dp_replicate=2", expect=3)
     (row,) = differing_rows(trained).values()
     assert (row["axis"], row["op"], row["phase"]) == ("dp_replicate", "all_reduce", "step")
+    assert trained.result["status"] == "complete"
+    assert f"training finished; the audit differs: {trained.result['differences'][0]}" in trained.messages
     assert audit_folder(Output(as_json=True), trained.run_dir) == 3
     again = json.loads(capfd.readouterr().out)
     assert again["differences"] == trained.result["differences"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from meshwright.checkpoint.hf.export import export_checkpoint
 from meshwright.cli.generate import write_text
 from meshwright.cli.output import Output
+from meshwright.data.prepare import CorpusSpec, prepare_corpus
 from meshwright.spec.load import apply_override, build_job
 
 DECODER = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 264}
@@ -111,6 +113,45 @@ def test_experts_without_tokens_equal_one_process(crowded, prepared, layout):
     }
     compared = [tensor for found in proof.findings for tensor in found.gradients["1"].values()]
     assert not any(tensor.missing for tensor in compared)
+
+
+PADDED = {**BALANCED, "balance_rate": 0.0}
+
+
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory):
+    """Documents of 18 to 30 bytes: no two fit into a row of 32, so every row ends with padding."""
+    folder = tmp_path_factory.mktemp("short")
+    for number in range(60):
+        (folder / f"{number:02d}.txt").write_text(f"document {number:02d}: " + "fox" * (2 + number % 5))
+    out = folder / "prepared"
+    prepare_corpus(CorpusSpec(sources=(f"{folder}/*.txt",), out=str(out), eval_fraction=0.1), folder)
+    return out
+
+
+@pytest.fixture(scope="module")
+def padded_prover(tmp_path_factory, short_documents):
+    return Prover(tmp_path_factory.mktemp("padded"), short_documents)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("cp=2 ep=2", BUSY),
+        pytest.param("cp=2 tp=2", MIXTURE, marks=pytest.mark.slow),
+        pytest.param("tp=2 etp=2 sequence_parallel=true recompute=full", BUSY, marks=pytest.mark.slow),
+        pytest.param("dp_shard=2 ep=2 zero=3", MIXTURE, marks=pytest.mark.slow),
+        pytest.param("pp=2 tp=2 schedule=zb-h1", MIXTURE, marks=pytest.mark.slow),
+    ],
+)
+def test_padding_counts_in_no_auxiliary_loss_in_any_layout(padded_prover, short_documents, layout, model):
+    """Losses, gradients and expert load of one process; the load has the tokens of documents alone."""
+    job = job_of(layout, model, short_documents, PADDED)
+    job = dataclasses.replace(job, data=dataclasses.replace(job.data, mask="document"))
+    proof = require_equal_and_planned(padded_prover, job)
+    routed = [sum(layer["load"]) for step in proof.loads for layer in step]
+    assert max(routed) < 6 * 31 * 2, "padding was counted"
+    assert proof.loads == proof.reference_loads
 
 
 def as_overrides(table, section):

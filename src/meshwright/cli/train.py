@@ -42,6 +42,14 @@ def _report_failure(output: Output, error: MeshwrightError) -> int:
     return error.exit_status
 
 
+def _report_differences(output: Output, run: Run) -> None:
+    """Say that a run trained to its end although its audit differs."""
+    differences = run.audit().differences
+    if run.record.status == "complete" and differences:
+        more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+        output.print(f"training finished; the audit differs: {differences[0]}{more}")
+
+
 def _report_run(output: Output, run: Run) -> None:
     """Print the audit, the losses and the files of a run."""
     from meshwright.cli.audit import describe_audit, describe_verdict  # noqa: PLC0415
@@ -58,6 +66,7 @@ def _report_run(output: Output, run: Run) -> None:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
         held_out += "".join(f", {format_loss(loss)} on {name}" for name, loss in record.eval_losses.items())
         output.print(f"{record.status}: loss {format_loss(losses[0])} to {format_loss(losses[-1])}{held_out}")
+    _report_differences(output, run)
     if without := record.targetless_text():
         output.print(without)
     if record.skipped_steps:

@@ -42,6 +42,8 @@ class SampleBatch:
     """The next token, or ``IGNORE_INDEX``."""
     segments: Int64s | None
     """With ``mask="document"``: document id within the row, from 0; padding has the last id."""
+    lengths: Int64s | None = None
+    """Positions of each row before its padding, ``(n,)``; None if no row has padding."""
 
 
 class TokenDataset:
@@ -158,6 +160,7 @@ class TokenDataset:
         tokens: Int64s = np.zeros(shape, dtype=np.int64)
         targets: Int64s = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         segments: Int64s | None = np.zeros(shape, dtype=np.int64) if self.mask == "document" else None
+        lengths: Int64s | None = None if segments is None else np.zeros(wanted.size, dtype=np.int64)
         for shard in sorted(set(shards.tolist())):
             chosen = np.flatnonzero(shards == shard)
             pieces = self._pack(shard).pieces(wanted[chosen] - self._starts[shard])
@@ -170,10 +173,11 @@ class TokenDataset:
                 )
             tokens.reshape(-1)[position] = data[source]
             targets.reshape(-1)[position] = following
-            if segments is not None:
+            if segments is not None and lengths is not None:
+                lengths += np.bincount(position // self.seq_len, minlength=wanted.size)
                 segments[chosen] = np.bincount(pieces.row, minlength=chosen.size)[:, None]  # id of padding
                 segments.reshape(-1)[position] = np.repeat(pieces.number, pieces.size)
-        return SampleBatch(tokens, targets, segments)
+        return SampleBatch(tokens, targets, segments, lengths)
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
         """Number of targets with loss in some samples; counted once per shard, then cached."""

@@ -99,7 +99,7 @@ class Block(nn.Module):
         x_BTD: Tensor,
         rope: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
-        weights_B: Tensor | None = None,
+        weights_B2: Tensor | None = None,
     ) -> Residual:
         """The residual stream after this block.
 
@@ -107,13 +107,13 @@ class Block(nn.Module):
             x_BTD: The residual stream.
             rope: Cosine and sine of the positions.
             mask: Added to attention scores.
-            weights_B: Each sequence's share of the batch, for experts.
+            weights_B2: Each sequence's share of the batch and its tokens without padding; for experts.
         """
         if not isinstance(self.ffn, MixtureOfExperts):
             return self.checkpointing.run(self._compute, x_BTD, rope, mask, None)
         router = self.ffn.router
         router.is_counting = True  # in the forward pass, not in the recomputation
-        out_BTD = self.checkpointing.run(self._compute, x_BTD, rope, mask, weights_B)
+        out_BTD = self.checkpointing.run(self._compute, x_BTD, rope, mask, weights_B2)
         router.is_counting = False
         return out_BTD
 
@@ -122,11 +122,11 @@ class Block(nn.Module):
         x_BTD: Tensor,
         rope: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
-        weights_B: Tensor | None,
+        weights_B2: Tensor | None,
     ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         normed = self.ffn_norm(x_BTD)
-        return x_BTD + (self.ffn(normed, weights_B) if self.is_moe else self.ffn(normed))
+        return x_BTD + (self.ffn(normed, weights_B2) if self.is_moe else self.ffn(normed))
 
 
 class Head(nn.Linear):
@@ -250,7 +250,7 @@ class Decoder(nn.Module):
         x: Tensor,
         targets_BT: Tensor | None = None,
         segments_BT: Tensor | None = None,
-        weights_B: Tensor | None = None,
+        weights_B2: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V), or the loss **summed** over the targets that are not ``IGNORE_INDEX``.
 
@@ -261,16 +261,16 @@ class Decoder(nn.Module):
             x: Tokens (B, T); of a stage that is not the first, the residual stream.
             targets_BT: Token ids to predict; read by the last stage.
             segments_BT: The document index of each token of whole sequences.
-            weights_B: Each sequence's share of the batch, 0 for padding; for experts.
+            weights_B2: Each sequence's share of the batch and its tokens without padding; for experts.
         """
-        x = self.run_blocks(x, segments_BT, weights_B)
+        x = self.run_blocks(x, segments_BT, weights_B2)
         if not self.last:
             return x
         x = self.norm(x)
         return self.head(x) if targets_BT is None else self.head.loss(x, targets_BT, self.loss_chunk)
 
     def run_blocks(
-        self, x: Tensor, segments_BT: Tensor | None = None, weights_B: Tensor | None = None
+        self, x: Tensor, segments_BT: Tensor | None = None, weights_B2: Tensor | None = None
     ) -> Tensor:
         """The residual stream after the last block; arguments as in :meth:`forward`."""
         length = x.shape[1] if self.first else self.seq_len
@@ -280,7 +280,7 @@ class Decoder(nn.Module):
         rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.uses_rope else None
         mask = None if segments_BT is None else self.context.build_mask(segments_BT, compute_dtype(x))
         for block in self.blocks.values():
-            x = block(x, rope, mask, weights_B)
+            x = block(x, rope, mask, weights_B2)
         return x
 
     def set_expected_loss_grad(self, expected: float) -> None:

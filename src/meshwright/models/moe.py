@@ -146,15 +146,15 @@ class MixtureOfExperts(nn.Module):
         self.tokens = Tokens()
         self.dispatch: Dispatch = dispatch_local
 
-    def forward(self, x: Tensor, weights_B: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weights_B2: Tensor | None = None) -> Tensor:
         """The outputs of each token's routed and shared experts.
 
         Args:
             x: Hidden states.
-            weights_B: Each sequence's share of the batch; see :class:`Router`.
+            weights_B2: Each sequence's share of the batch; see :class:`Router`.
         """
         x_ND = self.tokens.select_local(x)
-        routing = self.router(x_ND, weights_B, self.tokens)
+        routing = self.router(x_ND, weights_B2, self.tokens)
         out = self.tokens.restore_shape(self.dispatch(x_ND, routing, self.experts), x)
         return out if self.shared is None else out + self.shared(x)
 

@@ -68,17 +68,24 @@ class Tokens:
         return counts_BE
 
     def expert_queue_positions(
-        self, experts_NK: Tensor, batch: int, num_experts: int
+        self, experts_NK: Tensor, tokens_B: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor]:
-        """The queue position of each (token, slot) pair at its expert, and the queue lengths.
+        """The queue position of each (token, slot) pair at its expert, and the counts without padding.
+
+        Args:
+            experts_NK: Of the local tokens.
+            tokens_B: Tokens of each sequence without padding.
+            num_experts: Of the layer.
 
         Returns:
             For each pair the number of earlier pairs of its sequence (by token, then slot) at the same
             expert, (N, K); and the counts over whole sequences, (B, E), float32.
         """
-        sequence_N = self.sequence_of(len(experts_NK), batch, experts_NK.device)
+        num_local, batch, device = len(experts_NK), len(tokens_B), experts_NK.device
+        sequence_N = self.sequence_of(num_local, batch, device)
+        real_N = self.position_of(num_local, batch, device) < tokens_B[sequence_N]
         places_NK = queue_positions(sequence_N, experts_NK, num_experts)
-        return places_NK, count_choices(sequence_N, experts_NK, batch, num_experts)
+        return places_NK, count_choices(sequence_N, experts_NK, real_N, batch, num_experts)
 
 
 def queue_positions(sequence_N: Tensor, experts_NK: Tensor, num_experts: int) -> Tensor:
@@ -92,11 +99,14 @@ def queue_positions(sequence_N: Tensor, experts_NK: Tensor, num_experts: int) ->
     return torch.empty_like(places).scatter_(0, order, places).view_as(experts_NK)
 
 
-def count_choices(sequence_N: Tensor, experts_NK: Tensor, batch: int, num_experts: int) -> Tensor:
-    """Tokens of each sequence at each expert, (B, E), float32."""
+def count_choices(
+    sequence_N: Tensor, experts_NK: Tensor, real_N: Tensor, batch: int, num_experts: int
+) -> Tensor:
+    """Tokens of each sequence at each expert, without padding (``real_N`` is false), (B, E), float32."""
     queue = (sequence_N.unsqueeze(1) * num_experts + experts_NK).flatten()
     counts = torch.zeros(batch * num_experts, dtype=torch.int64, device=queue.device)
-    return counts.scatter_add_(0, queue, torch.ones_like(queue)).view(batch, num_experts).float()
+    counted = real_N.unsqueeze(1).expand_as(experts_NK).flatten().to(counts.dtype)
+    return counts.scatter_add_(0, queue, counted).view(batch, num_experts).float()
 
 
 @dataclass(frozen=True)
@@ -131,24 +141,24 @@ class Router(nn.Module):
         self.is_counting = False
         """Whether tokens are counted: in the forward pass, not in recomputation."""
 
-    def forward(self, x_ND: Tensor, weights_B: Tensor | None, tokens: Tokens) -> Routing:
+    def forward(self, x_ND: Tensor, weights_B2: Tensor | None, tokens: Tokens) -> Routing:
         """Route this rank's tokens.
 
         Args:
             x_ND: The tokens.
-            weights_B: Each sequence's share of the batch, 0 for padding; None in generation, which has no
-                capacity.
+            weights_B2: Each sequence's share of the batch, and its number of tokens without padding; None in
+                generation, which has no capacity.
             tokens: Of the sequences.
         """
-        learning = weights_B is not None and torch.is_grad_enabled()
+        learning = weights_B2 is not None and torch.is_grad_enabled()
         with torch.autocast(x_ND.device.type, enabled=False):
             logits_NE = F.linear(x_ND.float(), self.weight.float())
             with torch.no_grad():
                 scores_NE = logits_NE.softmax(-1) if self.kind == "softmax" else logits_NE.sigmoid()
                 experts_NK = self._choose(scores_NE)
                 kept_NK = extra_NE = None
-                if weights_B is not None:
-                    outputs = _RouterOutputs(logits_NE, scores_NE, experts_NK, weights_B, tokens)
+                if weights_B2 is not None:
+                    outputs = _RouterOutputs(logits_NE, scores_NE, experts_NK, weights_B2, tokens)
                     kept_NK, extra_NE = self._apply_capacity_and_losses(outputs, learning)
             if extra_NE is not None:
                 logits_NE = _AddGradient.apply(logits_NE, extra_NE)
@@ -174,33 +184,33 @@ class Router(nn.Module):
 
         In training it also adds to :attr:`load`.
         """
-        tokens, experts_NK, weights_B = outputs.tokens, outputs.experts_NK, outputs.weights_B
+        tokens, experts_NK, device = outputs.tokens, outputs.experts_NK, outputs.experts_NK.device
+        weights_B, tokens_B = outputs.weights_B2.unbind(1)
         num_local, batch, experts = len(experts_NK), len(weights_B), self.num_experts
-        length, sequence_N = (
-            tokens.length(num_local, batch),
-            tokens.sequence_of(num_local, batch, experts_NK.device),
-        )
+        length = tokens.length(num_local, batch)
         kept_NK = counts_BE = extra_NE = None
         if self.capacity_factor is not None:
-            places_NK, counts_BE = tokens.expert_queue_positions(experts_NK, batch, experts)
+            places_NK, counts_BE = tokens.expert_queue_positions(experts_NK, tokens_B, experts)
             kept_NK = places_NK < math.ceil(self.capacity_factor * length * self.per_token / experts)
         if not learning:
             return kept_NK, None
-        own_BE = count_choices(sequence_N, experts_NK, batch, experts)
-        share_N1 = (weights_B / length)[sequence_N].unsqueeze(1)
+        sequence_N = tokens.sequence_of(num_local, batch, device)
+        real_N = tokens.position_of(num_local, batch, device) < tokens_B[sequence_N]
+        own_BE = count_choices(sequence_N, experts_NK, real_N, batch, experts)
+        tokens_B1 = tokens_B.clamp(min=1).unsqueeze(1)  # a zero-weight sample has none
+        share_N1 = torch.where(real_N, (weights_B / tokens_B1[:, 0])[sequence_N], 0).unsqueeze(1)
         values = own_BE.new_zeros(2)
         if self.auxiliary.balance:
             counts_BE = tokens.all_reduce_counts(own_BE) if counts_BE is None else counts_BE
-            frequency_NE = (counts_BE * (experts / (length * self.per_token)))[sequence_N]
+            frequency_NE = (counts_BE * experts / (tokens_B1 * self.per_token))[sequence_N]
             values[0], extra_NE = self._balance(outputs, frequency_NE, share_N1)
         if self.auxiliary.z:
             values[1], gradient_NE = self._z(outputs, share_N1)
             extra_NE = gradient_NE if extra_NE is None else extra_NE.add_(gradient_NE)
         if self.is_counting and self.load is not None:
-            real_B1 = (weights_B > 0).unsqueeze(1)
-            self.load[:experts] += (own_BE * real_B1).sum(0)
+            self.load[:experts] += own_BE.sum(0)
             if kept_NK is not None:
-                self.load[experts] += (real_B1[sequence_N] & ~kept_NK).sum()
+                self.load[experts] += (real_N.unsqueeze(1) & ~kept_NK).sum()
             self.load[experts + 1 :] += values
         scale = self.auxiliary.scale()
         return kept_NK, extra_NE if extra_NE is None or scale is None else extra_NE * scale
@@ -216,7 +226,7 @@ class Router(nn.Module):
         Args:
             outputs: Of the router.
             frequency_NE: E f_e of each token's sequence.
-            share_N1: Each token's share of the batch.
+            share_N1: Each token's share of the batch; 0 for padding.
         """
         scores_NE = outputs.scores_NE
         probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
@@ -240,7 +250,7 @@ class _RouterOutputs:
     logits_NE: Tensor
     scores_NE: Tensor
     experts_NK: Tensor
-    weights_B: Tensor
+    weights_B2: Tensor
     tokens: Tokens
 
 

@@ -337,7 +337,7 @@ class TritonBlock(Block):
         x: Residual,
         rope: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
-        weights_B: Tensor | None = None,
+        weights_B2: Tensor | None = None,
     ) -> Residual:
         """The residual stream after this block, as a pair; with full checkpointing as one tensor.
 
@@ -345,7 +345,7 @@ class TritonBlock(Block):
             x: The residual stream.
             rope: Cosine and sine of the positions.
             mask: Added to attention scores.
-            weights_B: For experts; not read.
+            weights_B2: For experts; not read.
         """
         assert rope is not None, "spec.execution.uses_triton_blocks requires RoPE"
         x_BTD, delta_BTD = x if isinstance(x, tuple) else (x, None)

@@ -20,7 +20,8 @@ class Batch(NamedTuple):
     segments: Tensor | None = None
     """The document of each token, (micro_batch, seq_len), with ``data.mask=document``."""
     weights: Tensor | None = None
-    """Each sample's share of the global batch, (micro_batch,), for a model with experts."""
+    """For a model with experts, (micro_batch, 2): each sample's share of the global batch, and its number of
+    tokens without padding. Both are 0 for a zero-weight sample."""
 
     def to_device(self, device: torch.device) -> list[Tensor | None]:
         """The arguments on a device, without the trailing ones that are None."""

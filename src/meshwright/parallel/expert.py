@@ -193,12 +193,14 @@ class ShardedTokens(Tokens):
         return summed
 
     def expert_queue_positions(
-        self, experts_NK: Tensor, batch: int, num_experts: int
+        self, experts_NK: Tensor, tokens_B: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor]:
         """Queue positions over whole sequences: every rank sends its tokens' experts and gets all of them."""
+        batch, device = len(tokens_B), experts_NK.device
         whole_BTK = self._gather_whole(experts_NK, batch)
-        tokens, device = whole_BTK.shape[1], experts_NK.device
+        tokens = whole_BTK.shape[1]
         sequence = torch.arange(batch, device=device).repeat_interleave(tokens)
+        real = (torch.arange(tokens, device=device) < tokens_B.unsqueeze(1)).flatten()
         experts_of_all = whole_BTK.flatten(0, 1)
         queue_BTK = queue_positions(sequence, experts_of_all, num_experts).view_as(whole_BTK)
         if self._cp is not None:
@@ -206,7 +208,7 @@ class ShardedTokens(Tokens):
         own = queue_BTK.flatten(0, 1)
         if self._tp is not None:
             own = own.chunk(self._tp_size)[self._tp.rank]
-        return own, count_choices(sequence, experts_of_all, batch, num_experts)
+        return own, count_choices(sequence, experts_of_all, real, batch, num_experts)
 
     def gather(self, experts_NK: Tensor) -> Tensor:
         """Every rank sends the experts of its tokens and gets those of all ranks, in rank order."""

@@ -78,8 +78,9 @@ class Batcher:
             segments = segments if segments is None else np.pad(segments, missing)
         weights = None
         if self.sample_weight is not None:
-            weights = torch.zeros(self.micro_batch)
-            weights[:count] = self.sample_weight
+            weights = torch.zeros(self.micro_batch, 2)
+            weights[:count, 0] = self.sample_weight
+            weights[:count, 1] = tokens.shape[1] if rows.lengths is None else torch.from_numpy(rows.lengths)
         documents = segments if segments is None else torch.from_numpy(segments)
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(targets), documents, weights)
         if self.context is None:

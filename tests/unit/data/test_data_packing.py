@@ -30,7 +30,8 @@ def write(folder, documents, shard_tokens=10**6, loss_mask=None):
 
 def split_rows(rows):
     """The documents of each row as lists of (input, target), and the length of the padding."""
-    for tokens, targets, segments in zip(rows.tokens, rows.targets, rows.segments, strict=True):
+    columns = zip(rows.tokens, rows.targets, rows.segments, rows.lengths, strict=True)
+    for tokens, targets, segments, length in columns:
         assert segments[0] == 0
         assert set(np.diff(segments)) <= {0, 1}, "segments are numbered from 0 without gaps"
         pieces = [
@@ -39,6 +40,7 @@ def split_rows(rows):
         ]
         padding = pieces.pop() if pieces[-1][0] == (0, IGNORE_INDEX) else []
         assert all(pair == (0, IGNORE_INDEX) for pair in padding)
+        assert length == len(tokens) - len(padding)
         yield pieces, len(padding)
 
 

@@ -95,6 +95,11 @@ def reference_moe(layer, model, x, capacity=None, bias=0.0):
     return out, chosen, dropped
 
 
+def sample_weights(share):
+    """Equal shares of the batch for all sequences, without padding."""
+    return torch.tensor([[share, LENGTH]] * BATCH)
+
+
 def gradients_of(layer, x, out):
     """The gradients of the input and of all parameters."""
     parameters = dict(layer.named_parameters())
@@ -124,7 +129,7 @@ def test_output_and_gradients_match_the_reference(changes):
     if model.capacity_factor:
         capacity = math.ceil(model.capacity_factor * LENGTH * model.experts_per_token / model.num_experts)
     expected, _, dropped = reference_moe(layer, model, x, capacity)
-    found = layer(x, torch.full((BATCH,), 1 / BATCH))
+    found = layer(x, sample_weights(1 / BATCH))
     assert dropped.any() == (model.capacity_factor is not None), "the case drops tokens as intended"
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     wanted = gradients_of(layer, x, expected)
@@ -141,9 +146,9 @@ def test_generation_ignores_the_capacity():
 def test_capacity_applies_per_sequence_and_drops_its_last_tokens():
     """The routing of a sequence does not depend on the other sequences of its micro-batch."""
     layer, x = build_moe(model_with(capacity_factor=0.6)), residual()
-    together = layer(x, torch.ones(BATCH))
+    together = layer(x, sample_weights(1.0))
     for row in range(BATCH):
-        alone = layer(x[row : row + 1], torch.ones(1))
+        alone = layer(x[row : row + 1], sample_weights(1.0)[:1])
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
     experts = torch.tensor([[0, 1], [1, 0], [0, 2], [0, 1], [1, 2], [2, 0]])
     places = queue_positions(torch.tensor([0, 0, 0, 1, 1, 1]), experts, 3)
@@ -153,26 +158,33 @@ def test_capacity_applies_per_sequence_and_drops_its_last_tokens():
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("balance", "z"), [(0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
 def test_auxiliary_losses_have_the_gradients_of_their_formulas(router, balance, z):
-    """The reference is autograd of the explicit losses. The third sequence is padding."""
+    """The reference is autograd of the explicit losses.
+
+    The second sequence ends with padding, the third is a zero-weight sample.
+    """
     model = model_with(router=router)
     layer, x = build_moe(model), residual()
-    weights = torch.tensor([0.25, 0.25, 0.0])
-    plain = gradients_of(layer, x, layer(x, weights))
+    weights, lengths = torch.tensor([0.25, 0.25, 0.0]), torch.tensor([LENGTH, LENGTH - 2, 0])
+    given = torch.stack((weights, lengths), dim=1)
+    plain = gradients_of(layer, x, layer(x, given))
     scale = torch.tensor(8.0)
     layer.router.auxiliary = AuxiliaryLosses(balance, z, lambda: scale)
     layer.router.load, layer.router.is_counting = torch.zeros(7, dtype=torch.float64), True
-    found = gradients_of(layer, x, layer(x, weights))
+    found = gradients_of(layer, x, layer(x, given))
     logits, scores = reference_scores(layer, model, x)
     probabilities = scores / scores.sum(-1, keepdim=True)
     _, chosen, _ = reference_moe(layer, model, x)
-    frequency = chosen.float().mean(1) / model.experts_per_token
-    balances = model.num_experts * (frequency * probabilities.mean(1)).sum(-1)
-    zs = logits.logsumexp(-1).square().mean(1)
+    real = (torch.arange(LENGTH) < lengths.unsqueeze(1)).unsqueeze(-1) / lengths.clamp(min=1).view(-1, 1, 1)
+    frequency = (chosen * real).sum(1) / model.experts_per_token
+    balances = model.num_experts * (frequency * (probabilities * real).sum(1)).sum(-1)
+    zs = (logits.logsumexp(-1, keepdim=True).square() * real).sum((1, 2))
     loss = (weights * (balance * balances + z * zs)).sum()
     extra = torch.autograd.grad(loss, [x, layer.router.weight])
     for name, expected in zip(("x", "router.weight"), extra, strict=True):
         torch.testing.assert_close(found[name] - plain[name], scale * expected, rtol=1e-3, atol=2e-5)
     values = [(weights * balances).sum().item() if balance else 0, (weights * zs).sum().item() if z else 0]
+    counts = (chosen & (real > 0)).sum((0, 1))
+    assert layer.router.load[: model.num_experts].tolist() == counts.tolist(), "padding is not counted"
     assert layer.router.load[5:].tolist() == pytest.approx(values, rel=1e-5)
     for name in plain:
         if name not in ("x", "router.weight"):
@@ -184,13 +196,13 @@ def test_selection_bias_changes_experts_but_not_weights():
     layer.router.selection_bias = torch.tensor([0.0, 5.0, 0.0, 0.0])
     expected, chosen, _ = reference_moe(layer, MODEL, x, bias=layer.router.selection_bias)
     assert chosen[..., 1].all(), "every token chooses the favoured expert"
-    torch.testing.assert_close(layer(x, torch.ones(BATCH)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(x, sample_weights(1.0)), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_expert_without_tokens_has_a_zero_gradient():
     layer, x = build_moe(model_with(ffn_bias=True)), residual()
     layer.router.choose = lambda scores, chosen: torch.tensor([0, 2]).expand_as(chosen)
-    layer(x, torch.ones(BATCH)).sum().backward()
+    layer(x, sample_weights(1.0)).sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
     rows = layer.experts.up.weight.grad.view(4, -1).abs().sum(1)
@@ -201,7 +213,7 @@ def test_expert_without_tokens_has_a_zero_gradient():
 def test_top_1_router_has_a_gradient_of_exactly_zero(router):
     """Its weight is 1 for all scores. AdamW would turn a rounding error into a full update."""
     layer = build_moe(model_with(router=router, experts_per_token=1))
-    layer(residual(), torch.ones(BATCH)).square().sum().backward()
+    layer(residual(), sample_weights(1.0)).square().sum().backward()
     assert (layer.router.weight.grad == 0).all()
 
 
@@ -231,7 +243,7 @@ def test_activation_checkpointing_keeps_results_and_expert_load(recompute, chang
                 block.ffn.router.load = torch.zeros(7, dtype=torch.float64)
                 loads.append(block.ffn.router.load)
         tokens = torch.randint(32, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
-        batch = (tokens, tokens, None, torch.tensor([0.5, 0.5, 0.0]))
+        batch = (tokens, tokens, None, torch.tensor([[0.5, LENGTH], [0.5, LENGTH], [0.0, 0]]))
         with torch.no_grad():
             decoder(*batch)
         loss = decoder(*batch)
@@ -258,10 +270,10 @@ def test_moe_parameters_are_the_planned_ones(changes):
 def test_bf16_rounds_gemms_but_not_the_routing():
     model = model_with(shared_experts=1)
     layer, x = build_moe(model), residual()
-    exact, choices = layer(x, torch.ones(BATCH)), []
+    exact, choices = layer(x, sample_weights(1.0)), []
     layer.router.choose = lambda scores, chosen: choices.append(chosen) or chosen
     with torch.autocast("cpu", torch.bfloat16):
-        low = layer(x.bfloat16(), torch.ones(BATCH))
+        low = layer(x.bfloat16(), sample_weights(1.0))
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), exact, rtol=0.05, atol=0.05)
     expected, weight = layer.router(x.bfloat16().flatten(0, 1), None, Tokens()), layer.router.weight

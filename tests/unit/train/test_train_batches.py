@@ -216,7 +216,9 @@ def test_ranks_run_equal_micro_batches_and_each_sample_counts_once(mask, count, 
             assert tokens.dtype == targets.dtype == torch.int64
             assert (segments is not None) == (mask == "document")
             real = targets[:, 0] != IGNORE_INDEX
-            assert weights.tolist() == pytest.approx((real / count).tolist()), "the share of the global batch"
+            shares, lengths = weights.unbind(1)
+            assert shares.tolist() == pytest.approx((real / count).tolist()), "the share of the global batch"
+            assert lengths.tolist() == (4 * real).tolist()
             seen += tokens[real][:, 0].tolist()
             assert (targets[~real] == IGNORE_INDEX).all()
             assert (tokens[~real] == 0).all()
