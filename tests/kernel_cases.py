@@ -311,7 +311,7 @@ def check_scale(device: str, dtype: torch.dtype) -> None:
 
 
 def check_adamw(device: str) -> None:
-    """Updates match torch operations, also after a gradient was reallocated."""
+    """Updates match torch operations, also after a gradient was reallocated. A NaN factor updates nothing."""
     from meshwright.train.optimizers import triton_adamw
     from meshwright.train.optimizers.parameter_update import ParameterUpdate, update_parameter
 
@@ -334,6 +334,11 @@ def check_adamw(device: str) -> None:
                 if found is not None:
                     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
         ours[0] = ours[0]._replace(grad=ours[0].grad.clone())
+    before = [[tensor if tensor is None else tensor.clone() for tensor in update] for update in ours]
+    scalars[:, 3] = float("nan")
+    triton_adamw.adamw_step(table, ours, scalars, (0.9, 0.95), 1e-8)
+    for own, kept in zip(ours, before, strict=True):
+        assert all(a is b or torch.equal(a, b) for a, b in zip(own, kept, strict=True))
 
 
 def check_interpreted() -> None:

@@ -5,12 +5,15 @@ From source: ``PYTHONPATH=src python3 -m pytest -m gpu``.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from meshwright.api import load_run  # noqa: E402
-from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: E402
+from meshwright.core.events import EVENTS_FILE, EventWriter, read_events  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.measure.collective_counter import CollectiveCounter  # noqa: E402
 from meshwright.parallel.mesh import init_mesh  # noqa: E402
@@ -156,3 +159,23 @@ def test_a_step_returns_before_its_update_has_finished_if_another_step_follows(
     trainer.train_step(meter, overlap_next_step=False)
     assert torch.cuda.current_stream().query()
     events.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "module"),
+    [("triton", "blocks.1"), ("compile", "blocks.1"), ("eager", "blocks.1.attention.wo")],
+)
+def test_a_nan_is_named_by_its_block_or_module(train, tmp_path, monkeypatch, backend, module):
+    """A Triton block is one module; a compiled block is recomputed as an eager one.
+
+    The weights are those before the update: fused AdamW checks the gradient norm on the device.
+    """
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "multiproc"))
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:plant_nan")
+    fault = {"kind": "weight", "module": "blocks.1.attention.wo", "ranks": [0], "step": 2}
+    (tmp_path / "plant.json").write_text(json.dumps(fault))
+    options = ("train.precision=bf16", f"train.block_backend={backend}", "run_dir=run")
+    failed = train(*ON_GPU, *WIDE, *options, expect=4)
+    (found,) = [e for e in read_events(failed.run_dir / EVENTS_FILE).events if e["event"] == "not_finite"]
+    assert found["module"].startswith(module)
+    assert found["weights"] == ["blocks.1.attention.wo.weight"]
