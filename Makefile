@@ -27,6 +27,7 @@ demo: setup
 	$(BIN)/meshwright train examples/demo.toml
 	$(BIN)/meshwright generate $$(ls -td runs/demo-* | head -n 1) --prompt 'def ' --tokens 160 --temperature 0.7
 	$(BIN)/meshwright audit $$(ls -td runs/demo-* | head -n 1)
+	@echo "next: source .venv/bin/activate; meshwright init; the report is $$(ls -td runs/demo-* | head -n 1)/report.html"
 
 # Two files at once, the longest first: tests that start ranks wait most of the time. Fault tests have deadlines:
 # they run after the others, at most two at once.
