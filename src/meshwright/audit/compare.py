@@ -1,10 +1,10 @@
 """The audit: predicted against measured memory and collectives, on every rank.
 
-State and collectives must be **equal**. Activations and peak may differ by 5%. With Triton blocks the peak
-may differ by 3%. With blocks that torch.compile compiles, these two may be **at most** 5% above the
-prediction: the compiler decides what to keep, and keeps less than eager blocks. With experts, they are
-predicted for the rows that the rank's experts really read; the plan assumes an even load. Step time is not
-audited. A value that was not measured fails the audit.
+State and collectives must be **equal**. Activations and peak may differ by 5%, a peak below 8 MiB by 12%.
+With Triton blocks the peak may differ by 3%. With blocks that torch.compile compiles, these two may be **at
+most** 5% above the prediction: the compiler decides what to keep, and keeps less than eager blocks. With
+experts, they are predicted for the rows that the rank's experts really read; the plan assumes an even load.
+Step time is not audited. A value that was not measured fails the audit.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from meshwright.plan.traffic.expert import routed_row_bytes
 
 PEAK_TOLERANCE = 0.05
 """For activations and peak, which depend on torch's kernels."""
+SMALL_PEAK_BYTES = 8 * 2**20
+"""Peaks below it may differ by ``SMALL_PEAK_TOLERANCE``: in a tiny model, single buffers of a collective or
+of a recomputed block are a large part of the peak."""
+SMALL_PEAK_TOLERANCE = 0.12
+"""The largest difference in dry runs of 329 random layouts with peaks of 0.2 to 8 MB was 10.9%."""
 COUNTED_PEAK_TOLERANCE = 0.03
 """For the peak with Triton blocks: allocator rounding and attention workspace."""
 CUDA_BLOCK_SLACK = 2 * 2**20
@@ -191,7 +196,7 @@ def _state_rows(plan: PlanContract, record: RunRecord) -> list[StateRow]:
                 peak,
                 found.peak_bytes if found else None,
                 effect.peak,
-                COUNTED_PEAK_TOLERANCE if counted else PEAK_TOLERANCE,
+                COUNTED_PEAK_TOLERANCE if counted else _peak_tolerance(peak + effect.peak),
                 0,
             ),
         ):
@@ -199,6 +204,10 @@ def _state_rows(plan: PlanContract, record: RunRecord) -> list[StateRow]:
                 StateRow(expected.rank, kind, predicted + more, measured, allowed, compiled, more, extra)
             )
     return rows
+
+
+def _peak_tolerance(predicted: int) -> float:
+    return SMALL_PEAK_TOLERANCE if predicted < SMALL_PEAK_BYTES else PEAK_TOLERANCE
 
 
 Kind = tuple[str, str, str, int]
