@@ -9,6 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.checkpoint import resume as checkpoint_resume
+from meshwright.checkpoint import saver as checkpoint_saver
+from meshwright.checkpoint.manifest import OPTIMIZER_FILE
 from meshwright.layout.axes import Axis, is_expert
 from meshwright.models.moe import ExpertLinear
 from meshwright.models.routing import Router, Tokens
@@ -27,12 +30,15 @@ from meshwright.parallel.tensor_collectives import TensorParallel
 from meshwright.parallel.zero1 import Zero1State
 from meshwright.schedule.pipeline.actions import Action, Kind
 from meshwright.train import build
+from meshwright.train import evaluate as evaluation
 from meshwright.train import optimizer as train_optimizer
 from meshwright.train import trainer as trainer_module
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.batches import Batcher
 from meshwright.train.step_audit import StepAudit
 from meshwright.train.trainer import Trainer
+from meshwright.verify import checkpoint_reload
+from meshwright.verify import prove as prove_rank
 from meshwright.verify.prove import run_rank
 
 
@@ -459,6 +465,101 @@ def _gather_stale(original, self):
 
 
 first_rows_not_gathered = with_method(Zero1State, "all_gather_parameters", _gather_stale)
+
+
+def eval_of_rank_0_alone(run_dir, listener):
+    """The held-out loss is that of rank 0."""
+    original, sums = evaluation._evaluate_set, Mesh.all_reduce_scalars
+
+    def evaluate_set(trainer, name, held_out):
+        Mesh.all_reduce_scalars = lambda self, values: sums(self, values if self.rank == 0 else (0.0, 0.0))
+        loss = original(trainer, name, held_out)
+        Mesh.all_reduce_scalars = sums
+        return loss
+
+    evaluation._evaluate_set = evaluate_set
+    return run_rank(run_dir, listener)
+
+
+eval_without_last_sample = with_function(
+    evaluation, "first_samples", lambda original, *arguments: original(*arguments)[:-1]
+)
+
+
+def with_loaded_moments(change):
+    """An entry that changes the tensors that a checkpoint loads: by key and target, before and after."""
+
+    def load(original, state, checkpoint, file, targets):
+        kept = {key: target.clone() for key, target in targets.items()}
+        original(state, checkpoint, file, targets)
+        if file == OPTIMIZER_FILE:
+            for key, target in targets.items():
+                change(key, target, kept[key])
+
+    return with_function(checkpoint_resume, "_load_tensors", load)
+
+
+def _swap_rows(key, target, before):
+    if key.endswith(":exp_avg") and len(target) > 1:
+        target.copy_(target.flip(0))
+
+
+def _keep_second_moment(key, target, before):
+    if key.endswith(":exp_avg_sq"):
+        target.zero_()
+
+
+moment_rows_swapped_on_load = with_loaded_moments(_swap_rows)
+second_moment_not_loaded = with_loaded_moments(_keep_second_moment)
+
+
+def moment_rows_swapped_in_file(run_dir, listener):
+    """Saving and loading reverse the rows of moments: this layout restores them, another would not."""
+    state = Zero1State
+    original, save, shard = prove_rank.save_and_reload, state.full_tensor, state.shard_to
+    file_of = checkpoint_resume.open_tensors
+
+    def open_tensors(checkpoint, name):
+        reverse = name == OPTIMIZER_FILE
+        state.shard_to = lambda self, key, full, shape: shard(
+            self, key, full[:].flip(0) if reverse else full, shape
+        )
+        return file_of(checkpoint, name)
+
+    def save_and_reload(trainer):
+        state.full_tensor = lambda self, name, tensor: save(self, name, tensor).flip(0)
+        checkpoint_resume.open_tensors = open_tensors
+        found = original(trainer)
+        state.full_tensor, state.shard_to, checkpoint_resume.open_tensors = save, shard, file_of
+        return found
+
+    prove_rank.save_and_reload = save_and_reload
+    return run_rank(run_dir, listener)
+
+
+def _keep_position(original, state, checkpoint):
+    position = state.counters.position
+    notes = original(state, checkpoint)
+    state.counters.position = position
+    return notes
+
+
+position_not_loaded = with_function(checkpoint_reload, "resume", _keep_position)
+
+
+def _save_stale(original, state, has_checkpoint):
+    """One saved weight is not the one in memory."""
+    parameter = state.model.blocks["0"].ffn.up.weight
+    with torch.no_grad():
+        kept = parameter.clone()
+        parameter.mul_(1.01)
+        snapshot = original(state, has_checkpoint)
+        snapshot._tensors = iter([tensor.clone() for tensor in snapshot.tensors()])
+        parameter.copy_(kept)
+    return snapshot
+
+
+stale_weights_saved = with_function(checkpoint_saver, "take_snapshot", _save_stale)
 
 
 def ranks_read_same_samples(run_dir, listener):

@@ -454,6 +454,26 @@ def test_a_gradient_norm_that_counts_replicas_twice_is_named(prove_bug):
     assert first.difference == pytest.approx(2**0.5 - 1, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("bug", "layout", "kind", "module", "term"),
+    [
+        ("eval_of_rank_0_alone", {"dp_replicate": 2}, "evaluation", "held-out loss", None),
+        ("moment_rows_swapped_on_load", ZERO_3, "checkpoint", "norm", "exp_avg"),
+        slow("eval_without_last_sample", {"dp_shard": 2}, "evaluation", "held-out loss", None),
+        slow("moment_rows_swapped_on_load", ZERO_1, "checkpoint", "norm", "exp_avg"),
+        slow("moment_rows_swapped_in_file", ZERO_1, "checkpoint", "norm", "exp_avg"),
+        slow("second_moment_not_loaded", {"tp": 2}, "checkpoint", "norm", "exp_avg_sq"),
+        slow("position_not_loaded", PIPELINE, "checkpoint", "sample position", "sample position"),
+        slow("stale_weights_saved", {"dp_replicate": 2}, "checkpoint", "blocks.0.ffn.up", "weight"),
+    ],
+)
+def test_a_wrong_evaluation_or_checkpoint_is_named(prove_bug, bug, layout, kind, module, term):
+    """The held-out loss after step 5, and a checkpoint that is saved and reloaded there."""
+    first = prove_bug(bug, layout).verdict.first_divergence
+    assert first is not None
+    assert (first.kind, first.module, first.term, first.step) == (kind, module, term, 5), first
+
+
 def require_first_divergence(proof, kind, module, note):
     """Require this first divergence, and return it."""
     assert not proof.verdict.equal

@@ -63,7 +63,7 @@ class CheckpointSaver:
             events: To report saves.
             snapshots: In memory, taken beside checkpoints.
         """
-        self._root, self._state, self._rank, self._events = root, state, rank, events
+        self._root, self.state, self._rank, self._events = root, state, rank, events
         self._snapshots = snapshots
         self._settings = state.plan.job.checkpoint
         self.saved_step = -1
@@ -75,7 +75,7 @@ class CheckpointSaver:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether a save is a collective."""
-        return self._state.sharded.is_sharded
+        return self.state.sharded.is_sharded
 
     def is_due_by_time(self) -> bool:
         """Whether ``checkpoint.every_minutes`` have passed since the last save."""
@@ -103,7 +103,7 @@ class CheckpointSaver:
             self._snapshots.after_step()
 
     def _save_if_due(self, last: bool, eval_loss: float | None, save_requested: bool) -> None:
-        counters = self._state.counters
+        counters = self.state.counters
         timely = save_requested if self.needs_all_ranks else self.is_due_by_time()
         best = self._settings.on_best and eval_loss is not None and eval_loss < counters.best_eval_loss
         if eval_loss is not None:
@@ -114,14 +114,14 @@ class CheckpointSaver:
             self._save(eval_loss, best)
 
     def _save(self, eval_loss: float | None, best: bool) -> None:
-        step, started = self._state.counters.step, time.perf_counter()
-        snapshot = take_snapshot(self._state, self.has_checkpoint)
+        step, started = self.state.counters.step, time.perf_counter()
+        snapshot = take_snapshot(self.state, self.has_checkpoint)
         if self._rank != 0:
             snapshot.drain()
             return
         try:
-            manifest = build_manifest(self._state, eval_loss)
-            path = save_checkpoint(self._root, manifest, snapshot, self._state.small_files)
+            manifest = build_manifest(self.state, eval_loss)
+            path = save_checkpoint(self._root, manifest, snapshot, self.state.small_files)
             if best:
                 mark_best(path.parent, path)
             rotate(path.parent, self._settings.keep_last, path)

@@ -44,8 +44,15 @@ WEIGHT_TOLERANCE = 1e-6
 """Of initial weights, relative to those of the reference: they depend on seed and name only."""
 MIN_LR = {"adamw": 1e-3, "lion": 1e-3, "muon": 1e-3, "sgd": 0.1}
 """Peak learning rate of a proof, at least: with a smaller one rounding would hide the weight decay."""
+CHANGE_TOLERANCE = 1e-2
+"""Of the weights in a checkpoint, relative to their change since the start. The first steps of AdamW depend
+on signs: where the gradient of an element is rounding, the element differs by a whole step."""
+NOISE_GRADIENT = 1e-6
+"""A gradient below this share of the whole model's is rounding; so are the directions of its updates."""
 TIE = 1e-6
 """Expert scores that differ by less tie: rounding decides where the token goes."""
+RELOAD_STEP = 5
+"""The step after which the held-out samples are evaluated, and a checkpoint is saved and reloaded."""
 MAX_WARMUP = 2
 """In steps: with a long warm-up the weights would hardly change in ten."""
 PROOF_PHASE = "proof"
@@ -53,6 +60,7 @@ PROOF_PHASE = "proof"
 
 TASK_FILE = "proof.json"
 REFERENCE_FILE = "reference.json"
+CHECKPOINTS = "checkpoints"
 ACTIVATIONS_FILE = "activations.safetensors"
 ROOT_NAME = "model"
 """Name of the outermost module in reports; in torch its name is empty."""
@@ -158,6 +166,20 @@ class UpdateDifference:
 
 
 @dataclass
+class StateDifference:
+    """Difference of a tensor of a checkpoint, on one rank."""
+
+    parameter: str | None
+    """None for a counter or another state of the whole model."""
+    what: str
+    """`weight`, a moment, or a counter."""
+    difference: float | None
+    """Relative to the norm, or to the change of a weight; None if it is not finite."""
+    note: str
+    """`saved`: the file differs from that of one process; `reloaded`: the rank's state was not restored."""
+
+
+@dataclass
 class RunFigures:
     """What the ranks of one run reported in their events."""
 
@@ -165,6 +187,8 @@ class RunFigures:
     """By step, of rank 0."""
     grad_norms: dict[int, list[float | None]] = field(default_factory=dict)
     """By rank and step; None where nothing needed the norm."""
+    eval_losses: dict[int, list[float]] = field(default_factory=dict)
+    """By rank."""
 
     def feed(self, event: Event) -> None:
         """Take in one event."""
@@ -172,6 +196,8 @@ class RunFigures:
             self.grad_norms.setdefault(event["rank"], []).append(event["grad_norm"])
             if event["rank"] == 0:
                 self.losses.append(event["loss"])
+        if event["event"] == "eval":
+            self.eval_losses.setdefault(event["rank"], []).append(event["loss"])
 
 
 @dataclass
@@ -198,6 +224,8 @@ class RankFindings:
     """Initial, by parameter."""
     updates: dict[str, dict[str, UpdateDifference]] = field(default_factory=dict)
     """By step and parameter."""
+    checkpoint: list[StateDifference] = field(default_factory=list)
+    """What a saved and reloaded checkpoint changed."""
     not_compared: list[str] = field(default_factory=list)
     """Modules whose output has another shape on this rank: a shard."""
     replayed_ties: int = 0
@@ -224,6 +252,7 @@ class RankFindings:
                 step: {name: UpdateDifference(**row) for name, row in table.items()}
                 for step, table in facts["updates"].items()
             },
+            checkpoint=[StateDifference(**row) for row in facts["checkpoint"]],
             not_compared=facts["not_compared"],
             replayed_ties=facts["replayed_ties"],
         )
@@ -243,6 +272,7 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
         steps=STEPS,
         warmup=warmup,
         lr=proof_lr(job.train),
+        eval_samples=min(job.train.eval_samples, job.train.global_batch + 1),  # one rank has more than others
         precision="fp32",
         noise_scale_every=0,
         deterministic=True,
@@ -250,6 +280,8 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
     plain = dataclasses.replace(
         job, train=train, run_dir=None, checkpoint=Checkpoint(), compression=Compression()
     )
+    if plain.data.eval:
+        plain = dataclasses.replace(plain, data=dataclasses.replace(plain.data, eval=()))
     tree = {section: table for section, table in job_tree(plain).items() if section != "layout"}
     # A fixed peak: otherwise every rank would measure it, and the proof does not need MFU.
     here = {"preset": "local", "device": "cpu", "matmul_flops_per_s": 1e11, "memory_bytes": memory_bytes}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,34 +16,39 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.core.events import Listener
-from meshwright.layout.optimizer_state import STEP_COUNT, decays, rule_of
-from meshwright.parallel.full_tensors import canonical_name, full_tensor, is_dtensor, named_parameters
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.layout.optimizer_state import decays, rule_of
+from meshwright.parallel.full_tensors import full_tensor, is_dtensor, named_parameters
 from meshwright.spec.train_defaults import setting
+from meshwright.train.evaluate import evaluate
 from meshwright.train.gradient_noise import draw_noise
 from meshwright.train.loop import report_end, start_meter
 from meshwright.train.optimizers.adamw import CLIPPING_EPS
 from meshwright.train.trainer import StepResult, Trainer
 from meshwright.train.worker import run_with_trainer
 from meshwright.verify.activation_hooks import ActivationHooks
+from meshwright.verify.checkpoint_reload import compare_checkpoints, save_and_reload
+from meshwright.verify.local_state import LocalState, list_local_state
 from meshwright.verify.proof_task import (
     ACTIVATIONS_FILE,
     GRADIENT_STEPS,
     PROOF_PHASE,
+    RELOAD_STEP,
     UPDATE_STEPS,
     WEIGHTS_FILE,
     ActivationDifference,
     ProofTask,
     RankFindings,
     ReferenceRecord,
+    StateDifference,
     TensorDifference,
     UpdateDifference,
     gradients_file,
 )
 from meshwright.verify.routing_decisions import RecordedRouting, ReplayedRouting, RoutingDecisions
 from meshwright.verify.tensor_difference import compare_tensors, tensor_norm
-from meshwright.verify.update_formulas import ParameterState, UpdateRule, compare_update
+from meshwright.verify.update_formulas import UpdateRule, compare_update
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:
@@ -59,14 +63,18 @@ def prove(trainer: Trainer) -> None:
     observe = ReferenceRecorder if task.reference is None else ReferenceComparer
     observer = observe(trainer, task, folder)
     meter = start_meter(trainer)
-    stopping = False
+    evaluations, stopping = 0, False
     while trainer.step < task.steps and not stopping:
         result = trainer.train_step(meter, observer)
         stopping = result.stop_requested
         observer.after_step(result)
+        if trainer.step == RELOAD_STEP and not stopping:
+            with observer.routing.evaluation():
+                evaluations = len(evaluate(trainer))
+            observer.on_reload(save_and_reload(trainer))
     if not stopping:
         observer.finish()
-    report_end(trainer, evaluations=0, stopping=stopping)
+    report_end(trainer, evaluations, stopping=stopping)
 
 
 class ProofObserver(ABC):
@@ -127,6 +135,10 @@ class ProofObserver(ABC):
         """After an optimizer step."""
 
     @abstractmethod
+    def on_reload(self, found: list[StateDifference]) -> None:
+        """After a checkpoint was saved and reloaded."""
+
+    @abstractmethod
     def finish(self) -> None:
         """After the last step."""
 
@@ -172,6 +184,10 @@ class ReferenceRecorder(ProofObserver):
         if self._activations:
             save_file(self._activations, self.folder / ACTIVATIONS_FILE)
             self._activations = {}
+
+    def on_reload(self, found: list[StateDifference]) -> None:
+        """One process must restore its own checkpoint."""
+        assert not found, f"a checkpoint of one process was not restored: {found}"
 
     def finish(self) -> None:
         """Write the record; parameters without a gradient come last."""
@@ -243,6 +259,15 @@ class ReferenceComparer(ProofObserver):
             self._before = {}
             self.findings.write(self.folder)
 
+    def on_reload(self, found: list[StateDifference]) -> None:
+        """Report it; rank 0 also compares the files with those of the reference."""
+        self.findings.checkpoint = found
+        if self.trainer.mesh.rank == 0:
+            step = self.trainer.step
+            saved = Path(self.trainer.assignment.checkpoint_dir) / checkpoint_name(step)
+            self.findings.checkpoint += compare_checkpoints(saved, self._reference, step)
+        self.findings.write(self.folder)
+
     def finish(self) -> None:
         """Write the findings."""
         self.findings.replayed_ties = self.routing.replayed
@@ -299,42 +324,6 @@ class ReferenceComparer(ProofObserver):
         """The number of ranks on which a flag is set, for each parameter of the reference."""
         sums = self.trainer.mesh.all_reduce_scalars([float(flag) for flag in flags])
         return dict(zip(self._names, sums, strict=True))
-
-
-@dataclass
-class LocalState:
-    """What this rank holds of a parameter."""
-
-    parameter: Tensor
-    gradient: Tensor | None
-    moments: dict[str, Tensor]
-
-    def copy(self) -> LocalState:
-        """In memory of its own."""
-        gradient = None if self.gradient is None else self.gradient.clone()
-        moments = {key: value.clone() for key, value in self.moments.items()}
-        return LocalState(self.parameter.clone(), gradient, moments)
-
-    def full(self, sharded: ShardedState, name: str) -> ParameterState:
-        """All-gather the parameter and its moments."""
-        moments = {
-            key: value if key == STEP_COUNT else sharded.full_tensor(name, full_tensor(value))
-            for key, value in self.moments.items()
-        }
-        return ParameterState(sharded.unshard(name, full_tensor(self.parameter)), moments)
-
-
-def list_local_state(trainer: Trainer) -> dict[str, LocalState]:
-    """Parameters, gradients and moments of this rank, by parameter."""
-    shards = {canonical_name(name): shard for name, shard in trainer.sharded_state.named_parameters()}
-    return {
-        name: LocalState(
-            p.detach(),
-            None if p.grad is None else p.grad.detach(),
-            trainer.optimizer.state.get(shards[name], {}),
-        )
-        for name, p in named_parameters(trainer.model)
-    }
 
 
 def _shared_names(model: nn.Module) -> dict[str, list[str]]:

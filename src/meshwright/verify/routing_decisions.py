@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from torch import Tensor
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.full_tensors import canonical_name
 from meshwright.train.batches import split_into_micro_batches
+from meshwright.train.data import first_samples
 from meshwright.train.trainer import Trainer
 from meshwright.verify.proof_task import TIE, routing_file
 
@@ -40,31 +43,62 @@ class RoutingDecisions(ABC):
             folder: Of the reference, which has the recorded decisions or will have them.
         """
         self._trainer, self._folder = trainer, folder
-        batches = trainer.data.train
-        samples = np.arange(trainer.job.train.global_batch)
-        parts = split_into_micro_batches(samples, batches.rank, batches.ranks, batches.micro_batch)
-        self._parts = [torch.from_numpy(part) for part in parts]
+        self._parts = self._split(trainer.job.train.global_batch)
         self.micro_batch = 0
         """The one that is running."""
+        self._evaluated: Counter[str] | None = None
+        """Micro-batches of a running evaluation that a layer has seen."""
+        self._steps = 0
         for layer, module in self._list_moe_layers():
             module.router.choose = functools.partial(self.choose, layer, module)
+
+    def _split(self, samples: int, min_samples: int = 0) -> list[Tensor]:
+        """The positions of this rank's samples, by micro-batch."""
+        batches, every = self._trainer.data.train, np.arange(samples)
+        parts = split_into_micro_batches(every, batches.rank, batches.ranks, batches.micro_batch, min_samples)
+        return [torch.from_numpy(part) for part in parts]
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """While held-out samples are evaluated: a layer's micro-batches come one after the other."""
+        wanted, train_parts = self._trainer.job.train.eval_samples, self._parts
+        samples = len(first_samples(self._trainer.data.eval, wanted))
+        self._parts, self._evaluated = self._split(samples, wanted), Counter()
+        yield
+        self.end_step()
+        self._parts, self._evaluated = train_parts, None
+
+    @property
+    def _number(self) -> int:
+        """Of the running step; an evaluation has number 0."""
+        return 0 if self._evaluated is not None else self._steps + 1
 
     @abstractmethod
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
         """The experts to use; see :class:`meshwright.models.routing.Router`."""
 
-    @abstractmethod
     def end_step(self) -> None:
-        """The weights are updated."""
+        """The weights are updated, or an evaluation has ended."""
+        self._steps += self._evaluated is None
 
     def _list_moe_layers(self) -> Iterator[tuple[str, MixtureOfExperts]]:
         for name, module in self._trainer.model.named_modules():
             if isinstance(module, MixtureOfExperts):
                 yield canonical_name(name), module
 
-    def _find(self, module: MixtureOfExperts, chosen_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _begin(self, layer: str) -> Tensor:
+        """The positions of the samples of a layer's micro-batch; called once for each."""
+        index = self.micro_batch
+        if self._evaluated is not None:
+            index = self._evaluated[layer]
+            self._evaluated[layer] += 1
+        return self._parts[index]
+
+    def _find(
+        self, part: Tensor, module: MixtureOfExperts, chosen_NK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """A mask of real tokens, and of those the position of their sample and in the sequence."""
-        part, batch = self._parts[self.micro_batch], self._trainer.data.train.micro_batch
+        batch = self._trainer.data.train.micro_batch
         own, device = len(chosen_NK), chosen_NK.device
         sequence_N = module.tokens.sequence_of(own, batch, device)
         real_N = sequence_N < len(part)
@@ -81,19 +115,22 @@ class RecordedRouting(RoutingDecisions):
 
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
         """As chosen; recorded."""
+        part = self._begin(layer)
         if layer not in self._tables:
             job = self._trainer.job
-            shape = (job.train.global_batch, job.data.seq_len, chosen_NK.shape[1])
+            samples = max(job.train.global_batch, job.train.eval_samples)
+            shape = (samples, job.data.seq_len, chosen_NK.shape[1])
             self._tables[layer] = torch.zeros(shape, dtype=torch.int32)
-        real_N, sample_N, position_N = self._find(module, chosen_NK)
+        real_N, sample_N, position_N = self._find(part, module, chosen_NK)
         self._tables[layer][sample_N, position_N] = chosen_NK[real_N].to("cpu", torch.int32)
         return chosen_NK
 
     def end_step(self) -> None:
         """Save the decisions of the step."""
         if self._tables:
-            save_file(self._tables, self._folder / routing_file(self._trainer.step))
+            save_file(self._tables, self._folder / routing_file(self._number))
             self._tables = {}
+        super().end_step()
 
 
 class ReplayedRouting(RoutingDecisions):
@@ -107,6 +144,7 @@ class ReplayedRouting(RoutingDecisions):
 
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
         """As chosen, or as the reference where experts tie."""
+        part = self._begin(layer)
         per_token = chosen_NK.shape[1]
         if per_token == scores_NE.shape[1]:
             return chosen_NK
@@ -114,7 +152,7 @@ class ReplayedRouting(RoutingDecisions):
         tied_N = best[:, -2] - best[:, -1] < TIE
         if not tied_N.any():
             return chosen_NK
-        real_N, sample_N, position_N = self._find(module, chosen_NK)
+        real_N, sample_N, position_N = self._find(part, module, chosen_NK)
         taken_NK = chosen_NK.clone()
         taken_NK[real_N] = self._read(layer)[sample_N, position_N].to(chosen_NK)
         theirs_NK = scores_NE.gather(1, taken_NK).sort(dim=-1, descending=True).values
@@ -123,11 +161,7 @@ class ReplayedRouting(RoutingDecisions):
             self.replayed += int(tied_N.sum())
         return torch.where(tied_N.unsqueeze(1), taken_NK, chosen_NK)
 
-    def end_step(self) -> None:
-        """Nothing to do."""
-
     def _read(self, layer: str) -> Tensor:
-        step = self._trainer.step + 1
-        if self._step != step:
-            self._step, self._tables = step, load_file(self._folder / routing_file(step))
+        if self._step != self._number:
+            self._step, self._tables = self._number, load_file(self._folder / routing_file(self._number))
         return self._tables[layer]

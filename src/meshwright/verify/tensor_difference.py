@@ -23,10 +23,10 @@ def compare_tensors(found: Tensor, expected: Tensor) -> TensorDifference:
         return TensorDifference(difference)
     factor = float((one * other).sum()) / square
     rest = tensor_norm(one - factor * other) / math.sqrt(square)
-    return TensorDifference(difference, factor, rest, note=_describe_rows(one, other))
+    return TensorDifference(difference, factor, rest, note=describe_rows(one, other))
 
 
-def _describe_rows(found: Tensor, expected: Tensor) -> str:
+def describe_rows(found: Tensor, expected: Tensor) -> str:
     """Which rows differ; empty if all do."""
     rows = (
         (found != expected).reshape(len(found), -1).any(1).nonzero().flatten().tolist() if found.ndim else []

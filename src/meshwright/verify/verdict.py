@@ -7,6 +7,7 @@ consequences. The update comes before the gradient norm because it names a param
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from meshwright.verify.proof_task import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
+    RELOAD_STEP,
     ROOT_NAME,
     ROUNDING,
     UPDATE_STEPS,
@@ -45,7 +47,8 @@ class Divergence:
     """Where the layout first diverges from the reference."""
 
     kind: str
-    """`weight` (initial), `input`, `activation`, `loss`, `gradient`, `update` or `gradient_norm`."""
+    """`weight` (initial), `input`, `activation`, `loss`, `gradient`, `update`, `gradient_norm`,
+    `evaluation` or `checkpoint`."""
     module: str
     step: int
     difference: float | None
@@ -54,7 +57,7 @@ class Divergence:
     parameter: str | None = None
     note: str = ""
     term: str | None = None
-    """The term of the optimizer's update that is wrong."""
+    """The term of the update that is wrong, or the state in the checkpoint: `weight` or a moment."""
 
     def sentence(self) -> str:
         """As a sentence."""
@@ -67,8 +70,12 @@ class Divergence:
             "gradient": f"the gradient of {of}".rstrip(),
             "update": f"the {self.term} of {of}".rstrip(),
             "gradient_norm": "the",
+            "evaluation": "the",
+            "checkpoint": f"the checkpoint's {self.term} of {of}".rstrip() if of else "the checkpoint's",
         }[self.kind]
         size = "not a finite number" if self.difference is None else f"off by {self.difference:.2g}"
+        if self.kind == "checkpoint" and self.difference is None:
+            size = "not the same"
         where = f"at step {self.step}" + ("" if self.rank is None else f" on rank {self.rank}")
         note = f": {self.note}" if self.note else ""
         if self.note.startswith(("missing", "not in")):
@@ -128,6 +135,8 @@ def judge(
         *(gradient for step in GRADIENT_STEPS for gradient in _wrong_gradients(reference, rows[step], step)),
         *_updates(reference, findings),
         *_norms(norms),
+        *_evaluations(found, expected),
+        *_checkpoint(reference, findings),
     ]
     equal = not lost and not divergences
     activation = None if equal else first_activation(reference, findings)
@@ -146,7 +155,10 @@ def judge(
     )
 
 
-KINDS = ("weight", "input", "activation", "loss", "gradient", "update", "gradient_norm")
+KINDS = (
+    *("weight", "input", "activation", "loss", "gradient", "update", "gradient_norm"),
+    *("evaluation", "checkpoint"),
+)
 """In the order of a step."""
 
 
@@ -287,6 +299,30 @@ def _updates(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> It
                 yield Divergence(
                     "update", _module(name), int(step), row.difference, rank, name, note, row.term
                 )
+
+
+def _evaluations(found: RunFigures, expected: RunFigures) -> Iterator[Divergence]:
+    """The loss on held-out samples, on every rank."""
+    wanted = expected.eval_losses.get(0, [])
+    for rank in found.grad_norms:
+        own = found.eval_losses.get(rank, [])
+        if len(own) < len(wanted) and len(found.losses) < RELOAD_STEP:
+            continue  # the run ended before
+        for off in (_relative(a, b) for a, b in itertools.zip_longest(own, wanted)):
+            if _exceeds(off, LOSS_TOLERANCE):
+                note = "the losses of training are right, so the held-out samples or their sum are wrong"
+                yield Divergence("evaluation", "held-out loss", RELOAD_STEP, off, rank, note=note)
+
+
+def _checkpoint(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Iterator[Divergence]:
+    """Tensors that a checkpoint does not save or restore as they were, by parameter."""
+    order = {name: index for index, name in enumerate(reference.parameters)}
+    rows = [(found.rank, row) for found in findings for row in found.checkpoint]
+    for rank, row in sorted(rows, key=lambda item: order.get(item[1].parameter or "", -1)):
+        module = row.what if row.parameter is None else _module(row.parameter)
+        yield Divergence(
+            "checkpoint", module, RELOAD_STEP, row.difference, rank, row.parameter, row.note, row.what
+        )
 
 
 def _is_wrong(row: UpdateDifference) -> bool:

@@ -25,7 +25,7 @@ def build(tmp_path, monkeypatch):
         )
         saver = CheckpointSaver(tmp_path, state, rank, events=None)
         saver.saved = []
-        record = lambda eval_loss, best: saver.saved.append((saver._state.counters.step, best))  # noqa: E731
+        record = lambda eval_loss, best: saver.saved.append((saver.state.counters.step, best))  # noqa: E731
         monkeypatch.setattr(saver, "_save", record)
         return saver
 
@@ -34,7 +34,7 @@ def build(tmp_path, monkeypatch):
 
 def run(saver: CheckpointSaver, losses, requested=False) -> list[tuple[int, bool]]:
     for index, loss in enumerate(losses):
-        saver._state.counters.advance(1)
+        saver.state.counters.advance(1)
         saver.after_step(index == len(losses) - 1, loss, requested)
     return saver.saved
 
@@ -48,7 +48,7 @@ def test_saves_every_few_steps_and_at_the_end(build):
 def test_the_best_evaluation_is_saved_and_recorded(build):
     saver = build(on_best=True)
     assert run(saver, [3.0, None, 2.0, 2.5, None]) == [(1, True), (3, True), (5, False)]
-    assert saver._state.counters.best_eval_loss == 2.0
+    assert saver.state.counters.best_eval_loss == 2.0
     assert run(build(), [3.0, 2.0, None]) == [(3, False)], "without checkpoint.on_best only the last one"
 
 
@@ -60,7 +60,7 @@ def test_the_interval_in_minutes_starts_at_the_last_save(build, monkeypatch):
     for seconds in (59, 61, 62, 121):
         now[0] = float(seconds)
         due.append(saver.is_due_by_time())
-        saver._state.counters.advance(1)
+        saver.state.counters.advance(1)
         saver.after_step(False, None, save_requested=False)
     assert due == [False, True, False, True]
     assert [step for step, _ in saver.saved] == [2, 4]
