@@ -25,7 +25,7 @@ from meshwright.parallel.pipeline.p2p import P2PExchange
 from meshwright.parallel.pipeline.stages import StageRunner
 from meshwright.parallel.ring_attention import RingContextParallel
 from meshwright.parallel.sharded_state import ShardedState
-from meshwright.parallel.tensor import RowParallelLinear, VocabParallelEmbedding
+from meshwright.parallel.tensor import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from meshwright.parallel.tensor_collectives import TensorParallel
 from meshwright.parallel.zero1 import Zero1State
 from meshwright.schedule.pipeline.actions import Action, Kind
@@ -562,6 +562,34 @@ def _save_stale(original, state, has_checkpoint):
 stale_weights_saved = with_function(checkpoint_saver, "take_snapshot", _save_stale)
 
 
+def _zero_row(model, mesh):
+    """Rank 1 starts with a row of zeros; no sample of the first steps reads it."""
+    if mesh.rank == 1:
+        with torch.no_grad():
+            model.embed.weight[3] = 0.0
+
+
+zeroed_embedding_row = with_model(_zero_row)
+
+
+def _mask_last_row(original, self, tokens):
+    """The last token of each tensor-parallel part is taken for one of the next part."""
+    last = (tokens + 1) % self.num_embeddings == 0
+    return original(self, tokens.masked_fill(last, self._tp.size * self.num_embeddings))
+
+
+tp_last_token_of_part_lost = with_method(VocabParallelEmbedding, "forward", _mask_last_row)
+
+
+def _lose_first_target(original, self, logits, targets, wanted):
+    """The logit of the first token of the second part is not counted as a target."""
+    lost = targets == self.out_features
+    return original(self, logits, torch.where(lost, self._tp.size * self.out_features, targets), wanted)
+
+
+tp_first_target_of_part_lost = with_method(VocabParallelHead, "_softmax", _lose_first_target)
+
+
 def ranks_read_same_samples(run_dir, listener):
     """Both ranks read the first half of the batch."""
     original = Batcher.micro_batches
@@ -583,6 +611,7 @@ def sharded(average):
             return model
 
         apply.apply_data_parallel = apply_data_parallel
+        prove_rank.can_save = lambda trainer: False  # checkpoints know the plan's sharding only
         return run_rank(run_dir, listener)
 
     return entry

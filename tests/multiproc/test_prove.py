@@ -258,7 +258,7 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             marks=pytest.mark.slow,
         ),
         slow("tp_bias_before_reduce", SEQUENCE_PARALLEL, GPT, "gradient", "blocks.1.ffn.down", ""),
-        ("tp_wrong_vocab_shard", SEQUENCE_PARALLEL, {}, "activation", "embed", ""),
+        ("tp_wrong_vocab_shard", SEQUENCE_PARALLEL, {}, "token", "embed", "and 315 more"),
         pytest.param(
             "sp_positions_of_rank_0",
             SEQUENCE_PARALLEL,
@@ -472,6 +472,22 @@ def test_a_wrong_evaluation_or_checkpoint_is_named(prove_bug, bug, layout, kind,
     first = prove_bug(bug, layout).verdict.first_divergence
     assert first is not None
     assert (first.kind, first.module, first.term, first.step) == (kind, module, term, 5), first
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "kind", "module", "note"),
+    [
+        ("tp_last_token_of_part_lost", SEQUENCE_PARALLEL, "token", "embed", "tokens 159, 319"),
+        slow("tp_last_token_of_part_lost", {"tp": 2, "dp_shard": 2}, "token", "embed", "tokens 159, 319"),
+        slow("zeroed_embedding_row", {"dp_replicate": 2}, "weight", "embed", "row 3"),
+        slow("tp_first_target_of_part_lost", {"tp": 2}, "token", "head", "tokens 160"),
+    ],
+)
+def test_a_token_that_the_text_does_not_hold_is_checked(prove_bug, bug, layout, kind, module, note):
+    """Bytes above 127 and ends of tensor-parallel parts are in no sample of the ten steps."""
+    proof = prove_bug(bug, layout)
+    assert proof.reference.tokens_read == proof.plan.job.model.vocab_size
+    require_first_divergence(proof, kind, module, note)
 
 
 def require_first_divergence(proof, kind, module, note):

@@ -10,6 +10,7 @@ from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import CheckFailedError
 from meshwright.core.units import format_plural
+from meshwright.spec.model import DecoderModel
 
 if TYPE_CHECKING:
     from meshwright.runs.prove import Proof
@@ -38,6 +39,12 @@ def _describe(output: Output, proof: Proof) -> None:
     if ties := sum(found.replayed_ties for found in proof.findings):
         choices = format_plural(ties, "routing decision")
         output.print(f"{choices} tied within {TIE:g}: those of the reference were replayed")
+    model = proof.runs.plan.job.model
+    if isinstance(model, DecoderModel) and proof.record.tokens_read < model.vocab_size:
+        read = f"{proof.record.tokens_read:,} of {model.vocab_size:,} tokens"
+        output.print(f"The batches of the last steps hold {read}; the embedding of every token was looked up")
+    for layer, experts in proof.record.idle_experts.items():
+        output.print(f"Not proved, because no token reached them: experts {experts} of {layer}")
     verdict = proof.verdict
     figures = [
         (f"losses of {STEPS} steps", verdict.max_rel_diff, TOLERANCE["loss"]),

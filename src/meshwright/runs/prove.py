@@ -64,6 +64,8 @@ class Proof:
 
     runs: ProofRuns
     verdict: Verdict
+    record: ReferenceRecord
+    """What the reference recorded."""
     findings: list[RankFindings]
     """What each rank of the layout compared."""
     figures: RunFigures
@@ -85,6 +87,8 @@ class Proof:
             **self.verdict.as_dict(),
             "losses": self.figures.losses,
             "reference_losses": self.reference_figures.losses,
+            "tokens_read": self.record.tokens_read,
+            "idle_experts": self.record.idle_experts,
             "replayed_ties": sum(one.replayed_ties for one in self.findings),
             "tolerance": TOLERANCE,
             "layout": layout_keys(self.runs.plan.job),
@@ -109,9 +113,10 @@ def prove_job(job: LoadedJob, reporter: Reporter) -> Proof:
     task = ProofTask(positions, str(home))
     figures = run_proof_side(ENTRY, runs.plan, folder / "layout", task, runs.data_dir, reporter)
     found = [RankFindings.read(folder / "layout", rank) for rank in range(runs.plan.world_size)]
-    verdict = judge(ReferenceRecord.read(home), found, figures, expected)
+    record = ReferenceRecord.read(home)
+    verdict = judge(record, found, figures, expected)
     shutil.rmtree(folder, ignore_errors=True)
-    return Proof(runs, verdict, found, figures, expected)
+    return Proof(runs, verdict, record, found, figures, expected)
 
 
 def _make_folder() -> Path:

@@ -37,6 +37,13 @@ from meshwright.verify.tensor_difference import describe_rows, tensor_norm
 WEIGHT = "weight"
 
 
+def can_save(trainer: Trainer) -> bool:
+    """Whether every rank has the state of all its parameters: one without gradient may have none."""
+    frozen = sum(not parameter.requires_grad for _, parameter in trainer.sharded_state.named_parameters())
+    with trainer.counter.during(PROOF_PHASE):
+        return trainer.mesh.all_reduce_scalars([float(frozen)])[0] == 0
+
+
 def save_and_reload(trainer: Trainer) -> list[StateDifference]:
     """Save, overwrite and reload the state of this rank; returns what differs afterwards."""
     step = trainer.step

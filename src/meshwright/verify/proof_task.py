@@ -53,6 +53,8 @@ TIE = 1e-6
 """Expert scores that differ by less tie: rounding decides where the token goes."""
 RELOAD_STEP = 5
 """The step after which the held-out samples are evaluated, and a checkpoint is saved and reloaded."""
+FIRST_PROBE_STEP = 3
+"""The first step that may read other tokens than its samples have (``token_probe``)."""
 MAX_WARMUP = 2
 """In steps: with a long warm-up the weights would hardly change in ten."""
 PROOF_PHASE = "proof"
@@ -126,6 +128,10 @@ class ReferenceRecord:
     """Parameters with weight decay."""
     lrs: list[float] = field(default_factory=list)
     """Learning rate of each step."""
+    tokens_read: int = 0
+    """Tokens of the vocabulary that the last steps read."""
+    idle_experts: dict[str, list[int]] = field(default_factory=dict)
+    """Experts that got no token in any step, by layer; layers without are left out."""
 
     def write(self, folder: Path) -> None:
         """Write it for the ranks of the layout and the verdict."""
@@ -226,6 +232,8 @@ class RankFindings:
     """By step and parameter."""
     checkpoint: list[StateDifference] = field(default_factory=list)
     """What a saved and reloaded checkpoint changed."""
+    wrong_tokens: dict[str, list[int]] = field(default_factory=dict)
+    """Tokens whose embedding (`embed`) or loss as a target (`head`) is wrong."""
     not_compared: list[str] = field(default_factory=list)
     """Modules whose output has another shape on this rank: a shard."""
     replayed_ties: int = 0
@@ -253,6 +261,7 @@ class RankFindings:
                 for step, table in facts["updates"].items()
             },
             checkpoint=[StateDifference(**row) for row in facts["checkpoint"]],
+            wrong_tokens=facts["wrong_tokens"],
             not_compared=facts["not_compared"],
             replayed_ties=facts["replayed_ties"],
         )

@@ -28,7 +28,7 @@ from meshwright.train.optimizers.adamw import CLIPPING_EPS
 from meshwright.train.trainer import StepResult, Trainer
 from meshwright.train.worker import run_with_trainer
 from meshwright.verify.activation_hooks import ActivationHooks
-from meshwright.verify.checkpoint_reload import compare_checkpoints, save_and_reload
+from meshwright.verify.checkpoint_reload import can_save, compare_checkpoints, save_and_reload
 from meshwright.verify.local_state import LocalState, list_local_state
 from meshwright.verify.proof_task import (
     ACTIVATIONS_FILE,
@@ -48,6 +48,7 @@ from meshwright.verify.proof_task import (
 )
 from meshwright.verify.routing_decisions import RecordedRouting, ReplayedRouting, RoutingDecisions
 from meshwright.verify.tensor_difference import compare_tensors, tensor_norm
+from meshwright.verify.token_probe import find_wrong_tokens, probe_last_steps
 from meshwright.verify.update_formulas import UpdateRule, compare_update
 
 
@@ -71,7 +72,8 @@ def prove(trainer: Trainer) -> None:
         if trainer.step == RELOAD_STEP and not stopping:
             with observer.routing.evaluation():
                 evaluations = len(evaluate(trainer))
-            observer.on_reload(save_and_reload(trainer))
+            if can_save(trainer):
+                observer.on_reload(save_and_reload(trainer))
     if not stopping:
         observer.finish()
     report_end(trainer, evaluations, stopping=stopping)
@@ -82,6 +84,7 @@ class ProofObserver(ABC):
 
     def __init__(self, trainer: Trainer, task: ProofTask, folder: Path) -> None:
         self.trainer, self.task, self.folder = trainer, task, folder
+        self.tokens_read = probe_last_steps(trainer, task.steps)
         self.hooks: ActivationHooks | None = ActivationHooks(trainer, task.positions, self.on_activation)
         self.routing: RoutingDecisions
 
@@ -148,7 +151,7 @@ class ReferenceRecorder(ProofObserver):
 
     def __init__(self, trainer: Trainer, task: ProofTask, folder: Path) -> None:
         super().__init__(trainer, task, folder)
-        self.routing = RecordedRouting(trainer, folder)
+        self.routing: RecordedRouting = RecordedRouting(trainer, folder)
         self.record = ReferenceRecord(shared=_shared_names(trainer.model))
         self._activations: dict[str, Tensor] = {}
         weights, train = dict(named_parameters(trainer.model)), trainer.job.train
@@ -193,6 +196,7 @@ class ReferenceRecorder(ProofObserver):
         """Write the record; parameters without a gradient come last."""
         names = self.record.parameters
         names += [name for name, _ in named_parameters(self.trainer.model) if name not in names]
+        self.record.tokens_read, self.record.idle_experts = self.tokens_read, self.routing.list_idle()
         self.record.write(self.folder)
 
     def _record_order(self, name: str) -> Callable[[Tensor], None]:
@@ -253,6 +257,8 @@ class ReferenceComparer(ProofObserver):
     def on_step(self, result: StepResult) -> None:
         """Compare the update of every parameter with its formula."""
         self._updates += not self.trainer.amp.skipped
+        if self.trainer.step == 1:
+            self.findings.wrong_tokens = find_wrong_tokens(self.trainer)
         if self._before:
             step = self.trainer.step
             self.findings.updates[str(step)] = dict(self._compare_updates(step, result))

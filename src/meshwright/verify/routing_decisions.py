@@ -112,6 +112,7 @@ class RecordedRouting(RoutingDecisions):
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         super().__init__(trainer, folder)
         self._tables: dict[str, Tensor] = {}
+        self._used: dict[str, set[int]] = {}
 
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
         """As chosen; recorded."""
@@ -123,7 +124,17 @@ class RecordedRouting(RoutingDecisions):
             self._tables[layer] = torch.zeros(shape, dtype=torch.int32)
         real_N, sample_N, position_N = self._find(part, module, chosen_NK)
         self._tables[layer][sample_N, position_N] = chosen_NK[real_N].to("cpu", torch.int32)
+        if self._evaluated is None:
+            self._used.setdefault(layer, set()).update(chosen_NK[real_N].unique().tolist())
         return chosen_NK
+
+    def list_idle(self) -> dict[str, list[int]]:
+        """The experts that got no token in any step, by layer."""
+        idle = {
+            layer: sorted({*range(module.router.num_experts)} - self._used.get(layer, set()))
+            for layer, module in self._list_moe_layers()
+        }
+        return {layer: experts for layer, experts in idle.items() if experts}
 
     def end_step(self) -> None:
         """Save the decisions of the step."""

@@ -38,6 +38,8 @@ TOLERANCE = {
     "gradient_norm": NORM_TOLERANCE,
     "update": UPDATE_TOLERANCE,
 }
+MAX_TOKENS = 5
+"""Tokens that are named."""
 SAME_FACTOR = 1e-3
 """Tolerance within which all gradients must share one factor for that factor to be reported."""
 
@@ -47,7 +49,7 @@ class Divergence:
     """Where the layout first diverges from the reference."""
 
     kind: str
-    """`weight` (initial), `input`, `activation`, `loss`, `gradient`, `update`, `gradient_norm`,
+    """`weight` (initial), `token`, `input`, `activation`, `loss`, `gradient`, `update`, `gradient_norm`,
     `evaluation` or `checkpoint`."""
     module: str
     step: int
@@ -64,6 +66,7 @@ class Divergence:
         of = f"{self.parameter} in " if self.parameter else ""
         what = {
             "weight": f"the initial weight {of}".rstrip(),
+            "token": "the output for some tokens of",
             "input": "the samples that go into",
             "activation": "the output of",
             "loss": "the",
@@ -131,6 +134,7 @@ def judge(
     rows = {step: list(_gradients(reference, findings, step)) for step in GRADIENT_STEPS}
     divergences = [
         *_weights(reference, findings),
+        *_wrong_tokens(findings),
         *_losses(losses),
         *(gradient for step in GRADIENT_STEPS for gradient in _wrong_gradients(reference, rows[step], step)),
         *_updates(reference, findings),
@@ -156,7 +160,7 @@ def judge(
 
 
 KINDS = (
-    *("weight", "input", "activation", "loss", "gradient", "update", "gradient_norm"),
+    *("weight", "token", "input", "activation", "loss", "gradient", "update", "gradient_norm"),
     *("evaluation", "checkpoint"),
 )
 """In the order of a step."""
@@ -253,11 +257,21 @@ def _weights(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> It
                     yield Divergence("weight", _module(name), 1, off, found.rank, name, row.note)
 
 
+def _wrong_tokens(findings: Sequence[RankFindings]) -> Iterator[Divergence]:
+    """Tokens whose embedding or loss is wrong."""
+    for found in findings:
+        for module, tokens in found.wrong_tokens.items():
+            more = len(tokens) - MAX_TOKENS
+            named = ", ".join(map(str, tokens[:MAX_TOKENS])) + (f" and {more} more" if more > 0 else "")
+            yield Divergence("token", module, 1, 1.0, found.rank, note=f"tokens {named}")
+
+
 def _losses(by_step: Sequence[float | None]) -> Iterator[Divergence]:
     for step, off in enumerate(by_step, start=1):
-        if _exceeds(off, LOSS_TOLERANCE):
-            note = "" if step > 1 else "all compared outputs are right, so the summation of losses is wrong"
-            yield Divergence("loss", "loss", step, off, note=note)
+        if not _exceeds(off, LOSS_TOLERANCE):
+            continue
+        note = "all compared outputs are right, so the summation of losses is wrong" if step == 1 else ""
+        yield Divergence("loss", "loss", step, off, note=note)
 
 
 def _norms(by_rank: dict[int, list[float | None]]) -> Iterator[Divergence]:
