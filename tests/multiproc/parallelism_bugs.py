@@ -593,7 +593,9 @@ tp_first_target_of_part_lost = with_method(VocabParallelHead, "_softmax", _lose_
 def ranks_read_same_samples(run_dir, listener):
     """Both ranks read the first half of the batch."""
     original = Batcher.micro_batches
-    Batcher.micro_batches = lambda self, samples: original(self, np.tile(samples[: len(samples) // 2], 2))
+    Batcher.micro_batches = lambda self, samples, *more: original(
+        self, np.tile(samples[: len(samples) // 2], 2), *more
+    )
     return run_rank(run_dir, listener)
 
 
