@@ -590,6 +590,26 @@ def _lose_first_target(original, self, logits, targets, wanted):
 tp_first_target_of_part_lost = with_method(VocabParallelHead, "_softmax", _lose_first_target)
 
 
+norm_keeps_loss_scale = with_method(
+    MixedPrecision,
+    "clip_gradients",
+    lambda original, self, *arguments: original(self, *arguments) * self.loss_scale(),
+)
+"""fp16: the reported gradient norm is that of the scaled gradients."""
+
+
+def _clip_scaled(original, self, sharded_state, *arguments):
+    """Rank 1 multiplies its gradients by two after they are unscaled."""
+    norm = original(self, sharded_state, *arguments)
+    if torch.distributed.get_rank() == 1:
+        for _, parameter in sharded_state.named_parameters():
+            parameter.grad *= 2
+    return norm
+
+
+gradients_keep_loss_scale_on_rank_1 = with_method(MixedPrecision, "clip_gradients", _clip_scaled)
+
+
 def ranks_read_same_samples(run_dir, listener):
     """Both ranks read the first half of the batch."""
     original = Batcher.micro_batches

@@ -29,6 +29,7 @@ from meshwright.verify.proof_task import (
     RankFindings,
     ReferenceRecord,
     RunFigures,
+    mixed_job,
     proof_job,
     reference_job,
 )
@@ -75,7 +76,7 @@ class Prover:
         self._number = itertools.count()
         self._references: dict[object, tuple[Path, RunFigures]] = {}
 
-    def prove(self, job: Job, entry: str = ENTRY) -> Proof:
+    def prove(self, job: Job, entry: str = ENTRY, precision: str = "fp32") -> Proof:
         """Run the job's layout and compare it with the reference.
 
         The job's block backend is kept. The command always proves eager blocks.
@@ -83,20 +84,23 @@ class Prover:
         Args:
             job: Job with a complete layout.
             entry: Entry point of a rank: that of `prove`, or one of ``parallelism_bugs``.
+            precision: Of the pass: float32, or the job's own.
         """
         spec = proof_job(job, machine_memory_bytes())
+        if precision != "fp32":
+            spec = mixed_job(spec, precision, job.train.loss_scale)
         reference_dir, expected = self._reference(spec)
         backend = {key: getattr(job.train, key) for key in ("block_backend", "compile_backend")}
         spec = dataclasses.replace(spec, train=dataclasses.replace(spec.train, **backend))
         require_runnable(spec)
         plan, run_dir = build_plan(spec)[0], self._new_run_dir()
-        task = ProofTask(self._positions(spec), str(reference_dir))
+        task = ProofTask(self._positions(spec), str(reference_dir), precision=precision)
         figures = run_proof_side(entry, plan, run_dir, task, self._data_dir, SILENT)
         findings = [RankFindings.read(run_dir, rank) for rank in range(plan.world_size)]
         reference = ReferenceRecord.read(reference_dir)
         return Proof(
             plan,
-            judge(reference, findings, figures, expected),
+            judge(reference, findings, figures, expected, task.tolerances),
             findings,
             reference,
             record=read_record(run_dir),
@@ -112,7 +116,7 @@ class Prover:
         key = (spec.model, spec.data, spec.train)
         if key not in self._references:
             plan, run_dir = build_plan(spec)[0], self._new_run_dir()
-            task = ProofTask(self._positions(spec))
+            task = ProofTask(self._positions(spec), precision=spec.train.precision)
             figures = run_proof_side(self._entry, plan, run_dir, task, self._data_dir, SILENT)
             self._references[key] = run_dir, figures
         return self._references[key]
@@ -120,7 +124,7 @@ class Prover:
     @staticmethod
     def _positions(job: Job) -> tuple[int, ...]:
         """All samples of a batch: the reference records every sample that any rank can have."""
-        return tuple(range(job.train.global_batch))
+        return tuple(range(job.train.global_batch)) if job.train.precision == "fp32" else ()
 
     def _new_run_dir(self) -> Path:
         return self._folder / str(next(self._number))

@@ -11,6 +11,7 @@ from prover import Prover
 from meshwright.cli import prove as command
 from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError
+from meshwright.runs.prove import ENTRY
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 
@@ -187,7 +188,7 @@ def prove_bug(prepared, tmp_path_factory):
     """Prove a small layout with an injected bug. All bugs of a model share one reference."""
     prover = Prover(tmp_path_factory.mktemp("proof"), prepared)
 
-    def run(bug, layout, model=(), train=()):
+    def run(bug, layout, model=(), train=(), precision="fp32"):
         tree = {
             "name": "injected-bug",
             "model": {"preset": "tiny", **dict(model)},
@@ -196,7 +197,8 @@ def prove_bug(prepared, tmp_path_factory):
             "layout": {"micro_batch": 3, **layout},
             "cluster": {"preset": "local", "device": "cpu"},
         }
-        return prover.prove(build_job(tree), f"parallelism_bugs:{bug}")
+        entry = f"parallelism_bugs:{bug}" if bug else ENTRY
+        return prover.prove(build_job(tree), entry, precision)
 
     return run
 
@@ -488,6 +490,39 @@ def test_a_token_that_the_text_does_not_hold_is_checked(prove_bug, bug, layout, 
     proof = prove_bug(bug, layout)
     assert proof.reference.tokens_read == proof.plan.job.model.vocab_size
     require_first_divergence(proof, kind, module, note)
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "precision", "kind", "term"),
+    [
+        ("norm_keeps_loss_scale", {"tp": 2}, "fp16", "gradient_norm", None),
+        slow("norm_keeps_loss_scale", ZERO_3, "fp16", "gradient_norm", None),
+        slow("gradients_keep_loss_scale_on_rank_1", {"dp_replicate": 2}, "fp16", "update", "clipping"),
+        slow("no_weight_decay", ZERO_3, "bf16", "update", "weight decay"),
+    ],
+)
+def test_a_mixed_precision_bug_is_located(prove_bug, bug, layout, precision, kind, term):
+    """The pass in the job's own precision; float32 has no loss scale."""
+    first = prove_bug(bug, layout, precision=precision).verdict.first_divergence
+    assert first is not None
+    assert (first.kind, first.term) == (kind, term), first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (ZERO_3, {}),
+        ({**SEQUENCE_PARALLEL, "dp_replicate": 2}, {}),
+        (SPLIT, {}),
+        ({"cp": 2, "ep": 2}, MOE),
+        ({"tp": 2}, GPT),
+    ],
+)
+def test_layouts_equal_one_process_in_mixed_precision(prove_bug, layout, model, precision):
+    verdict = prove_bug("", layout, model, precision=precision).verdict
+    assert verdict.equal, verdict.first_divergence
 
 
 def require_first_divergence(proof, kind, module, note):

@@ -27,18 +27,20 @@ from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.load import require_runnable
 from meshwright.verify.proof_task import (
+    MIXED_PRECISIONS,
     STEPS,
     ProofTask,
     RankFindings,
     ReferenceRecord,
     RunFigures,
     explain_settings,
+    mixed_job,
     proof_job,
     reference_job,
     select_sample_positions,
 )
 from meshwright.verify.shrink import ShrunkJob, shrink_to_fit
-from meshwright.verify.verdict import TOLERANCE, Verdict, judge
+from meshwright.verify.verdict import Verdict, judge
 
 ENTRY = "meshwright.verify.prove:run_rank"
 REFERENCE_ENTRY = ENTRY
@@ -53,16 +55,17 @@ class ProofRuns:
     plan: PlanContract
     reference: PlanContract
     data_dir: Path
+    mixed: tuple[PlanContract, PlanContract] | None
+    """Both in the job's own precision, if a CPU has it and it is not float32."""
     shrunk: ShrunkJob
     settings: list[str]
     """What differs from the job's settings."""
 
 
 @dataclass(frozen=True)
-class Proof:
-    """Both runs compared."""
+class Comparison:
+    """Both runs in one precision, compared."""
 
-    runs: ProofRuns
     verdict: Verdict
     record: ReferenceRecord
     """What the reference recorded."""
@@ -71,10 +74,21 @@ class Proof:
     figures: RunFigures
     reference_figures: RunFigures
 
+
+@dataclass(frozen=True)
+class Proof:
+    """Both runs compared, in float32 and in the job's own precision."""
+
+    runs: ProofRuns
+    exact: Comparison
+    """In float32."""
+    mixed: Comparison | None
+    """In the job's precision: None if that is float32, or float32 differs already."""
+
     @property
     def equal(self) -> bool:
         """Whether the layout computes what one process computes, within the tolerances."""
-        return self.verdict.equal
+        return self.exact.verdict.equal and (self.mixed is None or self.mixed.verdict.equal)
 
     @property
     def layout_name(self) -> str:
@@ -83,14 +97,19 @@ class Proof:
 
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright prove --json``."""
+        exact, mixed = self.exact, None
+        if self.mixed is not None and self.runs.mixed is not None:
+            precision = self.runs.mixed[0].job.train.precision
+            mixed = {"precision": precision, **self.mixed.verdict.as_dict()}
         return {
-            **self.verdict.as_dict(),
-            "losses": self.figures.losses,
-            "reference_losses": self.reference_figures.losses,
-            "tokens_read": self.record.tokens_read,
-            "idle_experts": self.record.idle_experts,
-            "replayed_ties": sum(one.replayed_ties for one in self.findings),
-            "tolerance": TOLERANCE,
+            **exact.verdict.as_dict(),
+            "equal": self.equal,
+            "mixed": mixed,
+            "losses": exact.figures.losses,
+            "reference_losses": exact.reference_figures.losses,
+            "tokens_read": exact.record.tokens_read,
+            "idle_experts": exact.record.idle_experts,
+            "replayed_ties": sum(one.replayed_ties for one in exact.findings),
             "layout": layout_keys(self.runs.plan.job),
             "world_size": self.runs.plan.world_size,
             "shrunk": self.runs.shrunk.as_dict(),
@@ -106,17 +125,33 @@ def prove_job(job: LoadedJob, reporter: Reporter) -> Proof:
     folder = _make_folder()
     spec = runs.plan.job
     positions = select_sample_positions(spec.train.global_batch, spec.layout.data_degree)
-    home = folder / "reference"
-    expected = run_proof_side(
-        REFERENCE_ENTRY, runs.reference, home, ProofTask(positions), runs.data_dir, reporter
-    )
-    task = ProofTask(positions, str(home))
-    figures = run_proof_side(ENTRY, runs.plan, folder / "layout", task, runs.data_dir, reporter)
-    found = [RankFindings.read(folder / "layout", rank) for rank in range(runs.plan.world_size)]
-    record = ReferenceRecord.read(home)
-    verdict = judge(record, found, figures, expected)
+    exact = _run_both(runs.plan, runs.reference, folder, ProofTask(positions), runs.data_dir, reporter)
+    mixed = None
+    if runs.mixed is not None and exact.verdict.equal:
+        task = ProofTask((), precision=runs.mixed[0].job.train.precision)
+        reporter.message(f"Equal in float32; {STEPS} steps of both in {task.precision} follow")
+        mixed = _run_both(*runs.mixed, folder / "mixed", task, runs.data_dir, reporter)
     shutil.rmtree(folder, ignore_errors=True)
-    return Proof(runs, verdict, record, found, figures, expected)
+    return Proof(runs, exact, mixed)
+
+
+def _run_both(
+    plan: PlanContract,
+    reference: PlanContract,
+    folder: Path,
+    task: ProofTask,
+    data_dir: Path,
+    reporter: Reporter,
+) -> Comparison:
+    """Run one process and the layout in one precision, and compare them."""
+    home = folder / "reference"
+    expected = run_proof_side(REFERENCE_ENTRY, reference, home, task, data_dir, reporter)
+    against = dataclasses.replace(task, reference=str(home))
+    figures = run_proof_side(ENTRY, plan, folder / "layout", against, data_dir, reporter)
+    found = [RankFindings.read(folder / "layout", rank) for rank in range(plan.world_size)]
+    record = ReferenceRecord.read(home)
+    verdict = judge(record, found, figures, expected, task.tolerances)
+    return Comparison(verdict, record, found, figures, expected)
 
 
 def _make_folder() -> Path:
@@ -151,7 +186,11 @@ def prepare_proof(job: LoadedJob, reporter: Reporter) -> ProofRuns:
     # The tokenizer may be that of the model's folder, which a smaller model does not have.
     whole = dataclasses.replace(plan.job, model=requested.model) if shrunk.reasons else plan.job
     data_dir = prepare_data(whole, reporter)
-    runs = ProofRuns(plan, reference, data_dir, shrunk, explain_settings(requested))
+    mixed = None
+    if requested.train.precision in MIXED_PRECISIONS:
+        own = mixed_job(plan.job, requested.train.precision, requested.train.loss_scale)
+        mixed = build_plan(own)[0], build_plan(reference_job(own))[0]
+    runs = ProofRuns(plan, reference, data_dir, mixed, shrunk, explain_settings(requested))
     _announce(runs, reporter)
     return runs
 
@@ -164,7 +203,7 @@ def run_proof_side(
     Raises:
         RunFailedError: A rank died; its log is kept.
     """
-    folder.mkdir()
+    folder.mkdir(parents=True)
     write_plan(plan, folder / PLAN_FILE)
     Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
     task.write(folder)

@@ -60,6 +60,31 @@ MAX_WARMUP = 2
 PROOF_PHASE = "proof"
 """Phase of the collectives that the comparison adds; those of the steps stay as planned."""
 
+
+@dataclass(frozen=True)
+class Tolerances:
+    """How much a layout may differ from one process in the same precision."""
+
+    loss: float
+    gradient: float
+    gradient_norm: float
+    rounding: float
+    """Of a gradient, relative to the gradient norm of the whole model."""
+    gradient_steps: tuple[int, ...]
+    """Steps whose gradients are compared."""
+    tie: float
+    """Expert scores that differ by less tie."""
+
+
+EXACT = Tolerances(LOSS_TOLERANCE, GRADIENT_TOLERANCE, NORM_TOLERANCE, ROUNDING, GRADIENT_STEPS, TIE)
+"""Of float32."""
+MIXED = Tolerances(5e-3, 0.1, 5e-2, 2.0**-8, GRADIENT_STEPS[:1], 2e-2)
+"""Of bf16 and fp16: a layout rounds in another order. Later gradients are those of other weights."""
+MIXED_PRECISIONS = ("bf16", "fp16")
+"""Precisions that a CPU has."""
+MAX_LOSS_SCALE = 1024.0
+"""Of fp16: near overflow a layout may skip steps that one process does not."""
+
 TASK_FILE = "proof.json"
 REFERENCE_FILE = "reference.json"
 CHECKPOINTS = "checkpoints"
@@ -96,6 +121,12 @@ class ProofTask:
     reference: str | None = None
     """Folder of the reference to compare with; None makes this run the reference."""
     steps: int = STEPS
+    precision: str = "fp32"
+
+    @property
+    def tolerances(self) -> Tolerances:
+        """Of the precision."""
+        return EXACT if self.precision == "fp32" else MIXED
 
     def write(self, folder: Path) -> None:
         """Write it beside the plan."""
@@ -105,7 +136,7 @@ class ProofTask:
     def read(cls, folder: Path) -> ProofTask:
         """Read it."""
         facts = json.loads((folder / TASK_FILE).read_text(encoding="utf-8"))
-        return cls(tuple(facts["positions"]), facts["reference"], facts["steps"])
+        return cls(tuple(facts["positions"]), facts["reference"], facts["steps"], facts["precision"])
 
 
 @dataclass
@@ -302,11 +333,19 @@ def proof_lr(train: Train) -> float:
     return max(setting(train, "lr"), MIN_LR[train.optimizer] / scaling_factor(train))
 
 
+def mixed_job(job: Job, precision: str, loss_scale: float) -> Job:
+    """The job of a proof in its own precision, instead of float32."""
+    scale = min(loss_scale, MAX_LOSS_SCALE) if precision == "fp16" else job.train.loss_scale
+    train = dataclasses.replace(job.train, precision=precision, loss_scale=scale)  # type: ignore[arg-type]
+    return dataclasses.replace(job, train=train)
+
+
 def explain_settings(job: Job) -> list[str]:
     """Where the proof differs from the settings of the job, in sentences."""
     changes = []
     if job.train.precision != "fp32":
-        changes.append(f"float32 GEMMs instead of train.precision={job.train.precision}")
+        own = f", then in {job.train.precision}" if job.train.precision in MIXED_PRECISIONS else ""
+        changes.append(f"float32 GEMMs instead of train.precision={job.train.precision}{own}")
     if job.compression.kind != "none":
         changes.append(f"uncompressed gradients instead of compression.kind={job.compression.kind}")
     if not uses_eager_blocks(job):

@@ -32,7 +32,7 @@ from meshwright.verify.checkpoint_reload import can_save, compare_checkpoints, s
 from meshwright.verify.local_state import LocalState, list_local_state
 from meshwright.verify.proof_task import (
     ACTIVATIONS_FILE,
-    GRADIENT_STEPS,
+    EXACT,
     PROOF_PHASE,
     RELOAD_STEP,
     UPDATE_STEPS,
@@ -85,7 +85,9 @@ class ProofObserver(ABC):
     def __init__(self, trainer: Trainer, task: ProofTask, folder: Path) -> None:
         self.trainer, self.task, self.folder = trainer, task, folder
         self.tokens_read = probe_last_steps(trainer, task.steps)
-        self.hooks: ActivationHooks | None = ActivationHooks(trainer, task.positions, self.on_activation)
+        self.hooks: ActivationHooks | None = None
+        if task.positions:
+            self.hooks = ActivationHooks(trainer, task.positions, self.on_activation)
         self.routing: RoutingDecisions
 
     def before_forward(self, micro_batch: int) -> None:
@@ -107,7 +109,7 @@ class ProofObserver(ABC):
         """The gradients are complete, and not clipped yet."""
         step = self.trainer.step + 1
         with self.trainer.counter.during(PROOF_PHASE):
-            if step in GRADIENT_STEPS:
+            if step in self.task.tolerances.gradient_steps:
                 self.on_gradients(step)
             if step in UPDATE_STEPS:
                 self.before_update()
@@ -215,11 +217,12 @@ class ReferenceComparer(ProofObserver):
         self._reference = Path(task.reference)
         self._record = ReferenceRecord.read(self._reference)
         self._names = self._record.parameters
-        self._activations = safe_open(self._reference / ACTIVATIONS_FILE, framework="pt")
-        self._recorded = set(self._activations.keys())
+        if task.positions:
+            self._activations = safe_open(self._reference / ACTIVATIONS_FILE, framework="pt")
+            self._recorded = set(self._activations.keys())
         self.findings = RankFindings(trainer.mesh.rank)
         super().__init__(trainer, task, folder)
-        self.routing: ReplayedRouting = ReplayedRouting(trainer, self._reference)
+        self.routing: ReplayedRouting = ReplayedRouting(trainer, self._reference, task.tolerances.tie)
         self._before: dict[str, LocalState] = {}
         """Copies, before an update that is compared."""
         self._loss_scale = 1.0
@@ -257,18 +260,18 @@ class ReferenceComparer(ProofObserver):
     def on_step(self, result: StepResult) -> None:
         """Compare the update of every parameter with its formula."""
         self._updates += not self.trainer.amp.skipped
-        if self.trainer.step == 1:
+        if self.trainer.step == 1 and self.task.tolerances is EXACT:
             self.findings.wrong_tokens = find_wrong_tokens(self.trainer)
-        if self._before:
+        if self._before and not self.trainer.amp.skipped:
             step = self.trainer.step
             self.findings.updates[str(step)] = dict(self._compare_updates(step, result))
-            self._before = {}
             self.findings.write(self.folder)
+        self._before = {}
 
     def on_reload(self, found: list[StateDifference]) -> None:
         """Report it; rank 0 also compares the files with those of the reference."""
         self.findings.checkpoint = found
-        if self.trainer.mesh.rank == 0:
+        if self.trainer.mesh.rank == 0 and self.task.tolerances is EXACT:
             step = self.trainer.step
             saved = Path(self.trainer.assignment.checkpoint_dir) / checkpoint_name(step)
             self.findings.checkpoint += compare_checkpoints(saved, self._reference, step)

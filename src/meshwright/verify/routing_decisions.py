@@ -2,8 +2,8 @@
 
 Routing is discontinuous: two scores that differ by less than rounding may swap in another layout, and the
 token then goes to another expert. That is not an error of the layout. If the last chosen expert and the first
-rejected one tie within ``TIE``, ranks replay the decision of the reference, provided that its scores are as
-good. The number of replayed decisions is counted.
+rejected one tie within the tolerance, ranks replay the decision of the reference, provided that its scores
+are as good. The number of replayed decisions is counted.
 
 A token is identified by the position of its sample in the global batch and its position in the sequence.
 
@@ -29,7 +29,7 @@ from meshwright.parallel.full_tensors import canonical_name
 from meshwright.train.batches import split_into_micro_batches
 from meshwright.train.data import first_samples
 from meshwright.train.trainer import Trainer
-from meshwright.verify.proof_task import TIE, routing_file
+from meshwright.verify.proof_task import routing_file
 
 
 class RoutingDecisions(ABC):
@@ -147,8 +147,9 @@ class RecordedRouting(RoutingDecisions):
 class ReplayedRouting(RoutingDecisions):
     """Replays the decision of the reference where experts tie."""
 
-    def __init__(self, trainer: Trainer, folder: Path) -> None:
+    def __init__(self, trainer: Trainer, folder: Path, tie: float) -> None:
         super().__init__(trainer, folder)
+        self._tie = tie
         self.replayed = 0
         """Replayed decisions of this rank, over all steps and layers."""
         self._step, self._tables = -1, dict[str, Tensor]()
@@ -160,14 +161,14 @@ class ReplayedRouting(RoutingDecisions):
         if per_token == scores_NE.shape[1]:
             return chosen_NK
         best = scores_NE.topk(per_token + 1, dim=-1).values
-        tied_N = best[:, -2] - best[:, -1] < TIE
+        tied_N = best[:, -2] - best[:, -1] < self._tie
         if not tied_N.any():
             return chosen_NK
         real_N, sample_N, position_N = self._find(part, module, chosen_NK)
         taken_NK = chosen_NK.clone()
         taken_NK[real_N] = self._read(layer)[sample_N, position_N].to(chosen_NK)
         theirs_NK = scores_NE.gather(1, taken_NK).sort(dim=-1, descending=True).values
-        tied_N &= real_N & ((best[:, :-1] - theirs_NK).amax(-1) < TIE)
+        tied_N &= real_N & ((best[:, :-1] - theirs_NK).amax(-1) < self._tie)
         if module.router.is_counting:
             self.replayed += int(tied_N.sum())
         return torch.where(tied_N.unsqueeze(1), taken_NK, chosen_NK)

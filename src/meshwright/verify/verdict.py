@@ -15,13 +15,9 @@ from typing import Any
 
 from meshwright.verify.proof_task import (
     ACTIVATION_TOLERANCE,
-    GRADIENT_STEPS,
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
-    NORM_TOLERANCE,
+    EXACT,
     RELOAD_STEP,
     ROOT_NAME,
-    ROUNDING,
     UPDATE_STEPS,
     UPDATE_TOLERANCE,
     WEIGHT_TOLERANCE,
@@ -29,15 +25,10 @@ from meshwright.verify.proof_task import (
     ReferenceRecord,
     RunFigures,
     TensorDifference,
+    Tolerances,
     UpdateDifference,
 )
 
-TOLERANCE = {
-    "loss": LOSS_TOLERANCE,
-    "gradient": GRADIENT_TOLERANCE,
-    "gradient_norm": NORM_TOLERANCE,
-    "update": UPDATE_TOLERANCE,
-}
 MAX_TOKENS = 5
 """Tokens that are named."""
 SAME_FACTOR = 1e-3
@@ -100,6 +91,8 @@ class Verdict:
     max_update_diff: float | None
     """Of the updates, relative to their formula; None if one is not finite."""
     first_divergence: Divergence | None
+    tolerance: dict[str, float]
+    """By quantity."""
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -111,11 +104,16 @@ class Verdict:
             "max_norm_diff": self.max_norm_diff,
             "max_update_diff": self.max_update_diff,
             "first_divergence": None if first is None else asdict(first),
+            "tolerance": self.tolerance,
         }
 
 
 def judge(
-    reference: ReferenceRecord, findings: Sequence[RankFindings], found: RunFigures, expected: RunFigures
+    reference: ReferenceRecord,
+    findings: Sequence[RankFindings],
+    found: RunFigures,
+    expected: RunFigures,
+    tolerances: Tolerances = EXACT,
 ) -> Verdict:
     """Compare the findings of the ranks with the tolerances.
 
@@ -124,6 +122,7 @@ def judge(
         findings: Of every rank of the layout.
         found: Losses and gradient norms of the layout.
         expected: Those of the reference.
+        tolerances: Of the precision.
     """
     losses = [_relative(a, b) for a, b in zip(found.losses, expected.losses, strict=False)]
     lost = len(found.losses) != len(expected.losses)
@@ -131,15 +130,17 @@ def judge(
         rank: [_relative(a, b) for a, b in zip(own, expected.grad_norms[0], strict=False)]
         for rank, own in found.grad_norms.items()
     }
-    rows = {step: list(_gradients(reference, findings, step)) for step in GRADIENT_STEPS}
+    rows = {
+        step: list(_gradients(reference, findings, step, tolerances)) for step in tolerances.gradient_steps
+    }
     divergences = [
         *_weights(reference, findings),
         *_wrong_tokens(findings),
-        *_losses(losses),
-        *(gradient for step in GRADIENT_STEPS for gradient in _wrong_gradients(reference, rows[step], step)),
+        *_losses(losses, tolerances.loss),
+        *(wrong for step, table in rows.items() for wrong in _wrong_gradients(reference, table, step)),
         *_updates(reference, findings),
-        *_norms(norms),
-        *_evaluations(found, expected),
+        *_norms(norms, tolerances.gradient_norm),
+        *_evaluations(found, expected, tolerances.loss),
         *_checkpoint(reference, findings),
     ]
     equal = not lost and not divergences
@@ -156,6 +157,12 @@ def judge(
         max_norm_diff=None if lost else _largest([off for own in norms.values() for off in own]),
         max_update_diff=_largest(updates),
         first_divergence=min(divergences, key=_moment, default=None),
+        tolerance={
+            "loss": tolerances.loss,
+            "gradient": tolerances.gradient,
+            "gradient_norm": tolerances.gradient_norm,
+            "update": UPDATE_TOLERANCE,
+        },
     )
 
 
@@ -166,9 +173,14 @@ KINDS = (
 """In the order of a step."""
 
 
-def _moment(divergence: Divergence) -> tuple[int, int]:
-    """When a divergence happens; of several at once, the first in the list counts."""
-    return divergence.step, KINDS.index(divergence.kind)
+def _moment(divergence: Divergence) -> tuple[int, int, bool]:
+    """When a divergence happens; of several at once, the first in the list counts.
+
+    Clipping by a wrong norm is a consequence of the norm.
+    """
+    clipping = divergence.term == "clipping"
+    kind = "gradient_norm" if clipping else divergence.kind
+    return divergence.step, KINDS.index(kind), clipping
 
 
 @dataclass(frozen=True)
@@ -179,6 +191,7 @@ class _Row:
     rank: int | None
     relative: float | None
     found: TensorDifference | None
+    tolerance: float
 
     @property
     def missing(self) -> bool:
@@ -186,25 +199,27 @@ class _Row:
 
     @property
     def wrong(self) -> bool:
-        return self.missing or _exceeds(self.relative, GRADIENT_TOLERANCE)
+        return self.missing or _exceeds(self.relative, self.tolerance)
 
 
-def _gradients(reference: ReferenceRecord, findings: Sequence[RankFindings], step: int) -> Iterator[_Row]:
+def _gradients(
+    reference: ReferenceRecord, findings: Sequence[RankFindings], step: int, tolerances: Tolerances
+) -> Iterator[_Row]:
     """Every gradient on every rank that holds a shard of it, in the order of the backward pass."""
     norms = reference.gradient_norms[str(step)]
-    noise = ROUNDING / GRADIENT_TOLERANCE * math.sqrt(sum(norm**2 for norm in norms.values()))
+    noise = tolerances.rounding / tolerances.gradient * math.sqrt(sum(norm**2 for norm in norms.values()))
     unknown = {name for f in findings for name in f.gradients.get(str(step), {})} - set(reference.parameters)
     for name in (*sorted(unknown), *reference.parameters):
         held = [
             (f.rank, f.gradients[str(step)][name]) for f in findings if name in f.gradients.get(str(step), {})
         ]
         if not held and name in norms:
-            yield _Row(name, None, 1.0, None)
+            yield _Row(name, None, 1.0, None, tolerances.gradient)
         for rank, found in held:
             size = max(norms.get(name, 0.0), noise)
             off = found.difference
             relative = 1.0 if found.missing else None if off is None else off / size if size else off
-            yield _Row(name, rank, relative, found)
+            yield _Row(name, rank, relative, found, tolerances.gradient)
 
 
 def first_activation(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
@@ -266,18 +281,18 @@ def _wrong_tokens(findings: Sequence[RankFindings]) -> Iterator[Divergence]:
             yield Divergence("token", module, 1, 1.0, found.rank, note=f"tokens {named}")
 
 
-def _losses(by_step: Sequence[float | None]) -> Iterator[Divergence]:
+def _losses(by_step: Sequence[float | None], tolerance: float) -> Iterator[Divergence]:
     for step, off in enumerate(by_step, start=1):
-        if not _exceeds(off, LOSS_TOLERANCE):
+        if not _exceeds(off, tolerance):
             continue
         note = "all compared outputs are right, so the summation of losses is wrong" if step == 1 else ""
         yield Divergence("loss", "loss", step, off, note=note)
 
 
-def _norms(by_rank: dict[int, list[float | None]]) -> Iterator[Divergence]:
+def _norms(by_rank: dict[int, list[float | None]], tolerance: float) -> Iterator[Divergence]:
     for rank, norms in by_rank.items():
         for step, off in enumerate(norms, start=1):
-            if _exceeds(off, NORM_TOLERANCE):
+            if _exceeds(off, tolerance):
                 note = "the gradients are right, so their norm is computed wrongly" if step == 1 else ""
                 yield Divergence("gradient_norm", "gradient norm", step, off, rank, note=note)
 
@@ -315,7 +330,7 @@ def _updates(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> It
                 )
 
 
-def _evaluations(found: RunFigures, expected: RunFigures) -> Iterator[Divergence]:
+def _evaluations(found: RunFigures, expected: RunFigures, tolerance: float) -> Iterator[Divergence]:
     """The loss on held-out samples, on every rank."""
     wanted = expected.eval_losses.get(0, [])
     for rank in found.grad_norms:
@@ -323,7 +338,7 @@ def _evaluations(found: RunFigures, expected: RunFigures) -> Iterator[Divergence
         if len(own) < len(wanted) and len(found.losses) < RELOAD_STEP:
             continue  # the run ended before
         for off in (_relative(a, b) for a, b in itertools.zip_longest(own, wanted)):
-            if _exceeds(off, LOSS_TOLERANCE):
+            if _exceeds(off, tolerance):
                 note = "the losses of training are right, so the held-out samples or their sum are wrong"
                 yield Divergence("evaluation", "held-out loss", RELOAD_STEP, off, rank, note=note)
 

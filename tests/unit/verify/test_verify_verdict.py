@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.verify.proof_task import (
+    MIXED,
     ActivationDifference,
     RankFindings,
     ReferenceRecord,
@@ -211,6 +212,25 @@ def test_wrong_gradient_norm_on_one_rank_fails():
     assert found is not None
     assert (found.kind, found.step, found.rank) == ("gradient_norm", 3, 1)
     assert found.difference == pytest.approx(2**0.5 - 1)
+
+
+def test_wrong_norm_comes_before_the_clipping_that_follows_from_it():
+    findings, norms = findings_of(1), [2.0] + [1.0] * 9
+    findings.updates["1"]["norm.weight"] = UpdateDifference(0.5, "clipping", "")
+    found = judge(reference_of(), [findings_of(0), findings], LOSSES, LOSSES, norms).first_divergence
+    assert found is not None
+    assert found.kind == "gradient_norm"
+
+
+def test_mixed_precision_has_wider_tolerances_and_no_later_gradients():
+    findings = findings_of(1)
+    findings.gradients["10"]["norm.weight"] = TensorDifference(0.3, 1.0, 0.3)
+    found, expected = RunFigures([x * 1.004 for x in LOSSES]), RunFigures(LOSSES)
+    found.grad_norms, expected.grad_norms = {0: [1.02] * 10, 1: [0.98] * 10}, {0: [1.0] * 10}
+    assert judge_figures(reference_of(), [findings_of(0), findings], found, expected, MIXED).equal
+    assert not judge_figures(reference_of(), [findings_of(0), findings_of(1)], found, expected).equal
+    found.losses[3] *= 1.01
+    assert not judge_figures(reference_of(), [findings_of(0), findings], found, expected, MIXED).equal
 
 
 def test_unequal_initial_weight_fails_first():
