@@ -467,20 +467,16 @@ def _gather_stale(original, self):
 first_rows_not_gathered = with_method(Zero1State, "all_gather_parameters", _gather_stale)
 
 
-def eval_of_rank_0_alone(run_dir, listener):
-    """The held-out loss is that of rank 0."""
-    original, sums = evaluation._evaluate_set, Mesh.all_reduce_scalars
-
-    def evaluate_set(trainer, name, held_out):
-        Mesh.all_reduce_scalars = lambda self, values: sums(self, values if self.rank == 0 else (0.0, 0.0))
-        loss = original(trainer, name, held_out)
-        Mesh.all_reduce_scalars = sums
-        return loss
-
-    evaluation._evaluate_set = evaluate_set
-    return run_rank(run_dir, listener)
+def _count_rank_0(original, trainer):
+    sums = Mesh.all_reduce_scalars
+    Mesh.all_reduce_scalars = lambda self, values: sums(self, [v * (self.rank == 0) for v in values])
+    losses = original(trainer)
+    Mesh.all_reduce_scalars = sums
+    return losses
 
 
+eval_of_rank_0_alone = with_function(prove_rank, "evaluate", _count_rank_0)
+"""The held-out loss is that of rank 0."""
 eval_without_last_sample = with_function(
     evaluation, "first_samples", lambda original, *arguments: original(*arguments)[:-1]
 )
