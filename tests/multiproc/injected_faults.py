@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import decoder_sharding
 from meshwright.parallel import expert
 from meshwright.train import build, loop, worker
+from meshwright.train.batches import Batcher
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_rank, run_with_trainer
 from meshwright.verify.bench import scaling
@@ -341,3 +344,115 @@ NAN_PLANTS = {
     "input gradient": _nan_in_input_gradient,
     "weight gradient": _nan_in_weight_gradient,
 }
+
+
+def _before_update(action):
+    """Call ``action(trainer)`` on every rank before each optimizer step."""
+    original = Trainer.update
+
+    def update(trainer, lr):
+        action(trainer)
+        return original(trainer, lr)
+
+    Trainer.update = update
+
+
+def _is_wrong(trainer):
+    return trainer.step == 3 and trainer.mesh.rank == 1
+
+
+def other_shape_in_step_4(run_dir, listener):
+    """Rank 1 all-reduces a tensor of another size."""
+
+    def reduce(trainer):
+        dist.all_reduce(
+            torch.zeros(5000 if _is_wrong(trainer) else 3), group=trainer.mesh.group("dp_replicate")
+        )
+
+    _before_update(reduce)
+    return run_rank(run_dir, listener)
+
+
+def other_op_in_step_4(run_dir, listener):
+    """Rank 1 gathers where the others reduce."""
+
+    def reduce(trainer):
+        group = trainer.mesh.group("dp_replicate")
+        if _is_wrong(trainer):
+            dist.all_gather_into_tensor(torch.zeros(3 * group.size()), torch.zeros(3), group=group)
+        else:
+            dist.all_reduce(torch.zeros(3), group=group)
+
+    _before_update(reduce)
+    return run_rank(run_dir, listener)
+
+
+def skipped_all_reduce_in_step_4(run_dir, listener):
+    """Rank 1 leaves out an all-reduce that all ranks made in every step before."""
+
+    def reduce(trainer):
+        if not _is_wrong(trainer):
+            dist.all_reduce(torch.zeros(3), group=trainer.mesh.group("dp_replicate"))
+
+    _before_update(reduce)
+    return run_rank(run_dir, listener)
+
+
+def stuck_in_data_in_step_4(run_dir, listener):
+    """Rank 1 waits for its samples for ever."""
+    original = Batcher.micro_batches
+
+    def micro_batches(batcher, samples, min_samples=0):
+        if batcher.rank == 1 and next(steps) == 3:
+            time.sleep(1000)
+        yield from original(batcher, samples, min_samples)
+
+    steps = itertools.count()
+    Batcher.micro_batches = micro_batches
+    return run_rank(run_dir, listener)
+
+
+def stuck_in_checkpoint(run_dir, listener):
+    """Rank 0 never returns from the flush of a checkpoint's files."""
+    saver.sync_path = lambda _: time.sleep(1000)
+    return run_rank(run_dir, listener)
+
+
+def blocked_in_step_4(run_dir, listener):
+    """Rank 1 sleeps before an optimizer step."""
+    _before_update(lambda trainer: time.sleep(1000 if _is_wrong(trainer) else 0))
+    return run_rank(run_dir, listener)
+
+
+def jumping_clock(run_dir, listener):
+    """The wall clock of rank 1 is an hour behind, and jumps an hour ahead in step 4."""
+    clock, offset = time.time, [-3600]
+    if os.environ["RANK"] == "1":
+        time.time = lambda: clock() + offset[0]
+
+    def jump(trainer):
+        if trainer.step == 3:
+            offset[0] = 3600
+
+    _before_update(jump)
+    return run_rank(run_dir, listener)
+
+
+def busy_for_seconds(run_dir, listener):
+    """Rank 1 computes for 12 s in step 3, and so does rank 0 in the evaluation: nothing hangs."""
+
+    def compute(seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    _before_update(lambda trainer: compute(12) if trainer.step == 2 and trainer.mesh.rank == 1 else None)
+    original = loop.evaluate
+
+    def evaluate(trainer):
+        if trainer.mesh.rank == 0:
+            compute(12)
+        return original(trainer)
+
+    loop.evaluate = evaluate
+    return run_rank(run_dir, listener)

@@ -27,6 +27,7 @@ COMMANDS = {
     "audit",
     "eval",
     "generate",
+    "hang",
     "init",
     "prepare",
     "schema",
@@ -37,7 +38,7 @@ COMMANDS = {
 COMMANDS |= {f"checkpoint {name}" for name in ("export", "list", "prune", "verify")} | {"schedule pipeline"}
 COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
 NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "validation", "data", "launch")
-NO_TORCH += ("audit", "diagnose", "report")
+NO_TORCH += ("audit", "diagnose", "elastic", "report")
 HEAVY = ("torch", "tokenizers", "transformers", "safetensors", "ray", "pyspark", "mlflow", "wandb")
 
 

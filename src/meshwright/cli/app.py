@@ -358,6 +358,17 @@ def report(
 
 
 @app.command()
+def hang(
+    run: Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")], as_json: Json = False
+) -> None:
+    """Say what a running run waits for: the rank, the collective, the source line and the cause."""
+    from meshwright.cli.hang import show_hang  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: show_hang(output, run))
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[
         Path, typer.Argument(help="Checkpoint, folder of checkpoints, run folder, or Hugging Face folder.")

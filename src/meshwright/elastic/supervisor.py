@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.core.events import EVENTS_FILE, Event, EventWriter, warn
+from meshwright.core.flight_ring import FlightMemory
+from meshwright.elastic.hang import WRONG_CALLS, Verdict
 from meshwright.elastic.policy import Failure, decide
+from meshwright.elastic.rank_watch import RankWatch
 from meshwright.launch.channel import Message
 from meshwright.launch.environment import loopback_interface
 from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
@@ -101,6 +104,8 @@ class Supervisor:
     """Environment of every rank, besides torchrun's variables."""
     preload: Sequence[str] = ()
     """Modules that the fork server imports."""
+    heartbeat_timeout_s: float = 0.0
+    """Time within which a silent or stuck rank is found; 0 for never."""
     max_restarts: int = 0
     """Failures in a row without a new step after which the run fails; 0: the first one."""
     find_checkpoint: Callable[[], str | None] = lambda: None
@@ -119,6 +124,9 @@ class Supervisor:
         self._parts: dict[str, Any] = {}
         """Of the recovery in progress: cause and times."""
         self._store_dir = ""
+        self._recorders = RankWatch(self.heartbeat_timeout_s)
+        self._hang: Verdict | None = None
+        """The last hang of this generation."""
 
     def run(self) -> bool:
         """Run to the end; returns whether a signal stopped it.
@@ -128,7 +136,8 @@ class Supervisor:
         """
         (self.run_dir / LOGS).mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
-            self._stop = stack.enter_context(_caught_signals())
+            self._stop = stack.enter_context(_caught_signals(self._show_waits))
+            stack.callback(self._recorders.close)
             self._agent = LocalAgent(self.preload)
             stack.callback(self._agent.close)
             self._watch()
@@ -154,6 +163,37 @@ class Supervisor:
             if len(self._stop) > stops_sent:
                 stops_sent = len(self._stop)
                 self._forward_stop(stops_sent)
+            if self.state in (State.STARTING, State.RUNNING, State.REGROUPING):
+                self._find_hang()
+
+    def _find_hang(self) -> None:
+        """Report a new hang. A process that does not answer is killed; a wrong call ends the run."""
+        found = self._recorders.poll()
+        if found is None or found.cause in ("ended", "raised"):  # the agent reports these
+            return
+        self._hang = found
+        events = self._open_events()
+        events.write("hang", **found.as_dict())
+        events.close()
+        if found.rank is None or not found.ends_run:
+            return
+        rank = self._ranks[found.rank]
+        if found.cause not in WRONG_CALLS:
+            self._signal(signal.SIGKILL, [rank])
+            return
+        problems = [self._describe_hang(found).as_dict()]
+        failure = {"kind": "Hang", "message": found.verdict, "problems": problems, "peer_lost": False}
+        rank.failure, rank.failed_at = failure, time.monotonic()
+        self._order(rank, Order("halt", self.generation))
+        self._halt()
+
+    def _on_recorder(self, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            self._recorders.add(message["rank"], FlightMemory.open(message["path"]))
+
+    def _show_waits(self) -> None:
+        """Answer SIGQUIT: what the run waits for now."""
+        self._notify({"event": "hang", **self._recorders.judge().as_dict()})
 
     def _is_late(self, rank: _Rank) -> bool:
         return rank.alive and (self.state is State.FAILED or not rank.left)
@@ -227,7 +267,7 @@ class Supervisor:
 
     def _on_failed(self, message: Message) -> None:
         rank = self._ranks[message["rank"]]
-        if message["generation"] == self.generation:
+        if message["generation"] == self.generation and rank.failure is None:
             rank.failure, rank.failed_at = message, time.monotonic()
             self._halt()
 
@@ -257,6 +297,7 @@ class Supervisor:
 
     def _decide(self) -> None:
         first = _first([rank for rank in self._ranks if rank.failed])
+        self._find_wrong_call(first)
         failure = self._describe(first)
         decision = decide(failure, self._failures, 0 if self._stop else self.max_restarts)
         self._failures.append(failure)
@@ -278,8 +319,15 @@ class Supervisor:
         events.close()
         self._agent.send({"do": "list_snapshots"})
 
+    def _find_wrong_call(self, first: _Rank) -> None:
+        """Find out whether a rank failed because of a wrong call: gloo aborts the process."""
+        if self._hang is None and not first.lost_peer:
+            found = self._recorders.judge(exits={first.rank: self._how(first)})
+            self._hang = found if found.cause == "mismatch" else None
+
     def _on_snapshots(self, message: Message) -> None:
         """Regroup: every rank joins the next generation."""
+        self._hang = None
         steps = {int(rank): steps for rank, steps in message["steps"].items()}
         restore_step = newest_common_step(steps, self.world_size)
         resume_from = self.find_checkpoint() if restore_step is None else None
@@ -329,14 +377,32 @@ class Supervisor:
     def _describe(self, rank: _Rank) -> Failure:
         """The failure of a rank, for the policy."""
         report = rank.failure
+        if self._hang is not None and self._hang.cause in WRONG_CALLS:
+            return Failure(rank.rank, "raised", self._hang.verdict, self._furthest_step, refused=True)
         if report is None:
-            return Failure(rank.rank, "exited", self._how(rank), self._furthest_step)
+            kind: Literal["exited", "silent"] = "silent" if self._is_killed_for_hang(rank) else "exited"
+            return Failure(rank.rank, kind, self._how(rank), self._furthest_step)
         message, refused = f"{report['kind']}: {report['message']}", bool(report["problems"])
         return Failure(rank.rank, "raised", message, self._furthest_step, refused)
+
+    def _is_killed_for_hang(self, rank: _Rank) -> bool:
+        return self._hang is not None and self._hang.ends_run and self._hang.rank == rank.rank
+
+    def _describe_hang(self, found: Verdict) -> Problem:
+        rule = f"The run on {socket.gethostname()} hangs: {found.verdict}"
+        logs = f"The output of the ranks is in {self.run_dir / LOGS}"
+        return Problem("run-hang", rule, fix=f"{logs}; {self._describe_resume()}")
+
+    def _describe_resume(self) -> str:
+        if self.saved:
+            return "resume the run to continue from the last checkpoint"
+        return "there is no checkpoint yet; set checkpoint.every_steps to save them"
 
     def _how(self, rank: _Rank) -> str:
         """How a rank failed, in a few words."""
         status = rank.exit_status
+        if self._hang is not None and self._is_killed_for_hang(rank) and status == -signal.SIGKILL:
+            return f"{self._hang.cause} for {self._hang.since_s:.1f} s, then killed"
         if rank.failure is not None:
             what = f"{rank.failure['kind']}: {rank.failure['message'].splitlines()[0]}"
             return what if status is None else f"exit status {status}: {what}"
@@ -347,12 +413,13 @@ class Supervisor:
         last, report = rank.last_event, rank.failure
         if report is not None and report["problems"]:
             return Problem.from_dict(report["problems"][0])
+        if self._hang is not None and self._is_killed_for_hang(rank) and rank.exit_status == -signal.SIGKILL:
+            return self._describe_hang(self._hang)
         step = f" of step {last['step']}" if "step" in last else ""
         age = f", {time.time() - last['time']:.1f} s ago" if last else ""
         seen = f"its last event was {last['event']!r}{step}{age}" if last else "it sent no event"
-        next_step = "resume the run to continue from the last checkpoint"
-        if not self.saved:
-            next_step = "there is no checkpoint yet; set checkpoint.every_steps to save them"
+        if self._hang is not None and self._hang.step >= self._furthest_step:  # it did not resolve itself
+            seen += f"; {self._hang.verdict}"
         hint = (
             SIGNAL_HINTS.get(signal.Signals(-(rank.exit_status or 0)), "")
             if (rank.exit_status or 0) < 0
@@ -362,7 +429,7 @@ class Supervisor:
         return Problem(
             "run-rank-died",
             f"{where} died ({self._how(rank)}); {seen}",
-            fix=f"{hint}Its output is in {self._log(rank.rank)}; {next_step}",
+            fix=f"{hint}Its output is in {self._log(rank.rank)}; {self._describe_resume()}",
         )
 
 
@@ -372,8 +439,8 @@ def _first(failed: Sequence[_Rank]) -> _Rank:
 
 
 @contextlib.contextmanager
-def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP; the watch loop acts on them."""
+def _caught_signals(on_quit: Callable[[], None]) -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP; the watch loop acts on them. SIGQUIT calls ``on_quit``."""
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:
@@ -387,6 +454,7 @@ def _caught_signals() -> Iterator[list[int]]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, catch) for number in numbers}
+    before[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: on_quit())
     try:
         yield caught
     finally:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from meshwright.core.flight_ring import FLIGHT_VARIABLE, FlightMemory
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.rank_process import Order, run_rank_process
 from meshwright.launch.snapshot_memory import SnapshotMemory
@@ -50,6 +51,8 @@ class Agent:
     processes: list[_Process] = field(default_factory=list)
     snapshots: dict[int, SnapshotMemory] = field(default_factory=dict)
     """By rank."""
+    recorders: dict[int, FlightMemory] = field(default_factory=dict)
+    """The flight recorder of each rank's newest process."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def run(self) -> None:
@@ -95,6 +98,11 @@ class Agent:
             self._fence(process)
         if keep_snapshots and rank not in self.snapshots:
             self.snapshots[rank] = SnapshotMemory.create(rank)
+        if rank in self.recorders:
+            self.recorders[rank].close()
+        recorder = self.recorders[rank] = FlightMemory.create(rank)
+        environment = {**environment, FLIGHT_VARIABLE: recorder.path}
+        self._report({"is": "recorder", "rank": rank, "path": recorder.path})
         here, there = socket.socketpair()
         pid = os.fork()
         if pid == 0:

@@ -25,7 +25,7 @@ from meshwright.launch.environment import STORE_VARIABLE
 from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.snapshot_memory import SnapshotMemory
 
-GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a terminal or a scheduler sends to the whole process group."""
 
 
@@ -136,8 +136,8 @@ def run_rank_process(
     gc.enable()  # disabled by launch.forkserver_preload
     os.environ.update(environment)
     order.enter()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor handles these two
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # the supervisor handles these
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank can stop cleanly
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     with contextlib.suppress(OSError):

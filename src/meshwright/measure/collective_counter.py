@@ -4,7 +4,7 @@ Every collective of torch is dispatched as an operator of the ``c10d`` namespace
 reducer, a hook, functional collectives (DTensor), user code in inference mode. The counter registers a kernel
 just above the device kernels (dispatch key ``BackendSelect``, which no mode excludes). It counts and
 redispatches. That costs microseconds per collective and nothing for other operators, so it is always on. A
-dispatch mode would slow down every operator of every step.
+dispatch mode would slow down every operator of every step. The same kernel writes the flight recorder.
 
 The redispatch must release Python's GIL: gloo's threads take the GIL while they hold the lock that enqueuing
 needs. ``redispatch`` releases it. A kernel from ``torch.library.get_kernel`` does not, and hangs sometimes.
@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from meshwright.measure.flight_recorder import FlightRecorder
 
 OPERATIONS = {
     "allreduce_": "all_reduce",
@@ -44,6 +46,8 @@ OPERATIONS = {
     "monitored_barrier_": "barrier",
 }
 """Operators of the ``c10d`` namespace and their names in the audit. Point-to-point counts at the sender."""
+RECEIVES = {"recv_": "recv", "recv_any_source_": "recv"}
+"""Operators that the flight recorder has and the audit does not count."""
 
 DEVICE_KEYS = {
     device: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
@@ -89,8 +93,9 @@ class Tally:
 class CollectiveCounter:
     """Counts collectives from ``install`` until ``remove``, under the current ``phase``."""
 
-    def __init__(self) -> None:
+    def __init__(self, flight: FlightRecorder | None = None) -> None:
         self.phase = "setup"
+        self.flight = flight or FlightRecorder()
         self._axes: dict[str, tuple[str, int]] = {}
         self._tallies: defaultdict[tuple[str, str, str, int], Tally] = defaultdict(Tally)
         self._library: torch.library.Library | None = None
@@ -98,7 +103,7 @@ class CollectiveCounter:
     def install(self) -> None:
         """Start counting."""
         self._library = torch.library.Library("c10d", "IMPL")
-        for operator, name in OPERATIONS.items():
+        for operator, name in (OPERATIONS | RECEIVES).items():
             if hasattr(torch.ops.c10d, operator):
                 self._library.impl(operator, self._kernel(operator, name), "BackendSelect")
 
@@ -130,33 +135,40 @@ class CollectiveCounter:
 
     def _kernel(self, operator: str, name: str) -> Callable[..., Any]:
         overload = getattr(torch.ops.c10d, operator).default
+        names = [argument.name for argument in overload._schema.arguments]
+        peer_at = next(
+            (i for i, n in enumerate(names) if n in ("src", "dst") and name in ("send", "recv")), -1
+        )
+        async_at = next((i for i, n in enumerate(names) if n in ("async_op", "asyncOp")), len(names))
 
         def count_and_redispatch(*args: Any, **kwargs: Any) -> Any:
-            self._count(name, args)
+            peer = args[peer_at] if peer_at >= 0 else -1
+            self._count(name, args, peer, synchronous=len(args) > async_at and not args[async_at])
             device = next(_tensors(args)).device.type
             return overload.redispatch(DEVICE_KEYS[device], *args, **kwargs)
 
         return count_and_redispatch
 
-    def _count(self, op: str, args: tuple[Any, ...]) -> None:
+    def _count(self, op: str, args: tuple[Any, ...], peer: int, synchronous: bool) -> None:
         group = next(a for a in args if isinstance(a, torch.ScriptObject))
         unboxed = dist.ProcessGroup.unbox(group)
         axis, ranks = self._axes.get(unboxed.group_name, (f"group {unboxed.group_name}", unboxed.size()))
+        arguments = [list(_tensors(a)) for a in args if isinstance(a, Tensor | list | tuple)]
+        sizes = [sum(t.numel() * t.element_size() for t in tensors) for tensors in arguments]
+        largest = max(sizes)
+        self.flight.record(axis, unboxed, op, peer, arguments[sizes.index(largest)], synchronous)
+        if op == "recv":
+            return
         tally = self._tallies[axis, op, self.phase, ranks]
         tally.calls += 1
         if op == "barrier":
             return
-        sizes = [_tensor_bytes(a) for a in args if isinstance(a, Tensor | list | tuple)]
         routed = _routed.get()
         if routed is None:
-            tally.bytes += max(sizes)
+            tally.bytes += largest
         else:  # the first two arguments of an all-to-all are its output and its input
             tally.bytes += sizes[0 if routed.side == "output" else 1]
             tally.dropped_rows += routed.dropped
-
-
-def _tensor_bytes(argument: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors(argument))
 
 
 def _tensors(argument: Any) -> Iterator[Tensor]:

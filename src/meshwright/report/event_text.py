@@ -11,7 +11,16 @@ from meshwright.spec.execution import uses_torch_compile
 from meshwright.spec.job import Job
 
 FROM_EVERY_RANK = frozenset(
-    {"checkpoint", "checkpoint_failed", "events_lost", "rank_lost", "recovered", "snapshots_off", "stopping"}
+    {
+        "checkpoint",
+        "checkpoint_failed",
+        "events_lost",
+        "hang",
+        "rank_lost",
+        "recovered",
+        "snapshots_off",
+        "stopping",
+    }
 )
 """Events that are shown whichever rank wrote them; of all others only rank 0's."""
 LOG_LINES = 20
@@ -97,6 +106,9 @@ class EventText:
             return None
         what = f"rank {event['rank']} cannot write its events ({event['reason']})"
         return f"warning: {what}; lines are lost, training continues"
+
+    def _describe_hang(self, event: Event) -> str:
+        return f"{'warning: ' if event['cause'] not in ('computing', 'running') else ''}{event['verdict']}"
 
     def _describe_stopping(self, event: Event) -> str:
         return "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once"

@@ -60,6 +60,7 @@ def build_launch(
         world_size=job.layout.world_size,
         generation=generation,
         stop_grace_s=job.elastic.stop_grace_s,
+        heartbeat_timeout_s=job.elastic.heartbeat_timeout_s,
         listener=listener,
         environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=preload,

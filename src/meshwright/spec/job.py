@@ -249,6 +249,8 @@ class Elastic:
 
     collective_timeout_s: Positive = 600.0
     """Timeout of a collective; the run fails after it."""
+    heartbeat_timeout_s: NonNegative = 5.0
+    """Time within which a silent or stuck rank is named; 0 to wait for `collective_timeout_s` instead."""
     stop_grace_s: Positive = 10.0
     """Time that the other ranks have to leave their collectives after one failed; then they are killed."""
     max_restarts: Natural = 3

@@ -32,6 +32,7 @@ def train(trainer: Trainer) -> None:
             eval_loss = eval_losses.get(None)
             evaluations += len(eval_losses)
         trainer.counter.phase = "save"
+        trainer.flight.enter("checkpoint")
         trainer.saver.after_step(last, eval_loss, result.save_requested)
     report_end(trainer, evaluations, stopping)
 

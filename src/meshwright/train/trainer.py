@@ -131,7 +131,7 @@ class Trainer:
             stop: Set when this rank is asked to stop.
         """
         self.plan, self.assignment, self.mesh = context.plan, context.assignment, context.mesh
-        self.counter, self.events = context.counter, context.events
+        self.counter, self.events, self.flight = context.counter, context.events, context.counter.flight
         self.model, self.module, self.pipeline = model.model, model.module, model.pipeline
         self.reducer, self.parallel = model.reducer, model.parallel
         self.sharded_state, self.weight_copies = model.sharded_state, model.weight_copies
@@ -165,6 +165,7 @@ class Trainer:
             overlap_next_step: Whether another step follows at once.
         """
         started = time.perf_counter()
+        self.flight.enter("waiting for data", self.step + 1)
         _, samples, targets, micro_batches = self.data.prefetcher.get(self.state.position)
 
         def prefetch() -> None:
@@ -236,6 +237,7 @@ class Trainer:
         grad_norm = self.update(lr, start_control_all_reduce) if early else self.update(lr)
         sync_batch_norm_stats(self.model, self.job, self.mesh)
         prefetch()
+        self.flight.enter("control all-reduce")
         if not early:
             start_control_all_reduce(grad_norm)
         # The first read of a device value in this step: all its work is queued by now.
@@ -283,14 +285,15 @@ class Trainer:
         """
         device, observer = self.mesh.device, self.observer
         if self.pipeline is not None:
-            found = self.pipeline.train(batches, divisor, observer)
+            read = self.flight.read_data(batches, "forward and backward")
+            found = self.pipeline.train(read, divisor, observer)
             self.sharded_state.finalize_grads()
             return found
         if isinstance(self.model, Decoder):
             self.model.set_expected_loss_grad(1 / divisor)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         targets_seen = 0
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(self.flight.read_data(batches, "forward", "backward")):
             last = index == self.plan.micro_batches - 1
             if observer is not None:
                 observer.before_forward(index)
@@ -302,6 +305,7 @@ class Trainer:
                     observer.before_backward(index)
                 if self.reducer is not None:
                     self.reducer.begin(last=last)
+                self.flight.enter("backward")
                 self.amp.backward(loss / divisor)
             targets_seen += int((batch.targets >= 0).sum())  # while the device computes
             self.noise_scale.after_micro_batch(targets_seen)
@@ -324,6 +328,7 @@ class Trainer:
             The gradient norm of the whole model, where clipping or the loss scale needed it.
         """
         sharded_state = self.sharded_state
+        self.flight.enter("update")
         sharded_state.assign_shard_grads()
         grad_norm = self.amp.clip_gradients(sharded_state, self.optimizer, self.job.train.clip)
         on_grad_norm(grad_norm)

@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import EVENTS_FILE, EventWriter, Listener
+from meshwright.core.flight_ring import FLIGHT_VARIABLE
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.exits import EXIT_ERROR, EXIT_OK, EXIT_PEER_LOST
 from meshwright.launch.rank_process import Order, RankLink
 from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.measure.flight_recorder import FlightRecorder
 from meshwright.parallel.abort import GroupAborter
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.contract import PLAN_FILE, read_plan
@@ -81,15 +83,21 @@ def run_with_trainer(
     events = EventWriter(folder / EVENTS_FILE, rank, order.generation, listener)
     stop = StopSignal()
     stop.install()
+    flight = FlightRecorder()
+    recorder, host = os.environ.get(FLIGHT_VARIABLE), socket.gethostname()
     try:
-        events.write("started", pid=os.getpid(), host=socket.gethostname(), torch=torch.__version__)
+        events.write("started", pid=os.getpid(), host=host, torch=torch.__version__, flight_recorder=recorder)
         while True:
             events.generation = order.generation
             order.enter()
-            generation = _Generation(folder, _reassign(assignment, order), order, events, link)
+            flight.start(rank, order.generation)
+            generation = _Generation(folder, _reassign(assignment, order), order, events, flight, link)
             failure = generation.run(work, stop, store)
             if failure is None:
+                flight.enter("finished")
                 return EXIT_OK
+            if not failure.fields["peer_lost"]:
+                flight.note_error(f"{failure.fields['kind']}: {failure.fields['message']}")
             del generation
             if link is None:
                 return failure.write(events)
@@ -98,6 +106,7 @@ def run_with_trainer(
                 return failure.write(events)
             reset_process()
     finally:
+        flight.stop()
         events.close()
 
 
@@ -128,13 +137,14 @@ class _Generation:
     assignment: Assignment
     order: Order
     events: EventWriter
+    flight: FlightRecorder
     link: RankLink | None
 
     def run(
         self, work: Callable[[Trainer], None], stop: StopSignal, store: dist.Store | None
     ) -> RankFailure | None:
         """Join, build, work; returns the failure, if there was one."""
-        counter, aborter = CollectiveCounter(), GroupAborter()
+        counter, aborter = CollectiveCounter(self.flight), GroupAborter()
         plan, trainer, free = None, None, (0, 0)
         try:
             plan = read_plan(self.folder / PLAN_FILE)
