@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.hf.export import Exported
     from meshwright.checkpoint.inventory import PruneResult, StoredCheckpoint
     from meshwright.data.prepare import PrepareReport
-    from meshwright.elastic.hang import Verdict
     from meshwright.layout.no_effect import UnusedSetting
     from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
     from meshwright.plan.search.find import Objective, SearchResult
@@ -58,7 +57,6 @@ __all__ = [
     "Run",
     "evaluate",
     "export_checkpoint",
-    "find_hang",
     "generate",
     "list_checkpoints",
     "list_runs",
@@ -416,17 +414,6 @@ def load_run(run_dir: str | Path) -> Run:
     record = read_record(folder)
     plan = read_plan(folder / PLAN_FILE)
     return Run(folder, plan, record, audit_run(plan, record))
-
-
-def find_hang(run_dir: str | Path) -> Verdict:
-    """What a running run waits for, from the flight recorders of its ranks. Takes two seconds.
-
-    Raises:
-        UserError: The run is not running on this machine, or its recorders cannot be read.
-    """
-    from meshwright.runs.hang import inspect_run  # noqa: PLC0415
-
-    return inspect_run(Path(run_dir))
 
 
 def list_runs(folder: str | Path = "runs") -> list[RunSummary]:
