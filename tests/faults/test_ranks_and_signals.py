@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -199,19 +201,104 @@ def test_ctrl_c_stops_after_the_step_and_saves_a_checkpoint(command, job_file, t
     assert len(json.loads(out)["losses"]) == 2
 
 
-def test_ranks_exit_when_the_supervisor_is_killed(command, job_file, tmp_path):
-    """After SIGKILL of the supervisor all ranks exit within 30 s."""
+def _wait_until_ended(pids):
+    deadline = time.monotonic() + 30
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlived their supervisor"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("orphan_s", [0.0, 1.0])
+def test_ranks_end_when_the_supervisor_is_killed(command, job_file, tmp_path, orphan_s):
+    """After SIGKILL of the command all ranks end within 30 s; with ``orphan_s`` they save first."""
     run_dir = tmp_path / "run"
-    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}", f"elastic.orphan_s={orphan_s}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
     pids = [e["pid"] for e in running.events(run_dir) if e["event"] == "started"]
     assert len(pids) == 2
     running.process.kill()
     running.process.communicate()
-    deadline = time.monotonic() + 30
-    while any(_is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "ranks outlived their supervisor"
-        time.sleep(0.05)
+    _wait_until_ended(pids)
+    assert bool(list(run_dir.glob("checkpoints/step-*/manifest.json"))) == (orphan_s > 0)
+
+
+def test_a_new_command_adopts_the_ranks_of_a_killed_one(command, job_file, tmp_path):
+    """No rank ends and no step is lost or done twice. The new command stops the run, and the audit passes."""
+    run_dir = tmp_path / "run"
+    first = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    first.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 20)
+    first.process.kill()
+    first.process.communicate()
+    second = command("train", job_file, *LONG, f"run_dir={run_dir}", "--resume", "--json")
+    second.wait_for(run_dir, lambda e: e["event"] == "adopted")
+    second.process.send_signal(signal.SIGINT)
+    status, out, err = second.finish()
+    assert status == 130, err
+    result, events = json.loads(out), second.events(run_dir)
+    assert result["audit_ok"], result["differences"]
+    steps = [e["step"] for e in events if e["event"] == "step" and e["rank"] == 0]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(result["losses"]) == len(steps)
+    assert len([e for e in events if e["event"] == "started"]) == 2, "the same processes"
+    assert {e["generation"] for e in events} == {0}
+
+
+@pytest.mark.slow
+def test_a_rank_that_died_without_a_supervisor_is_replaced_after_adoption(command, train, job_file, tmp_path):
+    options = ("layout.dp_replicate=2", "train.steps=60")
+    undisturbed = train(*options, "run_dir=calm")
+    run_dir = tmp_path / "run"
+    first = command("train", job_file, *options, f"run_dir={run_dir}")
+    first.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 15)
+    first.process.kill()
+    first.process.communicate()
+    os.kill(
+        [e["pid"] for e in first.events(run_dir) if e["event"] == "started" and e["rank"] == 1][0],
+        signal.SIGKILL,
+    )
+    second = command("train", job_file, *options, f"run_dir={run_dir}", "--resume", "--json")
+    status, out, err = second.finish()
+    assert status == 0, err
+    assert json.loads(out)["losses"] == undisturbed.losses
+
+
+def test_a_command_that_is_stopped_delays_nothing(command, job_file, tmp_path):
+    """The ranks go on while the command is stopped, and it ends normally after it is continued."""
+    run_dir = tmp_path / "run"
+    running = command(
+        "train", job_file, "layout.dp_replicate=2", "train.steps=120", f"run_dir={run_dir}", "--json"
+    )
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 10)
+    running.process.send_signal(signal.SIGSTOP)
+    running.wait_for(run_dir, lambda e: e["event"] == "finished")
+    running.process.send_signal(signal.SIGCONT)
+    status, out, err = running.finish()
+    assert status == 0, err
+    assert len(json.loads(out)["losses"]) == 120
+
+
+def test_a_stranger_cannot_adopt_a_run(command, job_file, tmp_path):
+    """The agent's file is private. A wrong token, random bytes and a second supervisor are turned away."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
+    assert (run_dir / "agent.json").stat().st_mode & 0o777 == 0o600
+    agent = json.loads((run_dir / "agent.json").read_text())
+    assert Path(agent["path"]).parent.stat().st_mode & 0o777 == 0o700
+    wrong, right = (json.dumps({"token": token}).encode() for token in ("0" * 32, agent["token"]))
+    for content in (
+        b"\xff" * 1000,
+        len(wrong).to_bytes(4, "big") + wrong,
+        len(right).to_bytes(4, "big") + right,
+    ):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(agent["path"])
+            client.sendall(content)
+            client.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b"", "the agent closes the connection"
+    running.process.send_signal(signal.SIGINT)
+    assert running.finish()[0] == 130
 
 
 def test_all_sockets_listen_on_loopback(command, job_file, tmp_path):

@@ -21,7 +21,7 @@ def test_a_resumed_run_has_one_report_page_with_both_attempts(train, monkeypatch
     first = train("layout.dp_replicate=2", "run_dir=run", "train.steps=4")
     page = Path(first.result["report"])
     assert page == first.run_dir / "report.html"
-    assert "restart" not in page.read_text()
+    assert "restart 1" not in page.read_text()
     assert f"report: {page}" in first.messages
     second = train("layout.dp_replicate=2", "run_dir=run", "train.steps=6", resume=True)
     assert "restart 1 at step 4" in page.read_text()

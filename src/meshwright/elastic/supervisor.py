@@ -110,6 +110,12 @@ class Supervisor:
     """Failures in a row without a new step after which the run fails; 0: the first one."""
     find_checkpoint: Callable[[], str | None] = lambda: None
     """Finds the checkpoint to go on from, where there is no snapshot."""
+    orphan_s: float = 0.0
+    """How long the ranks go on when this process has died; 0: they are killed."""
+    agent: LocalAgent | None = None
+    """The agent of ranks to adopt; by default a new one."""
+    furthest_step: int = 0
+    """Steps that ranks to adopt have done."""
 
     def __post_init__(self) -> None:
         self.state = State.STARTING
@@ -118,7 +124,6 @@ class Supervisor:
         self._ranks = [_Rank(rank) for rank in range(self.world_size)]
         self._joined: set[int] = set()
         self._failures: list[Failure] = []
-        self._furthest_step = 0
         self._deadline = float("inf")
         """When ranks that did not leave the generation are killed."""
         self._parts: dict[str, Any] = {}
@@ -138,7 +143,7 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             self._stop = stack.enter_context(_caught_signals(self._show_waits))
             stack.callback(self._recorders.close)
-            self._agent = LocalAgent(self.preload)
+            self._agent = self.agent or LocalAgent.start(self.preload)
             stack.callback(self._agent.close)
             self._watch()
         failed = [rank for rank in self._ranks if rank.failed]
@@ -200,8 +205,18 @@ class Supervisor:
 
     def _on_hello(self, message: Message) -> None:
         self._store_dir = message["store_dir"]
+        if self.orphan_s:
+            self._agent.send({"do": "configure", "run_dir": str(self.run_dir), "orphan_s": self.orphan_s})
         for rank in self._ranks:
             self._start(rank, self._join_order())
+
+    def _on_adopted(self, message: Message) -> None:
+        """Take over ranks that run. Those that ended meanwhile are reported next."""
+        self._store_dir, self.generation = message["store_dir"], message["generation"]
+        self.state = State.RUNNING
+        events = self._open_events()
+        events.write("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
+        events.close()
 
     def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:
         store = f"{self._store_dir}/generation-{self.generation}" if self.world_size > 1 else None
@@ -239,7 +254,7 @@ class Supervisor:
         rank.last_event = event
         self.saved |= event["event"] in ("checkpoint", "resumed")
         if event["event"] == "step":
-            self._furthest_step = max(self._furthest_step, event["step"])
+            self.furthest_step = max(self.furthest_step, event["step"])
         self._notify(event)
         if event["event"] == "ready" and event["generation"] == self.generation:
             self._joined.add(rank.rank)
@@ -257,7 +272,7 @@ class Supervisor:
                 how=self._parts["how"],
                 source=self._parts["source"],
                 restored_step=step,
-                replayed_steps=max(0, self._furthest_step - step),
+                replayed_steps=max(0, self.furthest_step - step),
                 halt_s=decided - started,
                 join_s=now - decided,
                 seconds=now - started,
@@ -378,12 +393,12 @@ class Supervisor:
         """The failure of a rank, for the policy."""
         report = rank.failure
         if self._hang is not None and self._hang.cause in WRONG_CALLS:
-            return Failure(rank.rank, "raised", self._hang.verdict, self._furthest_step, refused=True)
+            return Failure(rank.rank, "raised", self._hang.verdict, self.furthest_step, refused=True)
         if report is None:
             kind: Literal["exited", "silent"] = "silent" if self._is_killed_for_hang(rank) else "exited"
-            return Failure(rank.rank, kind, self._how(rank), self._furthest_step)
+            return Failure(rank.rank, kind, self._how(rank), self.furthest_step)
         message, refused = f"{report['kind']}: {report['message']}", bool(report["problems"])
-        return Failure(rank.rank, "raised", message, self._furthest_step, refused)
+        return Failure(rank.rank, "raised", message, self.furthest_step, refused)
 
     def _is_killed_for_hang(self, rank: _Rank) -> bool:
         return self._hang is not None and self._hang.ends_run and self._hang.rank == rank.rank
@@ -418,7 +433,7 @@ class Supervisor:
         step = f" of step {last['step']}" if "step" in last else ""
         age = f", {time.time() - last['time']:.1f} s ago" if last else ""
         seen = f"its last event was {last['event']!r}{step}{age}" if last else "it sent no event"
-        if self._hang is not None and self._hang.step >= self._furthest_step:  # it did not resolve itself
+        if self._hang is not None and self._hang.step >= self.furthest_step:  # it did not resolve itself
             seen += f"; {self._hang.verdict}"
         hint = (
             SIGNAL_HINTS.get(signal.Signals(-(rank.exit_status or 0)), "")

@@ -2,30 +2,58 @@
 
 It is a process of its own between the supervisor and the ranks. It passes events to the supervisor and orders
 to the ranks, and decides nothing. It is forked from the fork server, which has imported torch, and forks the
-ranks. When the supervisor is gone, it kills the ranks and exits.
+ranks. When the supervisor is gone, the ranks go on for ``orphan_s`` seconds, in which a new supervisor can
+adopt them. Then they save a checkpoint and stop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import shutil
 import signal
 import socket
 import tempfile
+import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from meshwright.core.flight_ring import FLIGHT_VARIABLE, FlightMemory
+from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.rank_process import Order, run_rank_process
 from meshwright.launch.snapshot_memory import SnapshotMemory
 
 POLL_S = 0.2
 """Interval of looking for ended ranks, where the system has no pidfd."""
+
+
+ORPHAN_GRACE_S = 30.0
+"""How long ranks without a supervisor have to save and stop."""
+HELLO_TIMEOUT_S = 1.0
+"""How long the agent waits for the token of a new supervisor."""
+
+
+class EndedError(Exception):
+    """The supervisor has ended the agent."""
+
+
+class SupervisorLostError(Exception):
+    """The connection to the supervisor is closed."""
+
+
+@contextlib.contextmanager
+def _noticing_loss() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise SupervisorLostError from error
 
 
 @dataclass
@@ -45,7 +73,8 @@ class _Process:
 class Agent:
     """The agent of one node."""
 
-    supervisor: Channel
+    supervisor: Channel | None
+    """None after it is gone."""
     store_dir: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="meshwright-"))
     """Folder of the rendezvous stores, one file per generation; only this user can read it."""
     processes: list[_Process] = field(default_factory=list)
@@ -54,34 +83,139 @@ class Agent:
     recorders: dict[int, FlightMemory] = field(default_factory=dict)
     """The flight recorder of each rank's newest process."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    orphan_s: float = 0.0
+    """How long the ranks go on without a supervisor; 0: they are killed."""
+    generation: int = 0
+    """The newest that a rank was told to join."""
+    unreported: list[Message] = field(default_factory=list)
+    """Failures and exits since the supervisor is gone."""
+    deadline: float = math.inf
+    """When the ranks are told to stop; after that, when they are killed."""
+    stopping: bool = False
+    listener: socket.socket | None = None
+    """Accepts a new supervisor."""
+    file: AgentFile | None = None
 
     def run(self) -> None:
-        """Serve the supervisor until it ends the agent or is gone."""
-        self.supervisor.setblocking(False)
-        self.selector.register(self.supervisor, selectors.EVENT_READ, self._read_supervisor)
+        """Serve supervisors until one ends the agent, or none comes."""
+        assert self.supervisor is not None, "the first supervisor starts the agent"
+        self._attach(self.supervisor)
         self._report({"is": "hello", "pid": os.getpid(), "store_dir": self.store_dir})
         try:
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    for key, _ in self.selector.select(None if self._has_pidfds() else POLL_S):
-                        key.data()
-                    self._reap()
-                    self.supervisor.flush()
-                    mask = selectors.EVENT_READ | (self.supervisor.has_output and selectors.EVENT_WRITE)
-                    self.selector.modify(self.supervisor, mask, self._read_supervisor)
+            while self._serve():
+                pass
         finally:
             self._end_all()
+            if self.listener is not None:
+                self.listener.close()
             shutil.rmtree(self.store_dir, ignore_errors=True)
 
-    def _has_pidfds(self) -> bool:
-        return all(process.pidfd >= 0 for process in self.processes)
+    def _serve(self) -> bool:
+        """Handle what has happened; returns whether to go on."""
+        timeout = self.deadline - time.monotonic() if self.deadline < math.inf else None
+        if not all(process.pidfd >= 0 for process in self.processes):
+            timeout = min(timeout or POLL_S, POLL_S)
+        try:
+            for key, _ in self.selector.select(timeout):
+                key.data()
+            self._reap()
+            self._flush()
+        except EndedError:
+            return False
+        except SupervisorLostError:
+            return self._lose_supervisor()
+        if self.supervisor is None and not self.processes:
+            return False
+        if time.monotonic() >= self.deadline:
+            return self._end_orphans()
+        return True
+
+    def _attach(self, supervisor: Channel) -> None:
+        self.supervisor, self.deadline = supervisor, math.inf
+        supervisor.setblocking(False)
+        self.selector.register(supervisor, selectors.EVENT_READ, self._read_supervisor)
+
+    def _lose_supervisor(self) -> bool:
+        """The supervisor is gone; returns whether the ranks go on."""
+        if self.supervisor is not None:
+            self.selector.unregister(self.supervisor)
+            self.supervisor.close()
+        self.supervisor, self.deadline = None, time.monotonic() + self.orphan_s
+        return self.orphan_s > 0
+
+    def _end_orphans(self) -> bool:
+        """No supervisor came: the ranks save and stop; those that cannot are killed."""
+        if self.stopping:
+            return False
+        self.stopping, self.deadline = True, time.monotonic() + ORPHAN_GRACE_S
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        return True
+
+    def _flush(self) -> None:
+        if self.supervisor is not None:
+            with _noticing_loss():
+                self.supervisor.flush()
+            mask = selectors.EVENT_READ | (self.supervisor.has_output and selectors.EVENT_WRITE)
+            self.selector.modify(self.supervisor, mask, self._read_supervisor)
 
     def _report(self, message: Message) -> None:
-        self.supervisor.queue(message)
+        if message["is"] != "event":  # events are in the run folder, too
+            self.unreported.append(message)
+        if self.supervisor is not None:
+            with _noticing_loss():
+                self.supervisor.queue(message)
+            self.unreported.clear()
 
     def _read_supervisor(self) -> None:
-        for message in self.supervisor.receive():
+        assert self.supervisor is not None, "it is read only while it is there"
+        with _noticing_loss():
+            messages = self.supervisor.receive()
+        for message in messages:
             getattr(self, f"_do_{message.pop('do')}")(**message)
+
+    def _do_configure(self, run_dir: str, orphan_s: float) -> None:
+        """Let ranks outlive the supervisor: listen for a new one, and release its terminal."""
+        self.orphan_s = orphan_s
+        path = f"{self.store_dir}/agent.sock"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(path)
+        self.listener.listen(4)
+        self.file = AgentFile.create(path)
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        with contextlib.suppress(OSError):
+            self.file.write(Path(run_dir))
+        with contextlib.suppress(OSError):
+            fd = os.open(f"{run_dir}/logs/agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
+            os.close(fd)
+
+    def _accept(self) -> None:
+        """Let a new supervisor adopt the ranks, if there is none and it knows the token."""
+        assert self.listener is not None, "it has a connection"
+        assert self.file is not None, "it is written before"
+        connection, _ = self.listener.accept()
+        connection.settimeout(HELLO_TIMEOUT_S)
+        channel = Channel(connection)
+        try:
+            messages = channel.receive()
+        except EOFError:
+            messages = []
+        known = len(messages) == 1 and self.file.is_token(messages[0].get("token"))
+        if self.supervisor is not None or self.stopping or not known:
+            channel.close()
+            return
+        self._attach(channel)
+        missed = list(self.unreported)
+        ranks = [process.rank for process in self.processes if not process.fenced]
+        self._report(
+            {"is": "adopted", "store_dir": self.store_dir, "generation": self.generation, "ranks": ranks}
+        )
+        recorders = [{"is": "recorder", "rank": rank, "path": r.path} for rank, r in self.recorders.items()]
+        for message in (*recorders, *missed):
+            self._report(message)
 
     def _do_start(
         self,
@@ -94,6 +228,7 @@ class Agent:
         keep_snapshots: bool,
     ) -> None:
         """Fork a process for a rank. One that held the rank before is fenced."""
+        self.generation = max(self.generation, order["generation"])
         for process in self._of(rank):
             self._fence(process)
         if keep_snapshots and rank not in self.snapshots:
@@ -127,13 +262,17 @@ class Agent:
         """Close what belongs to the agent: a rank must see its own link close, and no other."""
         self.selector.close()
         here.close()
-        self.supervisor.close()
+        if self.supervisor is not None:
+            self.supervisor.close()
+        if self.listener is not None:
+            self.listener.close()
         for process in self.processes:
             process.channel.close()
             if process.pidfd >= 0:
                 os.close(process.pidfd)
 
     def _do_order(self, rank: int, order: Message) -> None:
+        self.generation = max(self.generation, order["generation"])
         for process in self._of(rank):
             with contextlib.suppress(OSError):
                 process.channel.queue(order)
@@ -148,7 +287,7 @@ class Agent:
         self._report({"is": "snapshots", "steps": steps})
 
     def _do_end(self) -> None:
-        raise EOFError("the supervisor ended the agent")
+        raise EndedError
 
     def _of(self, rank: int) -> list[_Process]:
         return [process for process in self.processes if process.rank == rank and not process.fenced]

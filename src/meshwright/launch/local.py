@@ -14,10 +14,12 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from meshwright.launch.agent import run_agent
+from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.rank_process import GROUP_SIGNALS
 
@@ -25,8 +27,18 @@ from meshwright.launch.rank_process import GROUP_SIGNALS
 class LocalAgent:
     """The supervisor's connection to the agent of this machine."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
-        """Start the agent.
+    def __init__(self, connection: socket.socket, process: Any | None = None) -> None:
+        """Take over a connection.
+
+        Args:
+            connection: To the agent.
+            process: Of the agent, if this process started it.
+        """
+        self._channel, self._process = Channel(connection), process
+
+    @classmethod
+    def start(cls, preload: Sequence[str]) -> LocalAgent:
+        """Start an agent.
 
         Args:
             preload: Modules that the fork server imports.
@@ -34,11 +46,22 @@ class LocalAgent:
         start_server(preload)
         here, there = socket.socketpair()
         context: Any = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=run_agent, args=(there,), name="agent", daemon=False)
+        process = context.Process(target=run_agent, args=(there,), name="agent", daemon=False)
         with _without_main():
-            self._process.start()
+            process.start()
         there.close()
-        self._channel = Channel(here)
+        return cls(here, process)
+
+    @classmethod
+    def adopt(cls, run_dir: Path) -> LocalAgent | None:
+        """Connect to the agent of a run whose supervisor has died; None if it has none."""
+        file = AgentFile.read(run_dir)
+        connection = None if file is None else file.connect()
+        if file is None or connection is None:
+            return None
+        agent = cls(connection)
+        agent.send({"token": file.token})
+        return agent
 
     def send(self, message: Message) -> None:
         """Send a message; an agent that is gone is noticed by ``wait``."""
@@ -58,7 +81,8 @@ class LocalAgent:
         """End the agent and all its ranks, and wait for it."""
         self.send({"do": "end"})
         self._channel.close()
-        self._process.join()
+        if self._process is not None:
+            self._process.join()
 
 
 @contextlib.contextmanager

@@ -98,6 +98,9 @@ class EventText:
         went_on = f"went on from step {event['restored_step']} ({event['source']}), {again} to do again"
         return f"recovered in {format_seconds(event['seconds'])}: {went_on}"
 
+    def _describe_adopted(self, event: Event) -> str:
+        return f"adopted {format_plural(len(event['ranks']), 'rank')} that still train"
+
     def _describe_snapshots_off(self, event: Event) -> str:
         return f"warning: no in-memory snapshots on rank {event['rank']}: {event['reason']}"
 

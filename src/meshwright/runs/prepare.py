@@ -19,6 +19,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.core.packages import require_packages
 from meshwright.data.mixture import read_mixture
+from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
 from meshwright.layout.no_effect import find_unused_settings
@@ -33,6 +34,8 @@ from meshwright.runs.weights import InitialWeights
 from meshwright.spec.job import Job
 from meshwright.spec.model import BATCH_NORM_NOTE
 
+RUNS = Path("runs")
+"""Folder of runs whose job names none."""
 ResumeMode = Literal["no", "must", "may"]
 """Whether to continue from a checkpoint; "may" starts from the beginning if there is none."""
 
@@ -152,6 +155,28 @@ def _write_run(
     return PreparedRun(plan, assignment, lock)
 
 
+def find_orphans(job: Job) -> Path | None:
+    """The folder of the run to resume, if its agent is still there without a supervisor."""
+    folder = Path(job.run_dir) if job.run_dir is not None else _newest_numbered(job)
+    file = None if folder is None else AgentFile.read(folder)
+    connection = None if file is None else file.connect()
+    if connection is None:
+        return None
+    connection.close()
+    return folder
+
+
+def _newest_numbered(job: Job) -> Path | None:
+    found = _list_numbered(job)
+    return found[-1][1] if found else None
+
+
+def _list_numbered(job: Job) -> list[tuple[int, Path]]:
+    """The numbered folders of a job, oldest first."""
+    found = [(path.name.removeprefix(f"{job.name}-"), path) for path in RUNS.glob(f"{job.name}-*")]
+    return sorted((int(number), path) for number, path in found if number.isdigit())
+
+
 def _run_dir(job: Job, resume: ResumeMode) -> Path:
     """The folder that the job names; else a new numbered one, or the newest with checkpoints."""
     if job.run_dir is not None:
@@ -163,18 +188,16 @@ def _run_dir(job: Job, resume: ResumeMode) -> Path:
             rule, fix = "is a folder with other files in it", "Use a new folder"
             raise UserError(Problem("run-exists", rule, path="run_dir", value=job.run_dir, fix=fix))
         return given
-    runs = Path("runs")
-    found = [(path.name.removeprefix(f"{job.name}-"), path) for path in runs.glob(f"{job.name}-*")]
-    numbered = sorted((int(number), path) for number, path in found if number.isdigit())
+    numbered = _list_numbered(job)
     if resume == "may" and numbered:  # the run of an earlier attempt of this launch
         return numbered[-1][1]
     if resume == "must" and job.checkpoint.dir is None:
         with_checkpoints = [path for _, path in numbered if list_checkpoints(path / "checkpoints")]
         if not with_checkpoints:
-            rule = f"has no run with a checkpoint under {runs}"
+            rule = f"has no run with a checkpoint under {RUNS}"
             raise UserError(Problem("resume-nothing", rule, path=job.name, fix="Start without resume"))
         return with_checkpoints[-1]
-    return _make_numbered(runs, job.name, numbered[-1][0] + 1 if numbered else 1)
+    return _make_numbered(RUNS, job.name, numbered[-1][0] + 1 if numbered else 1)
 
 
 def _make_numbered(runs: Path, name: str, number: int) -> Path:

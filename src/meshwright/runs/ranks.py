@@ -39,8 +39,7 @@ def build_launch(
     listener: Callable[[Event], None],
     generation: int = 0,
     preload: Sequence[str] = (*PRELOAD, *PRELOAD_SHARED),
-    max_restarts: int = 0,
-    find_checkpoint: Callable[[], str | None] = lambda: None,
+    find_checkpoint: Callable[[], str | None] | None = None,
 ) -> Supervisor:
     """The ranks of a job's layout on this machine, ready to run.
 
@@ -51,8 +50,8 @@ def build_launch(
         listener: Called with every event.
         generation: Which attempt this is.
         preload: Modules that the fork server imports.
-        max_restarts: Failures in a row without a new step after which the run fails.
         find_checkpoint: Finds the checkpoint to go on from after a failure, where there is no snapshot.
+            None: the first failure ends the run.
     """
     return Supervisor(
         entry=entry,
@@ -64,8 +63,9 @@ def build_launch(
         listener=listener,
         environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=preload,
-        max_restarts=max_restarts,
-        find_checkpoint=find_checkpoint,
+        max_restarts=0 if find_checkpoint is None else job.elastic.max_restarts,
+        find_checkpoint=find_checkpoint or (lambda: None),
+        orphan_s=0.0 if find_checkpoint is None else job.elastic.orphan_s,
     )
 
 

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.audit.compare import Audit, audit_run
-from meshwright.audit.record import RunRecord
+from meshwright.audit.record import RunRecord, read_record
 from meshwright.checkpoint.manifest import find_newest
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError
 from meshwright.core.events import Event
 from meshwright.diagnose.out_of_memory import explain_oom
 from meshwright.launch.assignment import Assignment
-from meshwright.plan.contract import PlanContract
+from meshwright.launch.local import LocalAgent
+from meshwright.launch.lock import RunLock
+from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
 from meshwright.report.html import write_page
 from meshwright.report.run_report import PAGE_FILE, read_report
 from meshwright.report.tensorboard import TensorBoardSink
 from meshwright.report.trackers import RunOutcome, build_trackers
 from meshwright.runs.loaded_job import LoadedJob
-from meshwright.runs.prepare import PreparedRun, prepare_run
+from meshwright.runs.prepare import find_orphans, prepare_run
 from meshwright.runs.ranks import build_launch, list_preload
 from meshwright.runs.reporter import Reporter
 from meshwright.runs.summary import summarize_run
@@ -97,38 +99,65 @@ class EventListeners:
 
 
 def train_locally(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRun:
-    """Prepare the run and train it in processes of this machine."""
+    """Prepare the run and train it in processes of this machine.
+
+    A run to resume whose ranks still train, because only their supervisor has died, is adopted.
+    """
+    run_dir = find_orphans(job.spec) if resume else None
+    if run_dir is not None:
+        with RunLock.take(run_dir):
+            adopted = _adopt(job, run_dir, reporter)
+        if adopted is not None:
+            return adopted
     prepared = prepare_run(job, "must" if resume else "no", reporter)
     with prepared.lock:
-        return _train_prepared(prepared, reporter)
+        return _supervise(prepared.plan, prepared.assignment, reporter)
 
 
-def _train_prepared(prepared: PreparedRun, reporter: Reporter) -> TrainedRun:
-    plan, assignment = prepared.plan, prepared.assignment
+def _adopt(job: LoadedJob, run_dir: Path, reporter: Reporter) -> TrainedRun | None:
+    """Become the supervisor of ranks that train; None if they have ended."""
+    agent = LocalAgent.adopt(run_dir)
+    if agent is None:
+        return None
+    if any(not override.startswith("run_dir=") for override in job.overrides):
+        reporter.warning(
+            "the ranks of this run still train: they go on as they were started, without overrides"
+        )
+    return _supervise(read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir), reporter, agent)
+
+
+def _supervise(
+    plan: PlanContract, assignment: Assignment, reporter: Reporter, agent: LocalAgent | None = None
+) -> TrainedRun:
+    """Start the ranks, or adopt those of an agent, and follow them to the end."""
     job, run_dir = plan.job, Path(assignment.run_dir)
     listeners = EventListeners(job, run_dir, reporter)
-    launch = build_launch(
+    supervisor = build_launch(
         ENTRY,
         job,
         run_dir,
         listeners.on_event,
         assignment.generation,
         list_preload(job),
-        job.elastic.max_restarts,
         lambda: _find_checkpoint(assignment),
     )
+    if agent is not None:
+        before = read_record(run_dir)
+        supervisor.agent, supervisor.furthest_step = agent, before.first_step + len(before.losses)
     try:
         with listeners.attached():
-            interrupted = launch.run()
+            interrupted = supervisor.run()
     except RunFailedError as error:
         raise fail_run(plan, error, listeners, run_dir, reporter) from None
-    if interrupted and listeners.record.status == "unfinished":
+    # Events of adopted ranks went to the file before.
+    record = listeners.record if agent is None else read_record(run_dir)
+    if interrupted and record.status == "unfinished":
         rule = "was stopped at once, before the step was finished and saved"
         stopped = TrainingInterruptedError(Problem("run-ended-at-once", rule, path=str(run_dir)))
         stopped.run_dir, stopped.page = run_dir, write_run_page(run_dir, "unfinished", reporter)
         listeners.close(RunOutcome("unfinished", page=stopped.page))
         raise stopped
-    return finish_run(plan, listeners.record, run_dir, listeners, reporter)
+    return finish_run(plan, record, run_dir, listeners, reporter)
 
 
 def _find_checkpoint(assignment: Assignment) -> str | None:

@@ -255,6 +255,9 @@ class Elastic:
     """Time that the other ranks have to leave their collectives after one failed; then they are killed."""
     max_restarts: Natural = 3
     """Failures in a row without a new step after which the run fails; 0: the first failure ends the run."""
+    orphan_s: NonNegative = 60.0
+    """How long ranks go on when the command has died. Then they save and stop. `train --resume` adopts them
+    meanwhile; 0: they are killed at once."""
     snapshot_every: Natural = 10
     """Steps between in-memory snapshots of the state, from which ranks go on after a failure; 0: none."""
 
