@@ -69,3 +69,5 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         if one.process.poll() is None:
             one.process.kill()
             one.process.communicate()
+        for stream in (one.process.stdout, one.process.stderr):
+            stream.close()

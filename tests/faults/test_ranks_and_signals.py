@@ -228,7 +228,7 @@ def test_a_new_command_adopts_the_ranks_of_a_killed_one(command, job_file, tmp_p
     first = command("train", job_file, *LONG, f"run_dir={run_dir}")
     first.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 20)
     first.process.kill()
-    first.process.communicate()
+    first.process.wait()
     second = command("train", job_file, *LONG, f"run_dir={run_dir}", "--resume", "--json")
     second.wait_for(run_dir, lambda e: e["event"] == "adopted")
     second.process.send_signal(signal.SIGINT)
@@ -244,22 +244,22 @@ def test_a_new_command_adopts_the_ranks_of_a_killed_one(command, job_file, tmp_p
 
 
 @pytest.mark.slow
-def test_a_rank_that_died_without_a_supervisor_is_replaced_after_adoption(command, train, job_file, tmp_path):
-    options = ("layout.dp_replicate=2", "train.steps=60")
-    undisturbed = train(*options, "run_dir=calm")
+def test_a_rank_that_died_without_a_supervisor_is_replaced_after_adoption(command, job_file, tmp_path):
     run_dir = tmp_path / "run"
-    first = command("train", job_file, *options, f"run_dir={run_dir}")
+    first = command("train", job_file, *LONG, f"run_dir={run_dir}")
     first.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 15)
     first.process.kill()
-    first.process.communicate()
-    os.kill(
-        [e["pid"] for e in first.events(run_dir) if e["event"] == "started" and e["rank"] == 1][0],
-        signal.SIGKILL,
-    )
-    second = command("train", job_file, *options, f"run_dir={run_dir}", "--resume", "--json")
+    first.process.wait()
+    victim = next(e["pid"] for e in first.events(run_dir) if e["event"] == "started" and e["rank"] == 1)
+    os.kill(victim, signal.SIGKILL)
+    second = command("train", job_file, *LONG, f"run_dir={run_dir}", "--resume", "--json")
+    recovered = second.wait_for(run_dir, lambda e: e["event"] == "recovered")
+    assert (recovered["failed_rank"], recovered["source"]) == (1, "snapshot")
+    second.process.send_signal(signal.SIGINT)
     status, out, err = second.finish()
-    assert status == 0, err
-    assert json.loads(out)["losses"] == undisturbed.losses
+    assert status == 130, err
+    result = json.loads(out)
+    assert result["audit_ok"], result["differences"]
 
 
 def test_a_command_that_is_stopped_delays_nothing(command, job_file, tmp_path):

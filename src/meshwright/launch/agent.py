@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -346,4 +347,18 @@ class Agent:
 def run_agent(connection: socket.socket, *_: Any) -> None:
     """Entry of the agent's process."""
     os.setsid()
+    _release_servers()
     Agent(Channel(connection)).run()
+
+
+def _release_servers() -> None:
+    """Close the pipes to multiprocessing's fork server and resource tracker.
+
+    They would live as long as the agent, and hold the output of a command that has died.
+    """
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    for owner, name in ((server, "_forkserver_alive_fd"), (tracker, "_fd")):
+        if getattr(owner, name) is not None:
+            os.close(getattr(owner, name))
+            setattr(owner, name, None)
