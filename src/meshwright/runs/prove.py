@@ -155,7 +155,7 @@ def _run_both(
 
 
 def _make_folder() -> Path:
-    """A folder for both runs; the reference writes three times the weights there."""
+    """A folder for both runs, with reference tensors and checkpoints."""
     try:
         return Path(tempfile.mkdtemp(prefix="meshwright-prove-"))
     except OSError as error:
