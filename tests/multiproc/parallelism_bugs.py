@@ -437,10 +437,10 @@ replicas_in_norm = with_method(
 def with_optimizer_state(change):
     """An entry that changes the optimizer state of every parameter before each update."""
 
-    def before_step(original, self, optimizer):
+    def before_step(original, self, optimizer, *more):
         for state in optimizer.state.values():
             change(state)
-        original(self, optimizer)
+        return original(self, optimizer, *more)
 
     return with_method(MixedPrecision, "step", before_step)
 

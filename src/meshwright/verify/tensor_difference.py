@@ -9,18 +9,22 @@ from torch import Tensor
 
 from meshwright.verify.proof_task import TensorDifference
 
+EXPLAINED = 1e-6
+"""Relative differences below are rounding: no factor explains them."""
+
 
 def compare_tensors(found: Tensor, expected: Tensor) -> TensorDifference:
     """The norm of the difference, and how well one factor explains it."""
     if found.shape != expected.shape:
         return TensorDifference(None)
-    one, other = found.detach().cpu().double(), expected.double()
-    difference = tensor_norm(one - other)
+    near = found.detach().cpu()
+    difference = tensor_norm(near - expected)
     if not math.isfinite(difference):
         return TensorDifference(None)
-    square = float((other * other).sum())
-    if not square or not difference:
+    norm = tensor_norm(expected)
+    if difference <= EXPLAINED * norm or not norm:
         return TensorDifference(difference)
+    one, other, square = near.double(), expected.double(), norm**2
     factor = float((one * other).sum()) / square
     rest = tensor_norm(one - factor * other) / math.sqrt(square)
     return TensorDifference(difference, factor, rest, note=describe_rows(one, other))
@@ -38,4 +42,6 @@ def describe_rows(found: Tensor, expected: Tensor) -> str:
 
 def tensor_norm(tensor: Tensor) -> float:
     """The norm, computed in float64."""
+    if tensor.is_floating_point():
+        return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
     return float(torch.linalg.vector_norm(tensor.double()))

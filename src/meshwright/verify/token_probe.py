@@ -104,7 +104,7 @@ class _Probe:
     def find_wrong_inputs(self, embedding: nn.Embedding, rows: Tensor) -> Iterator[int]:
         """The tokens whose embedding is not their row of the weight."""
         for chunk in torch.arange(self.vocab_size).split(self.shape[0] * self.shape[1]):
-            tokens = self._fill(chunk, 0)
+            tokens = self._fill(chunk, 0, self.shape)
             found = embedding(tokens)
             if self.trainer.parallel.tp is not None:
                 found = gather_full_activation(self.trainer.parallel.tp, EMBEDDING, "output", found)
@@ -113,7 +113,7 @@ class _Probe:
 
     def find_wrong_targets(self, head: Head, rows: Tensor) -> Iterator[int]:
         """The targets whose loss is not that of the full weight; of the first tokens to be probed."""
-        size = min(TARGETS, self.shape[0] * self.shape[1])
+        size = min(TARGETS, self.shape[1])
         for chunk in torch.from_numpy(order_tokens(self.vocab_size))[: MAX_CALLS * size].split(size):
             if self._is_wrong(head, rows, chunk):
                 yield from (int(token) for token in chunk if self._is_wrong(head, rows, token.view(1)))
@@ -121,22 +121,22 @@ class _Probe:
     def _is_wrong(self, head: Head, rows: Tensor, targets: Tensor) -> bool:
         """Whether the loss of some targets differs; on all tensor-parallel ranks alike."""
         tp, generator = self.trainer.parallel.tp, torch.Generator().manual_seed(0)
-        x = torch.randn(*self.shape, rows.shape[1], generator=generator).to(rows.device)
-        wanted = self._fill(targets, IGNORE_INDEX)
+        shape = (1, self.shape[1])  # one sequence: the loss of a whole micro-batch would take long
+        x = torch.randn(*shape, rows.shape[1], generator=generator).to(rows.device)
+        wanted = self._fill(targets, IGNORE_INDEX, shape)
         local = x
         if tp is not None and tp.sequence_parallel:
-            tp.batch = self.shape
+            tp.batch = shape
             local = x.flatten(0, 1).chunk(tp.size)[tp.rank]
         found = float(head.loss(local, wanted, wanted.numel()))
         logits = x.flatten(0, 1)[: len(targets)].double() @ rows.double().T
         expected = float(nn.functional.cross_entropy(logits, targets.to(rows.device), reduction="sum"))
         return not abs(found - expected) <= LOSS_TOLERANCE * abs(expected)
 
-    def _fill(self, values: Tensor, rest: int) -> Tensor:
+    def _fill(self, values: Tensor, rest: int, shape: tuple[int, int]) -> Tensor:
         """A micro-batch that begins with some values."""
-        missing = self.shape[0] * self.shape[1] - len(values)
-        filled = nn.functional.pad(values, (0, missing), value=rest)
-        return filled.view(self.shape).to(self.trainer.mesh.device)
+        filled = nn.functional.pad(values, (0, shape[0] * shape[1] - len(values)), value=rest)
+        return filled.view(shape).to(self.trainer.mesh.device)
 
 
 @torch.no_grad()

@@ -96,27 +96,63 @@ def compare_update(
     return UpdateDifference(worst, "step count" if wrong == STEP_COUNT else f"moment {wrong}")
 
 
-PARAMETER = "parameter"
+PARAMETER, WANTED = "parameter", " by formula"
+CHUNK = 1 << 16
+"""Elements that are compared at once."""
 
 
 def _differences(
     before: ParameterState, gradient: Tensor, after: ParameterState, rule: UpdateRule
 ) -> dict[str, float]:
     """The relative difference of each moment and of the parameter from the formula."""
-    expected, unsure = _expected(before, gradient, rule)
-    offs = {
-        key: _relative(tensor_norm(after.moments[key].double() - value), tensor_norm(value))
-        for key, value in expected.moments.items()
-    }
-    start, wanted = before.parameter.double(), expected.parameter
-    rest = (after.parameter.double() - wanted).masked_fill(unsure, 0.0)
-    size = tensor_norm(wanted - start)
+    sums: dict[str, float] = {}
+    for chunk in _split(before, gradient, after, rule):
+        for key, square in _squares(*chunk, rule).items():
+            sums[key] = sums.get(key, 0.0) + square
+    norms = {key: math.sqrt(square) for key, square in sums.items()}
+    start, size = norms.pop("start"), norms.pop("change")
+    rest = norms.pop(PARAMETER)
+    keys = [key for key in norms if not key.endswith(WANTED)]
+    offs = {key: _relative(norms[key], norms[key + WANTED]) for key in keys}
     # Of a parameter without decay: what a decay would be.
-    decay = rule.lr * setting(rule.train, "weight_decay") * tensor_norm(start)
+    decay = rule.lr * setting(rule.train, "weight_decay") * start
     if decay:
         size = min(size, DECAY_SHARE * decay) if size else DECAY_SHARE * decay
-    offs[PARAMETER] = _relative(tensor_norm(rest), size, ROUNDING * tensor_norm(start))
+    offs[PARAMETER] = _relative(rest, size, ROUNDING * start)
     return offs
+
+
+Chunk = tuple[ParameterState, Tensor, ParameterState]
+
+
+def _split(
+    before: ParameterState, gradient: Tensor, after: ParameterState, rule: UpdateRule
+) -> Iterator[Chunk]:
+    """Rows that fit into a cache; Muon needs the whole matrix."""
+    if rule.rule == "muon" or gradient.numel() <= CHUNK:
+        yield before, gradient, after
+        return
+    rows = max(1, CHUNK // gradient[0].numel())
+
+    def part(state: ParameterState, start: int) -> ParameterState:
+        moments = {k: v if k == STEP_COUNT else v[start : start + rows] for k, v in state.moments.items()}
+        return ParameterState(state.parameter[start : start + rows], moments)
+
+    for start in range(0, len(gradient), rows):
+        yield part(before, start), gradient[start : start + rows], part(after, start)
+
+
+def _squares(
+    before: ParameterState, gradient: Tensor, after: ParameterState, rule: UpdateRule
+) -> dict[str, float]:
+    """Squared norms of a chunk: differences of moments and parameter, and what they are relative to."""
+    expected, unsure = _expected(before, gradient, rule)
+    start, wanted = before.parameter.double(), expected.parameter
+    tensors = {"start": start, "change": wanted - start}
+    tensors[PARAMETER] = (after.parameter.double() - wanted).masked_fill(unsure, 0.0)
+    for key, value in expected.moments.items():
+        tensors[key], tensors[key + WANTED] = after.moments[key].double() - value, value
+    return {key: tensor_norm(tensor) ** 2 for key, tensor in tensors.items()}
 
 
 def _relative(difference: float, size: float, rounding: float = 0.0) -> float:
