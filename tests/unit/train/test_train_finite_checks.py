@@ -31,7 +31,7 @@ def make(model=None, **layout):
         batch = (torch.randn(2, 3, job.model.image_size, job.model.image_size), torch.tensor([0, 1]))
         return network, batch
     tokens = torch.arange(16).view(2, 8)
-    return network, (tokens, tokens, None, torch.full((2,), 0.5) if model else None)
+    return network, (tokens, tokens, None, torch.tensor([[0.5, 8.0]] * 2) if model else None)
 
 
 def find(network, batch):
