@@ -167,7 +167,8 @@ READERS = {
     "checkpoint.keep_last": "checkpoint/saver.py",
     "checkpoint.on_best": "checkpoint/saver.py",
     "elastic.collective_timeout_s": "parallel/mesh.py",
-    "elastic.max_restarts": "elastic/policy.py",
+    "elastic.heartbeat_timeout_s": "elastic/supervisor.py",
+    "elastic.max_restarts": "runs/train.py",
     "elastic.snapshot_every": "train/build.py",
     "elastic.stop_grace_s": "runs/ranks.py",
 }
