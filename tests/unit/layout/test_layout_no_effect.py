@@ -167,8 +167,9 @@ READERS = {
     "checkpoint.keep_last": "checkpoint/saver.py",
     "checkpoint.on_best": "checkpoint/saver.py",
     "elastic.collective_timeout_s": "parallel/mesh.py",
-    "elastic.heartbeat_timeout_s": "elastic/supervisor.py",
+    "elastic.heartbeat_timeout_s": "runs/ranks.py",
     "elastic.max_restarts": "runs/train.py",
+    "elastic.orphan_s": "runs/ranks.py",
     "elastic.snapshot_every": "train/build.py",
     "elastic.stop_grace_s": "runs/ranks.py",
 }
