@@ -2,7 +2,7 @@
 
 The walk changes one key at a time in small jobs of many kinds. What a run takes from the job without torch is
 the outcome: predicted memory, collectives and times, learning rates, weight decay, the optimizer's settings.
-Keys that only a run shows are listed with the module that reads them.
+Keys that only a run shows are listed with the package that reads them.
 """
 
 from __future__ import annotations
@@ -111,69 +111,69 @@ VALUES = {
 NUMBERS = ("0.5", "3")
 
 READERS = {
-    "name": "runs/prepare.py",
-    "run_dir": "runs/prepare.py",
+    "name": "runs",
+    "run_dir": "runs",
     "model.preset": "spec/load.py",
     "model.architecture": "spec/model.py",
     "model.hf": "spec/hf_config.py",
     "model.max_positions": "spec/legality/model.py",
-    "model.rope_theta": "models/rope.py",
-    "model.rope_factor": "models/rope.py",
-    "model.rope_low_freq_factor": "models/rope.py",
-    "model.rope_high_freq_factor": "models/rope.py",
-    "model.rope_original_positions": "models/rope.py",
-    "model.norm_eps": "models/norms.py",
-    "model.init_std": "models/init.py",
-    "model.router": "models/routing.py",
+    "model.rope_theta": "models",
+    "model.rope_factor": "models",
+    "model.rope_low_freq_factor": "models",
+    "model.rope_high_freq_factor": "models",
+    "model.rope_original_positions": "models",
+    "model.norm_eps": "models",
+    "model.init_std": "models",
+    "model.router": "models",
     "model.norm_groups": "spec/model.py",
-    "cluster.preset": "cli/plan_text.py",
-    "cluster.file": "cli/plan_text.py",
-    "cluster.basis": "cli/plan_text.py",
-    "cluster.device_name": "cli/plan_text.py",
-    "cluster.failure_hours": "plan/sizing.py",
-    "cluster.host_memory_bytes": "plan/search/find.py",
-    "cluster.storage_bytes_per_s": "plan/sizing.py",
-    "cluster.probed": "plan/time/probed.py",
-    "cluster.matmul_flops_per_s": "train/throughput.py",
-    "data.path": "runs/data.py",
-    "data.sources": "runs/data.py",
-    "data.tokenizer": "runs/data.py",
-    "data.prompt_masking": "runs/data.py",
-    "data.text_field": "runs/data.py",
-    "data.template": "runs/data.py",
-    "data.prompt_field": "runs/data.py",
-    "data.answer_field": "runs/data.py",
-    "data.on_bad_records": "runs/data.py",
-    "data.eval": "runs/prepare.py",
-    "data.eval_fraction": "train/data.py",
-    "data.cache": "runs/data.py",
-    "train.clip": "train/trainer.py",
-    "train.grad_noise": "train/gradient_noise.py",
-    "train.noise_scale_every": "train/trainer.py",
-    "train.z_loss": "train/expert_balance.py",
-    "train.loss_scale": "train/amp.py",
-    "train.seed": "train/data.py",
-    "train.eval_every": "train/loop.py",
-    "train.eval_samples": "train/evaluate.py",
-    "train.tensorboard": "runs/train.py",
-    "train.wandb": "report/trackers.py",
-    "train.mlflow": "report/trackers.py",
-    "train.deterministic": "train/build.py",
-    "layout.mode": "plan/search/planner.py",
-    "layout.schedule_file": "layout/pipeline_schedules.py",
-    "checkpoint.dir": "runs/prepare.py",
-    "checkpoint.every_steps": "checkpoint/saver.py",
-    "checkpoint.every_minutes": "checkpoint/saver.py",
-    "checkpoint.keep_last": "checkpoint/saver.py",
-    "checkpoint.on_best": "checkpoint/saver.py",
-    "elastic.collective_timeout_s": "parallel/mesh.py",
-    "elastic.heartbeat_timeout_s": "runs/ranks.py",
-    "elastic.max_restarts": "runs/train.py",
-    "elastic.orphan_s": "runs/ranks.py",
-    "elastic.snapshot_every": "train/build.py",
-    "elastic.stop_grace_s": "runs/ranks.py",
+    "cluster.preset": "cli",
+    "cluster.file": "cli",
+    "cluster.basis": "cli",
+    "cluster.device_name": "cli",
+    "cluster.failure_hours": "plan",
+    "cluster.host_memory_bytes": "plan",
+    "cluster.storage_bytes_per_s": "plan",
+    "cluster.probed": "plan",
+    "cluster.matmul_flops_per_s": "train",
+    "data.path": "runs",
+    "data.sources": "runs",
+    "data.tokenizer": "runs",
+    "data.prompt_masking": "runs",
+    "data.text_field": "runs",
+    "data.template": "runs",
+    "data.prompt_field": "runs",
+    "data.answer_field": "runs",
+    "data.on_bad_records": "runs",
+    "data.eval": "runs",
+    "data.eval_fraction": "train",
+    "data.cache": "runs",
+    "train.clip": "train",
+    "train.grad_noise": "train",
+    "train.noise_scale_every": "train",
+    "train.z_loss": "train",
+    "train.loss_scale": "train",
+    "train.seed": "train",
+    "train.eval_every": "train",
+    "train.eval_samples": "train",
+    "train.tensorboard": "runs",
+    "train.wandb": "report",
+    "train.mlflow": "report",
+    "train.deterministic": "train",
+    "layout.mode": "plan",
+    "layout.schedule_file": "layout",
+    "checkpoint.dir": "runs",
+    "checkpoint.every_steps": "checkpoint",
+    "checkpoint.every_minutes": "checkpoint",
+    "checkpoint.keep_last": "checkpoint",
+    "checkpoint.on_best": "checkpoint",
+    "elastic.collective_timeout_s": "parallel",
+    "elastic.heartbeat_timeout_s": "runs",
+    "elastic.max_restarts": "runs",
+    "elastic.orphan_s": "runs",
+    "elastic.snapshot_every": "train",
+    "elastic.stop_grace_s": "runs",
 }
-"""Keys whose effect no plan shows, by the module that reads them."""
+"""Keys whose effect no plan shows, by the package or module that reads them."""
 NOT_BUILT = {"consistency.mode": "consistency-mode-not-built"}
 """Keys of which only the default is implemented: other values are refused."""
 DESCRIPTIONS = ("model.", "cluster.")
@@ -273,15 +273,19 @@ def test_no_legal_value_of_a_setting_is_silently_ignored():
     assert without == []
 
 
+@functools.cache
+def names_in(part: str) -> set[str]:
+    """The attributes and strings in a module, or in the modules of a package."""
+    files = (SOURCES / part).rglob("*.py") if (SOURCES / part).is_dir() else [SOURCES / part]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return names | {
+        node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str
+    }
+
+
 def test_keys_that_no_plan_shows_are_read_by_the_run():
-    unread = []
-    for key, module in READERS.items():
-        leaf = key.rpartition(".")[2]
-        nodes = list(ast.walk(ast.parse((SOURCES / module).read_text(encoding="utf-8"))))
-        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        names |= {node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str}
-        if leaf not in names:
-            unread.append(f"{key} in {module}")
+    unread = [key for key, part in READERS.items() if key.rpartition(".")[2] not in names_in(part)]
     assert unread == []
     assert READERS.keys() | NOT_BUILT.keys() <= set(list_keys())
 
