@@ -227,7 +227,7 @@ def record_saving_memory(run_dir, listener):
     original = saver.CheckpointSaver._save
 
     def save(self, eval_loss, best):
-        state = self._state
+        state = self.state
         moments = [v for values in state.optimizer.state.values() for v in values.values()]
         with PeakTracker([*state.sharded.local_parameters(), *moments]) as tracker:
             before = tracker.live_bytes
