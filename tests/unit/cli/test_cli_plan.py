@@ -79,7 +79,7 @@ def test_a_pipeline_plan_shows_stages_bubble_and_memory_of_each_pp_rank(cli, tmp
         assert words in ran.out
     drawn = picture.read_text()
     assert "stage 1" in drawn
-    assert "Pipeline of the first layout, simulated" in drawn
+    assert "Pipeline of the recommended layout, simulated" in drawn
     found = cli("plan", "tiny", *given, "--json").json["layouts"][0]
     assert set(found["memory_bytes"]) == {"stage 0 (rank 0)", "stage 1 (rank 1)"}
     assert "bubble" in found["breakdown_s"]

@@ -381,7 +381,7 @@ def test_an_svg_picture_has_memory_limit_and_step_parts(cli, tmp_path):
     assert cli(*LLAMA, "--picture", "plan.svg").status == 0
     root = ElementTree.fromstring((tmp_path / "plan.svg").read_bytes())
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "Memory per rank by kind (colours); usable per device: 77.6 GB (red line)" in texts
+    assert "Memory per rank by kind; red line: usable memory per device, 77.6 GB" in texts
     assert "compute" in texts
     assert any("layouts that may fit" in (text or "") for text in texts)
 
