@@ -70,5 +70,5 @@ def test_schedule_file_of_the_page_is_proved(tmp_path):
     (tmp_path / "my.csv").write_text(text.replace("1F0, 1B0", "1B0, 1F0"), encoding="utf-8")
     with pytest.raises(CheckFailedError) as refused:
         load_schedule(tmp_path / "my.csv")
-    message = str(refused.value.problems[-1]).replace(f"{tmp_path}/", "")
+    message = str(refused.value.problems[-1]).partition(" ")[2]  # the page has it for a shorter file
     assert message in PAGE
