@@ -11,7 +11,7 @@ from meshwright.models.routing import AuxiliaryLosses
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.model import DecoderModel
 from meshwright.train.expert_balance import ExpertBalancer, ExpertLoad, is_load_report_due, list_routers
-from meshwright.verify.proof_task import routing_file
+from meshwright.verify.proof_task import TIE, routing_file
 from meshwright.verify.routing_decisions import ReplayedRouting
 
 MODEL = DecoderModel(
@@ -52,7 +52,7 @@ def replay(tmp_path):
     trainer = SimpleNamespace(model=network, data=SimpleNamespace(train=batches), job=job, step=4)
     reference = torch.tensor([[[0, 1], [0, 1]], [[0, 1], [0, 1]], [[2, 0], [3, 1]]], dtype=torch.int32)
     save_file({"blocks.1.ffn": reference, "blocks.2.ffn": reference.clone()}, tmp_path / routing_file(5))
-    return ReplayedRouting(trainer, tmp_path), dict(list_routers(network))
+    return ReplayedRouting(trainer, tmp_path, TIE), dict(list_routers(network))
 
 
 def test_tied_routing_scores_use_the_experts_of_the_reference(replay):
