@@ -51,7 +51,7 @@ def replay(tmp_path):
     job = SimpleNamespace(train=SimpleNamespace(global_batch=3))
     trainer = SimpleNamespace(model=network, data=SimpleNamespace(train=batches), job=job, step=4)
     reference = torch.tensor([[[0, 1], [0, 1]], [[0, 1], [0, 1]], [[2, 0], [3, 1]]], dtype=torch.int32)
-    save_file({"blocks.1.ffn": reference, "blocks.2.ffn": reference.clone()}, tmp_path / routing_file(5))
+    save_file({"blocks.1.ffn": reference, "blocks.2.ffn": reference.clone()}, tmp_path / routing_file(1))
     return ReplayedRouting(trainer, tmp_path, TIE), dict(list_routers(network))
 
 
