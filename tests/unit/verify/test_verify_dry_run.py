@@ -218,11 +218,12 @@ def test_wrong_traffic_prediction_is_named_by_axis_and_op(dry_run, monkeypatch):
 
 
 def test_wrong_peak_prediction_is_found(dry_run, monkeypatch):
+    """A small peak may differ by 12%."""
     right = predict.predict_ledger
 
     def wrong(job, *sizes):
         ledger = right(job, *sizes)
-        return dataclasses.replace(ledger, first_peak_bytes=int(ledger.first_peak_bytes * 1.06))
+        return dataclasses.replace(ledger, first_peak_bytes=int(ledger.first_peak_bytes * 1.15))
 
     monkeypatch.setattr(predict, "predict_ledger", wrong)
     found, _ = dry_run("tiny", "layout.dp_replicate=2", *SMALL, expect=3)
