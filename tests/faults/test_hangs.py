@@ -69,7 +69,7 @@ def test_a_rank_that_waits_outside_of_collectives_is_named_and_the_run_is_not_en
     fail, fault, cause, rank, options
 ):
     """It may continue by itself. Only the timeout of the waiting collective ends the run."""
-    limits = ("elastic.collective_timeout_s=15", "elastic.max_restarts=0")
+    limits = ("elastic.collective_timeout_s=15", "elastic.restarts=0")
     error, (event,) = fail(fault, TWO, *limits, *options)
     assert error["code"] == "run-rank-died"
     assert event["verdict"] in error["message"]
@@ -110,7 +110,7 @@ def test_a_stopped_rank_is_named_killed_and_replaced(command, job_file, tmp_path
 @pytest.mark.slow
 def test_a_stopped_rank_ends_a_run_without_restarts(command, job_file, tmp_path):
     run_dir = tmp_path / "run"
-    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "elastic.max_restarts=0")
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "elastic.restarts=0")
     victim = running.wait_for(run_dir, lambda e: e["event"] == "started" and e["rank"] == 1)["pid"]
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
     os.kill(victim, signal.SIGSTOP)

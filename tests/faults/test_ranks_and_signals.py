@@ -32,7 +32,7 @@ def _is_running(pid: int) -> bool:
 def test_sigkill_of_a_rank_ends_the_run_and_names_the_rank(command, job_file, tmp_path):
     """The run ends within 30 s with status 4 and leaves no process. The error names rank and signal."""
     run_dir = tmp_path / "run"
-    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "elastic.max_restarts=0")
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "elastic.restarts=0")
     victim = running.wait_for(run_dir, lambda e: e["event"] == "started" and e["rank"] == 1)["pid"]
     other = running.wait_for(run_dir, lambda e: e["event"] == "started" and e["rank"] == 0)["pid"]
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3 and e["rank"] == 1)
@@ -55,7 +55,7 @@ def test_sigkill_of_a_pipeline_stage_ends_the_run_and_it_resumes_from_the_checkp
 ):
     """The other stage ends too, although it waits in a receive. The error names the killed rank."""
     run_dir = tmp_path / "run"
-    pipeline = ("layout.pp=2", "checkpoint.every_steps=2", f"run_dir={run_dir}", "elastic.max_restarts=0")
+    pipeline = ("layout.pp=2", "checkpoint.every_steps=2", f"run_dir={run_dir}", "elastic.restarts=0")
     running = command("train", job_file, "train.steps=100000", *pipeline)
     victim, other = (
         running.wait_for(run_dir, lambda e, rank=rank: e["event"] == "started" and e["rank"] == rank)["pid"]

@@ -89,12 +89,12 @@ def test_without_snapshots_the_newest_checkpoint_is_used(command, train, job_fil
 
 
 def test_a_rank_that_dies_again_and_again_ends_the_run(command, job_file, tmp_path):
-    """Without a new step the third failure ends a run with ``max_restarts = 2``."""
+    """Without a new step the third failure ends a run with ``restarts = 2``."""
     run_dir = tmp_path / "run"
     options = (
         "layout.dp_replicate=2",
         "train.steps=100000",
-        "elastic.max_restarts=2",
+        "elastic.restarts=2",
         "elastic.snapshot_every=0",
     )
     running = command("train", job_file, *options, f"run_dir={run_dir}")

@@ -37,7 +37,7 @@ def test_sigkill_during_a_save_keeps_the_previous_checkpoint(train, monkeypatch)
     common = ("layout.dp_shard=2", "checkpoint.every_steps=2", "run_dir=run", "train.steps=6")
     straight = train(*common, "run_dir=straight")
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:sigkill_during_save")
-    failed = train(*common, "elastic.max_restarts=0", expect=4)
+    failed = train(*common, "elastic.restarts=0", expect=4)
     (error,) = failed.result["errors"]
     assert error["code"] == "run-rank-died"
     assert "rank 0 of 2" in error["message"]

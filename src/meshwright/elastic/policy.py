@@ -31,18 +31,18 @@ class Decision:
     reason: str
 
 
-def decide(failure: Failure, earlier: Sequence[Failure], max_restarts: int) -> Decision:
+def decide(failure: Failure, earlier: Sequence[Failure], restarts: int) -> Decision:
     """Decide whether the run goes on.
 
     Args:
         failure: The newest.
         earlier: Those before it in this run, oldest first.
-        max_restarts: Failures in a row that are allowed without a new step.
+        restarts: Failures in a row that are allowed without a new step.
     """
     if failure.refused:
         return Decision("give up", "another attempt would fail alike")
-    if max_restarts == 0:
-        return Decision("give up", "elastic.max_restarts is 0")
+    if restarts == 0:
+        return Decision("give up", "elastic.restarts is 0")
     if failure.kind == "raised" and any(_is_same(failure, before) for before in earlier):
         return Decision("give up", f"the same error as before, after {format_plural(failure.step, 'step')}")
     in_a_row = 1
@@ -50,11 +50,9 @@ def decide(failure: Failure, earlier: Sequence[Failure], max_restarts: int) -> D
         if before.step < failure.step:
             break
         in_a_row += 1
-    if in_a_row > max_restarts:
-        return Decision(
-            "give up", f"{in_a_row} failures without a new step; elastic.max_restarts={max_restarts}"
-        )
-    return Decision("regroup", f"failure {in_a_row} of at most {max_restarts} without a new step")
+    if in_a_row > restarts:
+        return Decision("give up", f"{in_a_row} failures without a new step; elastic.restarts={restarts}")
+    return Decision("regroup", f"failure {in_a_row} of at most {restarts} without a new step")
 
 
 def _is_same(failure: Failure, before: Failure) -> bool:

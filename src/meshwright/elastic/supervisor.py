@@ -106,7 +106,7 @@ class Supervisor:
     """Modules that the fork server imports."""
     heartbeat_timeout_s: float = 0.0
     """Time within which a silent or stuck rank is found; 0 for never."""
-    max_restarts: int = 0
+    restarts: int = 0
     """Failures in a row without a new step after which the run fails; 0: the first one."""
     find_checkpoint: Callable[[], str | None] = lambda: None
     """Finds the checkpoint to go on from, where there is no snapshot."""
@@ -242,7 +242,7 @@ class Supervisor:
                 "environment": environment,
                 "log": str(self._log(rank.rank)),
                 "order": order.as_dict(),
-                "keep_snapshots": self.max_restarts > 0,
+                "keep_snapshots": self.restarts > 0,
             }
         )
 
@@ -314,7 +314,7 @@ class Supervisor:
         first = _first([rank for rank in self._ranks if rank.failed])
         self._find_wrong_call(first)
         failure = self._describe(first)
-        decision = decide(failure, self._failures, 0 if self._stop else self.max_restarts)
+        decision = decide(failure, self._failures, 0 if self._stop else self.restarts)
         self._failures.append(failure)
         self._deadline = float("inf")
         if decision.action == "give up":

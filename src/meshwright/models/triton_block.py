@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -383,8 +383,11 @@ class TritonBlock(Block):
 def _same_attention_backend(
     device: str,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the forward pass and of the recomputation, which must prefer the same attention kernel."""
-    return nullcontext(), prefer_fast_attention(device)
+    """Contexts of the forward pass and of the recomputation, which must prefer the same attention kernel.
+
+    The recomputation runs in the backward pass, outside the caller's preferences: both set their own.
+    """
+    return prefer_fast_attention(device), prefer_fast_attention(device)
 
 
 def _build_gemms(

@@ -63,7 +63,7 @@ def build_launch(
         listener=listener,
         environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=preload,
-        max_restarts=0 if find_checkpoint is None else job.elastic.max_restarts,
+        restarts=0 if find_checkpoint is None else job.elastic.restarts,
         find_checkpoint=find_checkpoint or (lambda: None),
         orphan_s=0.0 if find_checkpoint is None else job.elastic.orphan_s,
     )

@@ -253,7 +253,7 @@ class Elastic:
     """Time within which a silent or stuck rank is named; 0 to wait for `collective_timeout_s` instead."""
     stop_grace_s: Positive = 10.0
     """Time that the other ranks have to leave their collectives after one failed; then they are killed."""
-    max_restarts: Natural = 3
+    restarts: Natural = 3
     """Failures in a row without a new step after which the run fails; 0: the first failure ends the run."""
     orphan_s: NonNegative = 60.0
     """How long ranks go on when the command has died. Then they save and stop. `train --resume` adopts them

@@ -123,6 +123,7 @@ HINTS = (
     KeyHint("initial_scale_power init_scale initial_loss_scale", "train.loss_scale"),
     KeyHint("use_deterministic_algorithms full_determinism deterministic_mode", "train.deterministic"),
     KeyHint("random_seed data_seed", "train.seed"),
+    KeyHint("max_restarts max_failures fault_tolerance", "elastic.restarts"),
     # parallelism
     KeyHint(
         "dp dp_size data_parallel data_parallel_size data_parallel_degree",

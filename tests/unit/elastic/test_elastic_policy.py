@@ -16,7 +16,7 @@ def raised(step: int, message: str = "RuntimeError: no") -> Failure:
 
 
 @pytest.mark.parametrize(
-    ("failure", "earlier", "max_restarts", "action"),
+    ("failure", "earlier", "restarts", "action"),
     [
         (killed(5), [], 3, "regroup"),
         (killed(5), [], 0, "give up"),
@@ -31,6 +31,6 @@ def raised(step: int, message: str = "RuntimeError: no") -> Failure:
         (Failure(0, "raised", "OutOfMemoryError: ", 5, refused=True), [], 3, "give up"),
     ],
 )
-def test_decision(failure, earlier, max_restarts, action):
+def test_decision(failure, earlier, restarts, action):
     """New steps reset the count of failures; an equal error after the same step is not tried a third time."""
-    assert decide(failure, earlier, max_restarts).action == action
+    assert decide(failure, earlier, restarts).action == action

@@ -168,7 +168,7 @@ READERS = {
     "checkpoint.on_best": "checkpoint",
     "elastic.collective_timeout_s": "parallel",
     "elastic.heartbeat_timeout_s": "runs",
-    "elastic.max_restarts": "runs",
+    "elastic.restarts": "runs",
     "elastic.orphan_s": "runs",
     "elastic.snapshot_every": "train",
     "elastic.stop_grace_s": "runs",
