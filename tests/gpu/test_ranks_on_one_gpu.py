@@ -151,7 +151,13 @@ def test_expert_parallel_with_nccl_equals_one_rank(train, monkeypatch, settings)
         "tp=2 sequence_parallel=true",
         "pp=2",
         "dp_shard=2 zero=3 recompute=selective",
+        "dp_shard=2 zero=3 recompute=full",
+        "tp=2 recompute=selective",
         "tp=2 recompute=full",
+        "tp=2 sequence_parallel=true recompute=full",
+        "pp=2 recompute=full",
+        "cp=2 recompute=full",
+        "cp=2 context=ulysses recompute=selective",
     ],
 )
 def test_compiled_blocks_are_the_default_of_sharded_layouts_and_train_like_eager(

@@ -76,6 +76,8 @@ class ActivationCheckpointing:
             options["context_fn"] = functools.partial(
                 _selective_contexts, self.saved_gemms, self.saved_reductions, self._hook_pause
             )
+        elif torch.compiler.is_compiling():
+            options["context_fn"] = _full_contexts
         return checkpoint(compute, *inputs, **options)
 
     def exclude_hooks(self, module: nn.Module) -> None:
@@ -141,6 +143,19 @@ def _selective_contexts(
     policy = functools.partial(_policy, saved_gemms, saved_reductions, Counter())
     modes = create_selective_checkpoint_contexts(policy)
     return modes if pause is None else tuple(_PausableMode(mode, pause) for mode in modes)
+
+
+def _full_contexts() -> Any:
+    """Contexts of full checkpointing in compiled blocks: nothing is saved.
+
+    Without a policy, torch 2.11 does not mark the operations inside autograd functions for recomputation. It
+    then saves the outputs of tensor-parallel collectives and of GEMMs on weight copies.
+    """
+    return create_selective_checkpoint_contexts(_recompute_everything)
+
+
+def _recompute_everything(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _policy(

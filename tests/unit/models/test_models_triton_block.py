@@ -87,12 +87,13 @@ def test_checkpointing_is_bit_identical_and_evaluation_has_the_same_loss(residua
             assert nets[mode](tokens, targets, documents).item() == expected, mode
 
 
-def test_recomputed_block_uses_the_same_attention_backend(monkeypatch):
-    """The preferred backend of the forward pass does not apply during the backward pass."""
+@pytest.mark.parametrize("caller", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_recomputed_block_uses_the_same_attention_backend(monkeypatch, caller):
+    """The caller's preference ends before the backward pass; torch refuses a recomputation that differs."""
     preferred = functools.partial(sdpa_kernel, [SDPBackend.MATH])
     monkeypatch.setattr(triton_block, "prefer_fast_attention", lambda device: preferred())
     net, (tokens, targets, _) = build(recompute="full"), batch()
-    with torch.autocast("cpu", LOW), preferred():
+    with torch.autocast("cpu", LOW), sdpa_kernel([caller]):
         loss = net(tokens, targets)
     loss.backward()
     assert net.blocks["0"].attention.wq.weight.grad.count_nonzero() > 0
