@@ -61,6 +61,13 @@ def test_losses_are_bit_identical_after_a_kill(command, train, job_file, tmp_pat
     assert [e["failed_rank"] for e in recovered] == [1, 0]
     assert all(e["source"] == "snapshot" for e in recovered)
     assert all(e["how"] == "killed by SIGKILL" for e in recovered)
+    for event in recovered:
+        parts = [event[f"{part}_s"] for part in ("halt", "decide", "start", "join", "rebuild", "load")]
+        assert min(parts) > 0, event
+        assert sum(parts) <= event["seconds"], "the parts are parts of the whole"
+        assert event["detect_s"] <= 1, "a killed process is noticed within a second"
+    replayed = [(e["restored_step"], e["steps"]) for e in events if e["event"] == "replayed"]
+    assert replayed == [(e["restored_step"], e["replayed_steps"]) for e in recovered]
     started = [e["rank"] for e in events if e["event"] == "started"]
     assert len(started) == len(set(started)) + 2, "survivors keep their process"
     files = ("model.safetensors", "optimizer.safetensors")

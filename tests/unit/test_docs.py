@@ -341,7 +341,8 @@ def used_events() -> dict[str, set[str]]:
                 continue
             name = node.args[0]
             owner = ast.unparse(node.func.value)
-            if node.func.attr == "write" and owner.endswith("events") and isinstance(name, ast.Constant):
+            writes = node.func.attr == "write" and owner.endswith("events")
+            if (writes or node.func.attr == "_write_event") and isinstance(name, ast.Constant):
                 fields[name.value] |= {k.arg for k in node.keywords if k.arg}
     fields["events_lost"] |= {"count", "reason"}
     return dict(fields)

@@ -112,6 +112,16 @@ class RankWatch:
         """Age at which a rank is silent or stuck: less than the timeout by a heartbeat and two polls."""
         return max(self._timeout_s - 3 * HEARTBEAT_S, self._timeout_s / 2)
 
+    def age_s(self, rank: int) -> float | None:
+        """Time since the last sign of life of a rank, which its process may have left; None if unknown."""
+        flight = self._memories[rank].read() if rank in self._memories else None
+        if flight is None:
+            return None
+        progress = flight.progress
+        signs = [progress.heartbeat_ns, progress.phase_begin_ns, progress.wait_begin_ns]
+        signs += [max(record.begin_ns, record.end_ns) for record in flight.records[-1:]]
+        return (time.monotonic_ns() - max(signs)) / 1e9 if max(signs) else None
+
     def poll(self) -> Verdict | None:
         """Look at all ranks, at most twice a second; returns a new verdict if the run is stuck."""
         now = self._clock()

@@ -26,6 +26,7 @@ from meshwright.core.flight_ring import FlightMemory
 from meshwright.elastic.hang import WRONG_CALLS, Verdict
 from meshwright.elastic.policy import Failure, decide
 from meshwright.elastic.rank_watch import RankWatch
+from meshwright.elastic.recovery import Recovery
 from meshwright.launch.channel import Message
 from meshwright.launch.environment import loopback_interface
 from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
@@ -126,8 +127,8 @@ class Supervisor:
         self._failures: list[Failure] = []
         self._deadline = float("inf")
         """When ranks that did not leave the generation are killed."""
-        self._parts: dict[str, Any] = {}
-        """Of the recovery in progress: cause and times."""
+        self._recovery: Recovery | None = None
+        """The newest; until all repeated steps are done."""
         self._store_dir = ""
         self._recorders = RankWatch(self.heartbeat_timeout_s)
         self._hang: Verdict | None = None
@@ -177,9 +178,7 @@ class Supervisor:
         if found is None or found.cause in ("ended", "raised"):  # the agent reports these
             return
         self._hang = found
-        events = self._open_events()
-        events.write("hang", **found.as_dict())
-        events.close()
+        self._write_event("hang", **found.as_dict())
         if found.rank is None or not found.ends_run:
             return
         rank = self._ranks[found.rank]
@@ -214,9 +213,7 @@ class Supervisor:
         """Take over ranks that run. Those that ended meanwhile are reported next."""
         self._store_dir, self.generation = message["store_dir"], message["generation"]
         self.state = State.RUNNING
-        events = self._open_events()
-        events.write("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
-        events.close()
+        self._write_event("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
 
     def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:
         store = f"{self._store_dir}/generation-{self.generation}" if self.world_size > 1 else None
@@ -253,31 +250,27 @@ class Supervisor:
         rank, event = self._ranks[message["rank"]], message["event"]
         rank.last_event = event
         self.saved |= event["event"] in ("checkpoint", "resumed")
-        if event["event"] == "step":
-            self.furthest_step = max(self.furthest_step, event["step"])
         self._notify(event)
+        if event["event"] == "step":
+            self._note_step(event["step"])
         if event["event"] == "ready" and event["generation"] == self.generation:
             self._joined.add(rank.rank)
+            if self._recovery is not None:
+                self._recovery.note_setup(rank.rank, event["setup_s"])
             if len(self._joined) == self.world_size:
                 self._resume_running(event["step"])
 
+    def _note_step(self, step: int) -> None:
+        self.furthest_step = max(self.furthest_step, step)
+        replayed = None if self._recovery is None else self._recovery.note_step(step)
+        if replayed is not None:
+            self._recovery = None
+            self._write_event("replayed", **replayed)
+
     def _resume_running(self, step: int) -> None:
         """All ranks are ready to train from a step."""
-        if self.state is State.REGROUPING:
-            now, started, decided = time.monotonic(), self._parts["started"], self._parts["decided"]
-            events = self._open_events()
-            events.write(
-                "recovered",
-                failed_rank=self._parts["failed_rank"],
-                how=self._parts["how"],
-                source=self._parts["source"],
-                restored_step=step,
-                replayed_steps=max(0, self.furthest_step - step),
-                halt_s=decided - started,
-                join_s=now - decided,
-                seconds=now - started,
-            )
-            events.close()
+        if self.state is State.REGROUPING and self._recovery is not None:
+            self._write_event("recovered", **self._recovery.finish(step))
         self.state = State.RUNNING
 
     def _on_failed(self, message: Message) -> None:
@@ -302,13 +295,19 @@ class Supervisor:
             return
         if self.state is not State.HALTING:
             self.state = State.HALTING
-            self._parts = {"started": min(rank.failed_at for rank in self._ranks if rank.failed)}
+            self._recovery = self._begin_recovery()
             self._deadline = time.monotonic() + self.stop_grace_s
             for rank in self._ranks:
                 if not rank.left:
                     self._order(rank, Order("halt", self.generation))
         if all(rank.left for rank in self._ranks):
             self._decide()
+
+    def _begin_recovery(self) -> Recovery:
+        first = _first([rank for rank in self._ranks if rank.failed])
+        age_s = self._recorders.age_s(first.rank)
+        waited_s = time.monotonic() - first.failed_at
+        return Recovery(first.failed_at, None if age_s is None else max(0.0, age_s - waited_s))
 
     def _decide(self) -> None:
         first = _first([rank for rank in self._ranks if rank.failed])
@@ -324,14 +323,9 @@ class Supervisor:
                 if rank.alive:
                     self._order(rank, Order("exit", self.generation))
             return
-        self._parts |= {
-            "failed_rank": first.rank,
-            "how": self._how(first),
-            "decided": time.monotonic(),
-        }
-        events = self._open_events()
-        events.write("rank_lost", failed_rank=first.rank, how=self._how(first), reason=decision.reason)
-        events.close()
+        assert self._recovery is not None, "it began with the failure"
+        self._recovery.note_halted(first.rank, self._how(first))
+        self._write_event("rank_lost", failed_rank=first.rank, how=self._how(first), reason=decision.reason)
         self._agent.send({"do": "list_snapshots"})
 
     def _find_wrong_call(self, first: _Rank) -> None:
@@ -349,7 +343,6 @@ class Supervisor:
         self.generation += 1
         order = self._join_order(restore_step, resume_from)
         source = "start" if resume_from is None else "checkpoint"
-        self._parts["source"] = source if restore_step is None else "snapshot"
         self.state, self._joined = State.REGROUPING, set()
         for rank in self._ranks:
             alive = rank.alive
@@ -358,6 +351,8 @@ class Supervisor:
                 self._order(rank, order)
             else:
                 self._start(rank, order)
+        assert self._recovery is not None, "it began with the failure"
+        self._recovery.note_ordered(source if restore_step is None else "snapshot", self.furthest_step)
 
     def _order(self, rank: _Rank, order: Order) -> None:
         self._agent.send({"do": "order", "rank": rank.rank, "order": order.as_dict()})
@@ -378,9 +373,11 @@ class Supervisor:
             if rank.alive:
                 rank.alive, rank.exit_status, rank.failed_at = False, EXIT_PEER_LOST, time.monotonic()
 
-    def _open_events(self) -> EventWriter:
-        """Of the supervisor's own events; to be closed."""
-        return EventWriter(self.run_dir / EVENTS_FILE, 0, self.generation, self._notify)
+    def _write_event(self, name: str, **fields: Any) -> None:
+        """Write an event of the supervisor."""
+        events = EventWriter(self.run_dir / EVENTS_FILE, 0, self.generation, self._notify)
+        events.write(name, **fields)
+        events.close()
 
     def _notify(self, event: Event) -> None:
         """Call the listener; its errors must not end a run."""

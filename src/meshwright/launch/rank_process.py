@@ -14,6 +14,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing import util
@@ -65,6 +66,8 @@ class RankLink:
             snapshots: Memory for snapshots.
         """
         self.first_order, self.snapshots = first_order, snapshots
+        self.ordered_at = time.perf_counter()
+        """When the newest order to join came; that of the first one: when the process started."""
         self._channel = channel
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -101,7 +104,9 @@ class RankLink:
         """Report that this rank left a generation, and wait for the next order."""
         with contextlib.suppress(OSError):
             self._channel.send({"is": "failed", "generation": generation, **failure})
-        return self._orders.get()
+        order = self._orders.get()
+        self.ordered_at = time.perf_counter()
+        return order
 
     def _read_orders(self) -> None:
         while True:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -98,6 +98,8 @@ class CollectiveCounter:
         self.flight = flight or FlightRecorder()
         self._axes: dict[str, tuple[str, int]] = {}
         self._tallies: defaultdict[tuple[str, str, str, int], Tally] = defaultdict(Tally)
+        self._committed: dict[tuple[str, str, str, int], Tally] = {}
+        self._occurrences: dict[str, int] | None = None
         self._library: torch.library.Library | None = None
 
     def install(self) -> None:
@@ -127,11 +129,22 @@ class CollectiveCounter:
         self._axes[group.group_name] = (axis, group.size())
 
     def rows(self) -> list[dict[str, Any]]:
-        """The counts, in the audit's format."""
-        return [
-            {"axis": axis, "op": op, "phase": phase, "ranks": ranks, **asdict(t)}
-            for (axis, op, phase, ranks), t in sorted(self._tallies.items())
-        ]
+        """The counts so far, in the audit's format."""
+        return _list_rows(self._tallies)
+
+    def commit(self, steps: int, evaluations: int, saves: int) -> None:
+        """Keep the counts so far, which are those of whole steps, evaluations and saves.
+
+        They can be audited even if the next step fails.
+        """
+        self._committed = {kind: replace(tally) for kind, tally in self._tallies.items()}
+        self._occurrences = {"steps": steps, "evaluations": evaluations, "saves": saves}
+
+    def committed(self) -> dict[str, Any] | None:
+        """The fields of the event ``collectives``, from the last ``commit``; None before the first."""
+        if self._occurrences is None:
+            return None
+        return {"rows": _list_rows(self._committed), **self._occurrences}
 
     def _kernel(self, operator: str, name: str) -> Callable[..., Any]:
         overload = getattr(torch.ops.c10d, operator).default
@@ -169,6 +182,13 @@ class CollectiveCounter:
         else:  # the first two arguments of an all-to-all are its output and its input
             tally.bytes += sizes[0 if routed.side == "output" else 1]
             tally.dropped_rows += routed.dropped
+
+
+def _list_rows(tallies: Mapping[tuple[str, str, str, int], Tally]) -> list[dict[str, Any]]:
+    return [
+        {"axis": axis, "op": op, "phase": phase, "ranks": ranks, **asdict(tally)}
+        for (axis, op, phase, ranks), tally in sorted(tallies.items())
+    ]
 
 
 def _tensors(argument: Any) -> Iterator[Tensor]:

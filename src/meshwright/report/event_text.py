@@ -18,6 +18,7 @@ FROM_EVERY_RANK = frozenset(
         "hang",
         "rank_lost",
         "recovered",
+        "replayed",
         "snapshots_off",
         "stopping",
     }
@@ -97,6 +98,9 @@ class EventText:
         again = format_plural(event["replayed_steps"], "step")
         went_on = f"went on from step {event['restored_step']} ({event['source']}), {again} to do again"
         return f"recovered in {format_seconds(event['seconds'])}: {went_on}"
+
+    def _describe_replayed(self, event: Event) -> str:
+        return f"{format_plural(event['steps'], 'step')} done again in {format_seconds(event['seconds'])}"
 
     def _describe_adopted(self, event: Event) -> str:
         return f"adopted {format_plural(len(event['ranks']), 'rank')} that still train"

@@ -73,6 +73,7 @@ def build_trainer(
         small_files=small_files,
     )
     snapshots = _build_snapshots(context, state)
+    context.setup.end("rebuild")
     if context.restore_step is not None:
         assert snapshots is not None, "a snapshot to restore"
         snapshots.restore(context.restore_step)
@@ -81,6 +82,7 @@ def build_trainer(
         context.events.write(
             "resumed", checkpoint=assignment.resume_from, step=state.counters.step, notes=notes
         )
+    context.setup.end("load")
     if model.weight_copies is not None and state.counters.step:
         model.weight_copies.is_stale = True
     checkpoints, stop = Path(assignment.checkpoint_dir), stop or StopSignal()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import torch
@@ -40,6 +41,7 @@ def _evaluate_samples(
     trainer: Trainer, name: str | None, what: str, held_out: Batcher | ImageBatcher, samples: Samples
 ) -> float | None:
     """Loss on the samples of a set, the same ones every time; None without targets."""
+    started = time.perf_counter()
     eval_samples = trainer.job.train.eval_samples
     # Micro-batches with collectives: as many as the plan counts, however few samples are held out.
     layout = trainer.job.layout
@@ -57,7 +59,14 @@ def _evaluate_samples(
         reason = f"the first {len(samples)} samples of {what} hold masked prompts only"
         trainer.events.write("no_evaluation", reason=reason)
         return None
-    trainer.events.write("eval", step=trainer.step, set=name, loss=loss_sum / targets, samples=len(samples))
+    trainer.events.write(
+        "eval",
+        step=trainer.step,
+        set=name,
+        loss=loss_sum / targets,
+        samples=len(samples),
+        seconds=time.perf_counter() - started,
+    )
     return loss_sum / targets
 
 

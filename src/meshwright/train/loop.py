@@ -19,6 +19,7 @@ def train(trainer: Trainer) -> None:
     meter = start_meter(trainer)
     evaluations = 0
     stopping = False
+    commit_counts(trainer, evaluations)
     while trainer.step < steps and not stopping:
         audited = trainer.step == step_to_audit
         result = run_step(
@@ -34,18 +35,21 @@ def train(trainer: Trainer) -> None:
         trainer.counter.phase = "save"
         trainer.flight.enter("checkpoint")
         trainer.saver.after_step(last, eval_loss, result.save_requested)
+        commit_counts(trainer, evaluations)
     report_end(trainer, evaluations, stopping)
 
 
 def start_meter(trainer: Trainer) -> ThroughputMeter:
     """Start the throughput meter and write the ``ready`` event."""
     meter = ThroughputMeter(trainer.plan, trainer.mesh.device)
+    trainer.setup.end("rebuild")
     trainer.events.write(
         "ready",
         step=trainer.step,
         steps=trainer.job.train.steps,
         peak_flops_per_s=meter.peak_flops_per_s,
         peak_basis=meter.peak_basis,
+        setup_s=trainer.setup.seconds,
     )
     return meter
 
@@ -77,11 +81,24 @@ def run_step(
 def report_end(trainer: Trainer, evaluations: int, stopping: bool) -> None:
     """Write the last events of a rank that did not fail: its collectives and its number of steps."""
     steps, status = trainer.step - trainer.state.first_step, "interrupted" if stopping else "complete"
-    counts = {"steps": steps, "evaluations": evaluations, "saves": trainer.saver.saves}
-    trainer.events.write("collectives", rows=trainer.counter.rows(), **counts)
+    commit_counts(trainer, evaluations)
+    report_collectives(trainer)
     if trainer.pipeline is not None:
         trainer.events.write("timeline", **trainer.pipeline.record())
     trainer.events.write("finished", status=status, step=trainer.step, steps=steps)
+
+
+def commit_counts(trainer: Trainer, evaluations: int) -> None:
+    """Count the collectives so far as those of whole steps."""
+    steps = trainer.step - trainer.state.first_step
+    trainer.counter.commit(steps, evaluations, trainer.saver.saves)
+
+
+def report_collectives(trainer: Trainer) -> None:
+    """Write the collectives of all whole steps; also of a rank that failed in a later step."""
+    counted = trainer.counter.committed()
+    if counted is not None:
+        trainer.events.write("collectives", **counted)
 
 
 def _is_due(every: int, step: int) -> bool:

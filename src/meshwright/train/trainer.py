@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from meshwright.train.expert_balance import ExpertBalancer, ExpertLoad, is_load_
 from meshwright.train.gradient_noise import NoiseScale, add_noise
 from meshwright.train.optimizer import set_lr, updates_weight_copies
 from meshwright.train.optimizer_offload import OffloadedOptimizerState
+from meshwright.train.setup_times import SetupTimes
 from meshwright.train.stop_signal import StopSignal
 from meshwright.train.throughput import ThroughputMeter
 
@@ -60,6 +61,7 @@ class RankContext:
     """Where this rank keeps in-memory snapshots."""
     restore_step: int | None = None
     """The step of the in-memory snapshot to start from."""
+    setup: SetupTimes = field(default_factory=SetupTimes)
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Trainer:
         """
         self.plan, self.assignment, self.mesh = context.plan, context.assignment, context.mesh
         self.counter, self.events, self.flight = context.counter, context.events, context.counter.flight
+        self.setup = context.setup
         self.model, self.module, self.pipeline = model.model, model.module, model.pipeline
         self.reducer, self.parallel = model.reducer, model.parallel
         self.sharded_state, self.weight_copies = model.sharded_state, model.weight_copies

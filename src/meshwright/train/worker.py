@@ -30,13 +30,14 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.spec.execution import uses_torch_compile
 from meshwright.train.build import build_trainer
 from meshwright.train.compiler_import import skip_compiler_import
-from meshwright.train.loop import train
+from meshwright.train.loop import report_collectives, train
 from meshwright.train.out_of_memory import (
     OutOfMemoryRunError,
     is_out_of_memory,
     measure_free_memory,
     report_out_of_memory,
 )
+from meshwright.train.setup_times import SetupTimes
 from meshwright.train.stop_signal import StopSignal
 from meshwright.train.trainer import RankContext, Trainer
 
@@ -146,6 +147,8 @@ class _Generation:
         """Join, build, work; returns the failure, if there was one."""
         counter, aborter = CollectiveCounter(self.flight), GroupAborter()
         plan, trainer, free = None, None, (0, 0)
+        setup = SetupTimes(None if self.link is None else self.link.ordered_at)
+        setup.end("start")
         try:
             plan = read_plan(self.folder / PLAN_FILE)
             if not uses_torch_compile(plan.job):
@@ -153,10 +156,12 @@ class _Generation:
             counter.install()
             with self._aborting(aborter):
                 mesh = init_mesh(plan.job, counter, store)
+                setup.end("join")
                 free = measure_free_memory(plan)
                 memory = None if self.link is None else self.link.snapshots
+                restore_step = self.order.restore_step
                 context = RankContext(
-                    plan, self.assignment, mesh, counter, self.events, memory, self.order.restore_step
+                    plan, self.assignment, mesh, counter, self.events, memory, restore_step, setup
                 )
                 trainer = build_trainer(context, stop)
                 work(trainer)
@@ -164,6 +169,8 @@ class _Generation:
         except Exception as error:
             if plan is not None and is_out_of_memory(error):
                 error = report_out_of_memory(error, plan, self.events.rank, free, trainer)
+            if trainer is not None:
+                report_collectives(trainer)
             return describe_failure(error, self._is_halted())
         finally:
             counter.remove()
