@@ -298,7 +298,7 @@ def limited_memory(run_dir, listener):
 def plant_nan(run_dir, listener):
     """Plants NaN from a step on, as ``plant.json`` beside the run folder says: where, on which rank, how."""
     plant = json.loads((Path(run_dir).parent / "plant.json").read_text())
-    original = Trainer.forward_backward
+    original, original_update = Trainer.forward_backward, Trainer.update
 
     def forward_backward(trainer, batches, divisor):
         if trainer.step == plant["step"] - 1:
@@ -307,8 +307,23 @@ def plant_nan(run_dir, listener):
                 NAN_PLANTS[plant["kind"]](found)
         return original(trainer, batches, divisor)
 
-    Trainer.forward_backward = forward_backward
+    def update(trainer, lr):
+        before = [tensor.clone() for tensor in _list_state(trainer)]
+        norm = original_update(trainer, lr)
+        if not norm.isfinite():
+            unchanged = all(map(torch.equal, before, _list_state(trainer)))
+            trainer.events.write("skipped_update", unchanged=unchanged)
+        return norm
+
+    Trainer.forward_backward, Trainer.update = forward_backward, update
     return run_rank(run_dir, listener)
+
+
+def _list_state(trainer):
+    """This rank's parameters and optimizer state."""
+    parameters = [parameter for _, parameter in trainer.sharded_state.named_parameters()]
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    return [t.detach().to_local() if hasattr(t, "to_local") else t.detach() for t in (*parameters, *moments)]
 
 
 def _nan_in_weight(module):

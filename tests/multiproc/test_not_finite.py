@@ -77,6 +77,28 @@ def test_a_nan_in_the_gradient_of_one_rank_is_named(plant, layout):
     assert found == {"module": UP, "what": "input gradient", "ranks": [1], "weights": []}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        DDP,
+        pytest.param(ZERO3, marks=pytest.mark.slow),
+        pytest.param(PP, marks=pytest.mark.slow),
+        pytest.param(f"{ZERO3} layout.zero=1", marks=pytest.mark.slow),
+        pytest.param(f"{DDP} train.optimizer=muon", marks=pytest.mark.slow),
+        pytest.param(f"{DDP} train.optimizer=sgd", marks=pytest.mark.slow),
+        pytest.param(f"{DDP} layout.offload=optimizer", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("clip", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(plant, tmp_path, options, clip):
+    """One rank's gradient is NaN: no parameter, moment or step count changes, with and without clipping."""
+    found, _ = plant("input gradient", UP, [1], f"train.clip={clip}", *options.split())
+    assert found == {"module": UP, "what": "input gradient", "ranks": [1], "weights": []}
+    events = read_events(tmp_path / "run" / EVENTS_FILE).events
+    skipped = [(e["rank"], e["unchanged"]) for e in events if e["event"] == "skipped_update"]
+    assert sorted(skipped) == [(0, True), (1, True)]
+
+
 @pytest.mark.slow
 def test_a_nan_in_compiled_blocks_is_named(plant):
     """The step is recomputed with eager blocks."""

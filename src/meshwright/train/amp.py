@@ -64,10 +64,11 @@ class MixedPrecision:
 
     def clip_gradients(
         self, sharded_state: ShardedState, optimizer: torch.optim.Optimizer, max_norm: float
-    ) -> Tensor | None:
-        """Unscale the gradients and clip them; returns their norm where it was needed.
+    ) -> Tensor:
+        """Unscale the gradients and clip them; returns their norm.
 
-        FusedAdamW gets the clipping factor instead and applies it itself.
+        FusedAdamW gets the clipping factor instead and applies it itself. The norm is computed without
+        clipping too (``max_norm`` is 0): ``step`` skips an update whose norm is not finite.
         """
         norm = None
         if (
@@ -79,17 +80,15 @@ class MixedPrecision:
                 parameter.grad += norm * 0  # adds zero, or NaN
             norm = norm / self._scaler.get_scale()
         self._scaler.unscale_(optimizer)
-        if not max_norm and not self._scaled:
-            return None
         norm = sharded_state.grad_norm() if norm is None else norm
         if isinstance(optimizer, FusedAdamW):
-            optimizer.factor = clipping_factor(norm, max_norm)
-            return norm
-        parameters = [parameter for _, parameter in sharded_state.named_parameters()]
-        nn.utils.clip_grads_with_norm_(parameters, max_norm or float("inf"), norm)
+            optimizer.factor = clipping_factor(norm, max_norm or math.inf)
+        elif max_norm:
+            parameters = [parameter for _, parameter in sharded_state.named_parameters()]
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor | None) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
         """Step the optimizer, unless a gradient is not finite.
 
         In fp16 that is an overflow, which lowers the loss scale. Otherwise the run ends, and the step is
@@ -98,9 +97,9 @@ class MixedPrecision:
 
         Args:
             optimizer: With clipped gradients.
-            grad_norm: Of the whole model; None if it was not computed.
+            grad_norm: Of the whole model.
         """
-        if not self._scaled and grad_norm is not None:
+        if not self._scaled:
             if optimizer.defaults.get("fused"):
                 optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
             elif not isinstance(optimizer, FusedAdamW) and not grad_norm.isfinite():
@@ -108,7 +107,7 @@ class MixedPrecision:
         self._scaler.step(optimizer)
         self._scaler.update()
 
-    def step_fields(self, loss: float | None, grad_norm: float | None) -> dict[str, Any]:
+    def step_fields(self, loss: float | None, grad_norm: float) -> dict[str, Any]:
         """The loss scale fields of the ``step`` event; call it when loss and norm are on the CPU.
 
         Args:
@@ -118,8 +117,7 @@ class MixedPrecision:
         if not self._scaled:
             self.skipped = False
             return {"loss_scale": None, "skipped": None}
-        overflowed = grad_norm is None or not math.isfinite(grad_norm)
-        self.skipped = overflowed and (loss is None or math.isfinite(loss))
+        self.skipped = not math.isfinite(grad_norm) and (loss is None or math.isfinite(loss))
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
         return {"loss_scale": self.loss_scale(), "skipped": self.skipped}
 

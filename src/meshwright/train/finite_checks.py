@@ -301,10 +301,6 @@ def _advise(trainer: Trainer, first: Finding) -> str:
     slower = "Lower train.lr or lengthen train.warmup"
     if first.module == "data":
         return "Correct the data: the batch itself is not finite"
-    if first.weights and train.clip == 0:
-        return (
-            f"{slower}. Set train.clip (1e9 clips nothing): without it a bad update changes the weights first"
-        )
     if first.weights and not untrained:
         return f"{slower}: an earlier update made the weight not finite"
     if first.weights:

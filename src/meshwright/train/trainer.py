@@ -98,7 +98,7 @@ class StepResult:
     noise_sums: list[float]
     loss_scale: float
     lr: float
-    grad_norm: float | None
+    grad_norm: float
     expert_load: ExpertLoad | None
 
 
@@ -233,7 +233,7 @@ class Trainer:
         lr = lr_at(self.step, self.job.train)
         reduced: list[ControlAllReduce] = []
 
-        def start_control_all_reduce(grad_norm: Tensor | None) -> None:
+        def start_control_all_reduce(grad_norm: Tensor) -> None:
             reduced.append(self._start_control_all_reduce(local_loss, local_targets, noise, grad_norm))
 
         early = overlap_next_step and self.can_read_loss_early()
@@ -244,8 +244,7 @@ class Trainer:
         if not early:
             start_control_all_reduce(grad_norm)
         # The first read of a device value in this step: all its work is queued by now.
-        loss_sum, target_count, stop_requests, *sums = reduced[0].wait()
-        norm = None if grad_norm is None else sums.pop()
+        loss_sum, target_count, stop_requests, *sums, norm = reduced[0].wait()
         save_requested = self.saver.needs_all_ranks and sums.pop(0) > 0
         load = None if self.balancer is None else self.balancer.end_step(self.mesh)
         return StepResult(
@@ -266,15 +265,14 @@ class Trainer:
         local_loss: Tensor,
         local_targets: int,
         noise: Sequence[Tensor | float],
-        grad_norm: Tensor | None,
+        grad_norm: Tensor,
     ) -> ControlAllReduce:
         """Sum loss, target count and flags over all ranks; the gradient norm is read back beside them."""
         flags = [float(self.stop.requested)]
         if self.saver.needs_all_ranks:  # rank 0 decides when
             flags.append(float(self.mesh.rank == 0 and self.saver.is_due_by_time()))
         own = [local_loss, local_targets] if self.mesh.reports_loss else [0.0, 0.0]
-        norms = [] if grad_norm is None else [grad_norm]
-        return self.mesh.start_control_all_reduce([*own, *flags, *noise], local_values=norms)
+        return self.mesh.start_control_all_reduce([*own, *flags, *noise], local_values=[grad_norm])
 
     def forward_backward(self, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
         """Accumulate the gradients of one step.
@@ -318,9 +316,7 @@ class Trainer:
         self.sharded_state.finalize_grads()
         return loss_sum, targets_seen
 
-    def update(
-        self, lr: float, on_grad_norm: Callable[[Tensor | None], None] = lambda _: None
-    ) -> Tensor | None:
+    def update(self, lr: float, on_grad_norm: Callable[[Tensor], None] = lambda _: None) -> Tensor:
         """Clip the gradients, step the optimizer, zero the gradients.
 
         Args:
@@ -328,7 +324,7 @@ class Trainer:
             on_grad_norm: Called with the gradient norm before any parameter changes.
 
         Returns:
-            The gradient norm of the whole model, where clipping or the loss scale needed it.
+            The gradient norm of the whole model. If it is not finite, nothing changed.
         """
         sharded_state = self.sharded_state
         self.flight.enter("update")

@@ -223,7 +223,7 @@ class RunFigures:
     losses: list[float | None] = field(default_factory=list)
     """By step, of rank 0."""
     grad_norms: dict[int, list[float | None]] = field(default_factory=dict)
-    """By rank and step; None where nothing needed the norm."""
+    """By rank and step; None where it is not finite."""
     eval_losses: dict[int, list[float]] = field(default_factory=dict)
     """By rank."""
 

@@ -310,7 +310,7 @@ class ReferenceComparer(ProofObserver):
         train, state = trainer.job.train, trainer.sharded_state
         after = list_local_state(trainer)
         clipping = 1.0
-        if train.clip and result.grad_norm is not None:
+        if train.clip:
             clipping = min(1.0, train.clip / (result.grad_norm + CLIPPING_EPS))
         factor = clipping / self._loss_scale
         has_gradient = [n in after and self._before[n].gradient is not None for n in self._names]

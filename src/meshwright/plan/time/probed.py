@@ -375,7 +375,7 @@ def _compiled_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
     ):  # weights cast in both passes, gradients cast back
         total += micro_batches * 18 * (parameters - model.vocab_size * width)
     total += (micro_batches - 1) * 3 * FLOAT32_BYTES * parameters
-    return total + (FLOAT32_BYTES * parameters if job.train.clip else 0)
+    return total + FLOAT32_BYTES * parameters  # read once for the gradient norm
 
 
 def _update_s(job: Job, model: DecoderModel, probed: Probed) -> float:

@@ -68,4 +68,4 @@ def step_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
     ends += model.vocab_size * width * FLOAT32_BYTES  # zeroing the embedding gradient
     total = micro_batches * (rows * model.num_layers * block_bytes(job, model) + ends)
     gradients = count_gradient_bytes(with_gradients(job, list_parameters(model)))
-    return total + (micro_batches - 1) * 3 * gradients + (gradients if job.train.clip else 0)
+    return total + (micro_batches - 1) * 3 * gradients + gradients  # read once for their norm

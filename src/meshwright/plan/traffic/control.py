@@ -20,20 +20,13 @@ CONTROL_EVAL_VALUES = 2
 """Loss sum and target tokens of an evaluation."""
 
 
-def needs_grad_norm(job: Job) -> bool:
-    """Whether every step computes the gradient norm: to clip, or to detect fp16 overflows."""
-    return job.train.clip > 0 or job.train.precision == "fp16"
-
-
 def predict_control(job: Job) -> list[CollectiveTraffic]:
     """The control all-reduces over all ranks: loss, requests, gradient norm, expert load."""
     layout, values, calls = job.layout, CONTROL_STEP_VALUES, 1
     if job.train.noise_scale_every:
         values += CONTROL_NOISE_VALUES
     if is_sharded(job):  # all ranks take part in norms and checkpoints
-        values += CONTROL_SAVE_VALUES
-        if needs_grad_norm(job):
-            values, calls = values + CONTROL_NORM_VALUES, calls + 1
+        values, calls = values + CONTROL_SAVE_VALUES + CONTROL_NORM_VALUES, calls + 1
     if isinstance(job.model, DecoderModel) and job.model.load_size:
         values, calls = values + job.model.load_size, calls + 1
     world, evaluation = layout.world_size, CONTROL_EVAL_VALUES * FLOAT64_BYTES

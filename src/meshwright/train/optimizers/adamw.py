@@ -72,12 +72,18 @@ class FusedAdamW(Optimizer):
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
-                torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
+                self._count_step([self.state[parameter]["step"] for parameter in parameters])
                 rows.append(self._list_scalars(parameters, group["lr"], group["weight_decay"]))
                 updates += [self._list_tensors(parameter) for parameter in parameters]
         self.factor = None
         if updates:
             self._update(updates, torch.cat(rows))
+
+    def _count_step(self, steps: list[Tensor]) -> None:
+        """Count the step, unless it is skipped."""
+        torch._foreach_add_(steps, 1)
+        if self.factor is not None:
+            torch._foreach_sub_(steps, [self.factor.isnan().float()] * len(steps))
 
     def _list_tensors(self, parameter: nn.Parameter) -> ParameterUpdate:
         state, grad, copy = self.state[parameter], parameter.grad, self._copies.get(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -142,6 +143,22 @@ def test_parameter_without_gradient_is_unchanged_and_counts_no_step():
     optimizer.step()
     assert torch.equal(parameters[0], before)
     assert [int(optimizer.state[p]["step"]) for p in parameters] == [0, *[1] * (len(SHAPES) - 1)]
+
+
+@pytest.mark.parametrize("most", [1.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_with_a_norm_that_is_not_finite_changes_no_state(most, value):
+    parameters, lows, optimizer = build(copies=True)
+    take_step(parameters, optimizer, 0, most)
+    state = [
+        *parameters,
+        *lows.values(),
+        *(v for values in optimizer.state.values() for v in values.values()),
+    ]
+    before = [tensor.detach().clone() for tensor in state]
+    optimizer.factor = clipping_factor(torch.tensor(value), most)
+    optimizer.step()
+    assert all(map(torch.equal, before, state))
 
 
 def test_fused_update_depends_on_the_job(job_file):
