@@ -27,6 +27,7 @@ from meshwright.elastic.hang import WRONG_CALLS, Verdict
 from meshwright.elastic.policy import Failure, decide
 from meshwright.elastic.rank_watch import RankWatch
 from meshwright.elastic.recovery import Recovery
+from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.channel import Message
 from meshwright.launch.environment import loopback_interface
 from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
@@ -113,8 +114,8 @@ class Supervisor:
     """Finds the checkpoint to go on from, where there is no snapshot."""
     orphan_s: float = 0.0
     """How long the ranks go on when this process has died; 0: they are killed."""
-    agent: LocalAgent | None = None
-    """The agent of ranks to adopt; by default a new one."""
+    agents: AgentPool | None = None
+    """The agents of ranks to adopt; by default a new one on this machine."""
     furthest_step: int = 0
     """Steps that ranks to adopt have done."""
 
@@ -130,6 +131,8 @@ class Supervisor:
         self._recovery: Recovery | None = None
         """The newest; until all repeated steps are done."""
         self._store_dir = ""
+        self._snapshots: dict[int, dict[str, list[int]]] = {}
+        """The snapshots that each node has, while the ranks regroup: steps by rank."""
         self._recorders = RankWatch(self.heartbeat_timeout_s)
         self._hang: Verdict | None = None
         """The last hang of this generation."""
@@ -144,8 +147,8 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             self._stop = stack.enter_context(_caught_signals(self._show_waits))
             stack.callback(self._recorders.close)
-            self._agent = self.agent or LocalAgent.start(self.preload)
-            stack.callback(self._agent.close)
+            self._agents = self.agents or AgentPool(LocalAgent.start(self.preload), self.world_size)
+            stack.callback(self._agents.close)
             self._watch()
         failed = [rank for rank in self._ranks if rank.failed]
         if failed and not self._stop:
@@ -156,12 +159,7 @@ class Supervisor:
         """Handle messages, signals and deadlines until all ranks have exited."""
         stops_sent = 0
         while self.state not in (State.FAILED, State.FINISHED) or any(rank.alive for rank in self._ranks):
-            try:
-                messages = self._agent.wait(max(0.0, min(POLL_S, self._deadline - time.monotonic())))
-            except EOFError:
-                self._lose_agent()
-                return
-            for message in messages:
+            for message in self._agents.wait(max(0.0, min(POLL_S, self._deadline - time.monotonic()))):
                 getattr(self, f"_on_{message['is']}")(message)
             if time.monotonic() >= self._deadline:
                 self._deadline = float("inf")
@@ -203,11 +201,15 @@ class Supervisor:
         return rank.alive and (self.state is State.FAILED or not rank.left)
 
     def _on_hello(self, message: Message) -> None:
-        self._store_dir = message["store_dir"]
+        node, self._store_dir = message["node"], message["store_dir"]
         if self.orphan_s:
-            self._agent.send({"do": "configure", "run_dir": str(self.run_dir), "orphan_s": self.orphan_s})
-        for rank in self._ranks:
+            configure = {"do": "configure", "run_dir": str(self.run_dir), "orphan_s": self.orphan_s}
+            self._agents.send_to_node(node, configure)
+        for rank in self._on_node(node):
             self._start(rank, self._join_order())
+
+    def _on_node(self, node: int) -> list[_Rank]:
+        return [rank for rank in self._ranks if self._agents.node_of(rank.rank) == node]
 
     def _on_adopted(self, message: Message) -> None:
         """Take over ranks that run. Those that ended meanwhile are reported next."""
@@ -230,7 +232,8 @@ class Supervisor:
         }
         if self.world_size > 1:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())
-        self._agent.send(
+        self._agents.send(
+            rank.rank,
             {
                 "do": "start",
                 "rank": rank.rank,
@@ -240,7 +243,7 @@ class Supervisor:
                 "log": str(self._log(rank.rank)),
                 "order": order.as_dict(),
                 "keep_snapshots": self.restarts > 0,
-            }
+            },
         )
 
     def _log(self, rank: int) -> Path:
@@ -326,7 +329,8 @@ class Supervisor:
         assert self._recovery is not None, "it began with the failure"
         self._recovery.note_halted(first.rank, self._how(first))
         self._write_event("rank_lost", failed_rank=first.rank, how=self._how(first), reason=decision.reason)
-        self._agent.send({"do": "list_snapshots"})
+        self._snapshots = {}
+        self._agents.broadcast({"do": "list_snapshots"})
 
     def _find_wrong_call(self, first: _Rank) -> None:
         """Find out whether a rank failed because of a wrong call: gloo aborts the process."""
@@ -335,9 +339,12 @@ class Supervisor:
             self._hang = found if found.cause == "mismatch" else None
 
     def _on_snapshots(self, message: Message) -> None:
-        """Regroup: every rank joins the next generation."""
+        """Regroup when all nodes have answered: every rank joins the next generation."""
+        self._snapshots[message["node"]] = message["steps"]
+        if self._snapshots.keys() < self._agents.nodes:
+            return
         self._hang = None
-        steps = {int(rank): steps for rank, steps in message["steps"].items()}
+        steps = {int(rank): kept for node in self._snapshots.values() for rank, kept in node.items()}
         restore_step = newest_common_step(steps, self.world_size)
         resume_from = self.find_checkpoint() if restore_step is None else None
         self.generation += 1
@@ -355,11 +362,11 @@ class Supervisor:
         self._recovery.note_ordered(source if restore_step is None else "snapshot", self.furthest_step)
 
     def _order(self, rank: _Rank, order: Order) -> None:
-        self._agent.send({"do": "order", "rank": rank.rank, "order": order.as_dict()})
+        self._agents.send(rank.rank, {"do": "order", "rank": rank.rank, "order": order.as_dict()})
 
     def _signal(self, number: int, ranks: Sequence[_Rank]) -> None:
         for rank in ranks:
-            self._agent.send({"do": "signal", "rank": rank.rank, "number": number})
+            self._agents.send(rank.rank, {"do": "signal", "rank": rank.rank, "number": number})
 
     def _forward_stop(self, stops_sent: int) -> None:
         """First signal: the ranks stop after their step. Second: they are killed."""
@@ -367,11 +374,12 @@ class Supervisor:
         if stops_sent == 1:
             self._notify({"event": "stopping", "rank": 0})
 
-    def _lose_agent(self) -> None:
-        """The agent is gone, and its ranks with it."""
-        for rank in self._ranks:
+    def _on_agent_lost(self, message: Message) -> None:
+        """An agent is gone, and its ranks with it."""
+        for rank in self._on_node(message["node"]):
             if rank.alive:
                 rank.alive, rank.exit_status, rank.failed_at = False, EXIT_PEER_LOST, time.monotonic()
+        self.state = State.FAILED
 
     def _write_event(self, name: str, **fields: Any) -> None:
         """Write an event of the supervisor."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
@@ -64,18 +63,21 @@ class LocalAgent:
         return agent
 
     def send(self, message: Message) -> None:
-        """Send a message; an agent that is gone is noticed by ``wait``."""
+        """Send a message; an agent that is gone is noticed by ``receive``."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
 
-    def wait(self, timeout_s: float) -> list[Message]:
-        """The messages that arrive within a time.
+    def fileno(self) -> int:
+        """For ``selectors``."""
+        return self._channel.fileno()
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived; waits for the first bytes.
 
         Raises:
             EOFError: The agent is gone.
         """
-        ready, _, _ = select.select([self._channel], [], [], timeout_s)
-        return self._channel.receive() if ready else []
+        return self._channel.receive()
 
     def close(self) -> None:
         """End the agent and all its ranks, and wait for it."""

@@ -14,6 +14,7 @@ from meshwright.checkpoint.manifest import find_newest
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError
 from meshwright.core.events import Event
 from meshwright.diagnose.out_of_memory import explain_oom
+from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.lock import RunLock
@@ -123,13 +124,14 @@ def _adopt(job: LoadedJob, run_dir: Path, reporter: Reporter) -> TrainedRun | No
         reporter.warning(
             "the ranks of this run still train: they go on as they were started, without overrides"
         )
-    return _supervise(read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir), reporter, agent)
+    plan = read_plan(run_dir / PLAN_FILE)
+    return _supervise(plan, Assignment.read(run_dir), reporter, AgentPool(agent, plan.world_size))
 
 
 def _supervise(
-    plan: PlanContract, assignment: Assignment, reporter: Reporter, agent: LocalAgent | None = None
+    plan: PlanContract, assignment: Assignment, reporter: Reporter, agents: AgentPool | None = None
 ) -> TrainedRun:
-    """Start the ranks, or adopt those of an agent, and follow them to the end."""
+    """Start the ranks, or adopt those of the given agents, and follow them to the end."""
     job, run_dir = plan.job, Path(assignment.run_dir)
     listeners = EventListeners(job, run_dir, reporter)
     supervisor = build_launch(
@@ -141,16 +143,16 @@ def _supervise(
         list_preload(job),
         lambda: _find_checkpoint(assignment),
     )
-    if agent is not None:
+    if agents is not None:
         before = read_record(run_dir)
-        supervisor.agent, supervisor.furthest_step = agent, before.first_step + len(before.losses)
+        supervisor.agents, supervisor.furthest_step = agents, before.first_step + len(before.losses)
     try:
         with listeners.attached():
             interrupted = supervisor.run()
     except RunFailedError as error:
         raise fail_run(plan, error, listeners, run_dir, reporter) from None
     # Events of adopted ranks went to the file before.
-    record = listeners.record if agent is None else read_record(run_dir)
+    record = listeners.record if agents is None else read_record(run_dir)
     if interrupted and record.status == "unfinished":
         rule = "was stopped at once, before the step was finished and saved"
         stopped = TrainingInterruptedError(Problem("run-ended-at-once", rule, path=str(run_dir)))
