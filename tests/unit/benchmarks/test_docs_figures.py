@@ -28,7 +28,9 @@ QUOTES = [
     pytest.param(
         f"{FIGURES.files_of(page.read_text())}\n{match[0]}",
         id=f"{page.name}: {match['command']} {match['part'] or ''}",
-        marks=[] if any(word in match["command"] for word in QUICK) else pytest.mark.slow,
+        marks=[]
+        if page == FIGURES.README or any(word in match["command"] for word in QUICK)
+        else pytest.mark.slow,
     )
     for page in FIGURES.PAGES
     for match in FIGURES.QUOTED.finditer(page.read_text())
