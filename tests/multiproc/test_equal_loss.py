@@ -108,6 +108,7 @@ def test_deterministic_mode_is_bit_identical_and_refuses_nondeterministic_operat
     assert "deterministic" in refused.result["errors"][0]["message"], "the error has torch's message"
 
 
+@pytest.mark.slow
 def test_sqrt_lr_scaling_multiplies_the_learning_rate(train):
     """Square-root scaling from a base batch of 3 to 12 equals a doubled ``train.lr``."""
     scaled = train("train.lr_scaling=sqrt", "train.lr_base_batch=3")

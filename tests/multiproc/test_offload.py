@@ -16,7 +16,7 @@ OFFLOADED_OPTIMIZER = ("layout.offload=optimizer", SMALL_BUCKETS)
     ("layout", "optimizer"),
     [
         pytest.param("layout.dp_replicate=1", "adamw", marks=pytest.mark.slow),
-        ("layout.dp_replicate=1", "muon"),
+        pytest.param("layout.dp_replicate=1", "muon", marks=pytest.mark.slow),
         pytest.param("layout.dp_replicate=1", "sgd", marks=pytest.mark.slow),
         ("layout.dp_replicate=2", "adamw"),
         ("layout.dp_shard=2 layout.zero=1", "lion"),

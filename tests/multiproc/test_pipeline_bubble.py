@@ -18,6 +18,7 @@ def bubbles(monkeypatch):
     return pipeline_bubble
 
 
+@pytest.mark.slow
 def test_measured_bubbles_equal_the_simulated_ones_within_25_percent(bubbles, tmp_path):
     """With and without split backward, in the best of three steps.
 

@@ -167,6 +167,7 @@ def test_batch_norm_is_refused(tmp_path, monkeypatch):
     assert [problem.code for problem in caught.value.problems] == ["prove-batch-norm"]
 
 
+@pytest.mark.slow
 def test_dtensor_gradients_are_gathered_before_the_comparison(prove, monkeypatch):
     """FSDP2's sharded parameters and gradients: summed gradients are equal, averaged ones are not."""
     monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:fsdp2")
@@ -260,7 +261,7 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             marks=pytest.mark.slow,
         ),
         slow("tp_bias_before_reduce", SEQUENCE_PARALLEL, GPT, "gradient", "blocks.1.ffn.down", ""),
-        ("tp_wrong_vocab_shard", SEQUENCE_PARALLEL, {}, "token", "embed", "and 315 more"),
+        slow("tp_wrong_vocab_shard", SEQUENCE_PARALLEL, {}, "token", "embed", "and 315 more"),
         pytest.param(
             "sp_positions_of_rank_0",
             SEQUENCE_PARALLEL,
@@ -358,7 +359,7 @@ ROUTER, GATE, DOWN = "blocks.1.ffn.router", "blocks.1.ffn.experts.gate", "blocks
         ("expert_grads_reduced_over_cp", {"cp": 2, "ep": 2}, MOE, "gradient", DOWN),
         slow("expert_outputs_reversed", {"cp": 2, "ep": 2}, MOE, "activation", "blocks.0.ffn"),
         ("capacity_per_rank", {"cp": 2}, MOE, "activation", "blocks.0.ffn"),
-        ("balance_counts_per_rank", {"cp": 2}, {**MOE, "capacity_factor": None}, "gradient", ROUTER),
+        slow("balance_counts_per_rank", {"cp": 2}, {**MOE, "capacity_factor": None}, "gradient", ROUTER),
         slow("router_grad_unreduced", {**SEQUENCE_PARALLEL, "ep": 2}, MOE, "gradient", "norm"),
         slow("expert_grads_unreduced", {"dp_replicate": 2, "cp": 2, "ep": 2}, MOE, "gradient", DOWN),
         slow("expert_grads_unreduced", {"tp": 2}, MOE, "gradient", DOWN),

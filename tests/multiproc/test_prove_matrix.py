@@ -44,6 +44,11 @@ PP_FSDP_TP, HSDP_TP, FSDP_CP_TP = (
     next(cell for cell in sample_cells(8) if cell.degrees == degrees and dict(cell.settings)["zero"] == 3)
     for degrees in ((2, 1, 2, 1, 2), (1, 2, 2, 1, 2), (1, 1, 2, 2, 2))
 )
+DENSE_PP_FSDP_TP = next(
+    cell
+    for cell in sample_cells(8)
+    if cell.degrees == PP_FSDP_TP.degrees and dict(cell.settings)["zero"] == 3 and not cell.is_moe
+)
 FAST = choose_covering(
     [c for ranks in (2, 3, 4) for c in islice(sample_cells(ranks), SAMPLES) if c.cost <= MAX_FAST_COST],
     list_values,
@@ -87,7 +92,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sets: dict[str, tuple[list[Cell], Callable[[], list[Cell]]]] = {
         "cell": (FAST, lambda: list(dict.fromkeys([*trait_cells(), *pair_cells()]))),
         "compiled": ([], compiled_cells),
-        "large": ([PP_FSDP_TP], lambda: [HSDP_TP, FSDP_CP_TP, *islice(sample_cells(8), 12)]),
+        "large": (
+            [DENSE_PP_FSDP_TP],
+            lambda: [PP_FSDP_TP, HSDP_TP, FSDP_CP_TP, *islice(sample_cells(8), 12)],
+        ),
         "routed": ([], routings),
     }
     for name, (fast, list_slow) in sets.items():
