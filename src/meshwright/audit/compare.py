@@ -80,6 +80,22 @@ class StateRow:
         more = self.measured - self.predicted
         return (more if self.compiled else abs(more)) <= max(self.tolerance * self.predicted, self.slack)
 
+    @property
+    def allowed(self) -> str:
+        """The tolerance in words; that of small peaks with its limit."""
+        if not self.tolerance:
+            return "equal"
+        limit = f" (a peak below {SMALL_PEAK_BYTES // 2**20} MiB)"
+        return f"within {self.tolerance:.0%}" + (limit if self.tolerance == SMALL_PEAK_TOLERANCE else "")
+
+    @property
+    def match(self) -> str:
+        """How close a row is that is ok: as ``allowed``, but a small peak may be within 5% as well."""
+        if self.measured is None or self.tolerance != SMALL_PEAK_TOLERANCE:
+            return self.allowed
+        near = abs(self.measured - self.predicted) <= PEAK_TOLERANCE * self.predicted
+        return f"within {PEAK_TOLERANCE:.0%}" if near else self.allowed
+
 
 @dataclass(frozen=True)
 class Audit:
@@ -271,11 +287,10 @@ def _state_difference(row: StateRow) -> str:
     if row.measured is None:
         return f"rank {row.rank}: {row.kind} was not measured; predicted {format_bytes(row.predicted)}"
     share = (row.measured - row.predicted) / row.predicted if row.predicted else float("inf")
-    allowed = f"{row.tolerance:.0%} allowed" if row.tolerance else "must be equal"
     bound = "at most " if row.compiled else ""
     return (
         f"rank {row.rank}: {row.kind} is {row.measured} bytes, predicted {bound}{row.predicted} "
-        f"({share:+.1%}, {allowed})"
+        f"({share:+.1%}; must be {row.allowed})"
     )
 
 

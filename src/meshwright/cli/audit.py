@@ -53,7 +53,7 @@ def _word(row: StateRow) -> str:
         return ""
     if row.compiled and row.ok:
         return f"at most, compiled: {row.measured / row.predicted:.0%}"
-    return (f"within {row.tolerance:.0%}" if row.tolerance else "equal") if row.ok else "DIFFERS"
+    return row.match if row.ok else "DIFFERS"
 
 
 def show_state(output: Output, verdict: Audit) -> None:

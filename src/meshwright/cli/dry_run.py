@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.api import load_job
-from meshwright.audit.compare import PEAK_TOLERANCE
 from meshwright.cli.audit import CHECK_FAILED, show_collectives, show_state
 from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
@@ -44,10 +43,8 @@ def _describe(output: Output, done: DryRun) -> None:
     for sentence in _explain_device(done):
         output.print(sentence)
     if audit.ok:
-        output.print(
-            "Dry run: matches the plan. State and all collectives are equal, "
-            f"activations and peak within {PEAK_TOLERANCE:.0%}."
-        )
+        near = ", ".join(f"{row.kind} {row.match}" for row in audit.state if row.tolerance)
+        output.print(f"Dry run: matches the plan. State and all collectives are equal, {near}.")
     for difference in audit.differences:
         output.print(f"Dry run: {difference} [dry-run-differs]")
     output.print(

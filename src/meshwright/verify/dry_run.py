@@ -28,7 +28,7 @@ from meshwright.train.loop import report_end
 from meshwright.train.step_audit import StepAudit
 from meshwright.train.trainer import RankContext, Trainer
 from meshwright.verify.even_routing import route_evenly
-from meshwright.verify.fake_tensors import RealIntegers, SharedChunks
+from meshwright.verify.fake_tensors import RealIntegers, SharedChunks, keep_fsdp_shards
 from meshwright.verify.synthetic_data import ZeroDataset
 
 ProgressCallback = Callable[[str], None]
@@ -60,6 +60,7 @@ def dry_run_step(
             with SharedChunks():
                 context = RankContext(plan, assignment, mesh, counter, events)
                 trainer = build_trainer(context, open_split=lambda _: dataset)
+            keep_fsdp_shards(trainer.model)
             route_evenly(trainer.model, plan.job, trainer.parallel)
             batches = trainer.data.train
             assert isinstance(batches, Batcher), "decoders read tokens"

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from meshwright.measure.collective_counter import DEVICE_KEYS
+from meshwright.parallel.full_tensors import is_sharded
 
 _READ = torch.ops.aten._local_scalar_dense.default
 """What ``item``, ``tolist`` and ``float`` call."""
@@ -43,6 +44,18 @@ class RealIntegers(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def keep_fsdp_shards(model: nn.Module) -> None:
+    """Keep FSDP2 from padding uneven shards again in its first forward pass.
+
+    It compares addresses to see whether a shard was replaced since ``fully_shard``. Fake tensors have no
+    address, so it would allocate every padded shard a second time, as no real rank does. Uses private
+    attributes (torch 2.11, 2.13).
+    """
+    for module in model.modules():
+        if is_sharded(module) and (group := module._get_fsdp_state()._fsdp_param_group):
+            group._reset_sharded_params = True
 
 
 class SharedChunks(TorchFunctionMode):

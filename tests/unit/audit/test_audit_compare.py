@@ -6,7 +6,13 @@ import dataclasses
 
 import pytest
 
-from meshwright.audit.compare import CUDA_BLOCK_SLACK, SMALL_PEAK_BYTES, StateRow, audit_run
+from meshwright.audit.compare import (
+    CUDA_BLOCK_SLACK,
+    SMALL_PEAK_BYTES,
+    SMALL_PEAK_TOLERANCE,
+    StateRow,
+    audit_run,
+)
 from meshwright.plan.build import build_plan
 from meshwright.spec.load import build_job
 
@@ -173,7 +179,16 @@ def test_the_peak_may_differ_by_five_percent_and_a_small_one_by_twelve(
     assert audit.ok is passes
     if not passes:
         assert audit.differences[0].startswith("rank 0: peak is ")
-        assert f"{allowed:.0%} allowed" in audit.differences[0]
+        assert f"must be within {allowed:.0%}" in audit.differences[0]
+        assert ("a peak below 8 MiB" in audit.differences[0]) is (allowed == 0.12)
+
+
+@pytest.mark.parametrize(
+    ("share", "match"), [(0.04, "within 5%"), (-0.04, "within 5%"), (0.06, "within 12% (a peak below 8 MiB)")]
+)
+def test_a_small_peak_names_the_rule_that_it_needs(share, match):
+    row = StateRow(0, "peak", 10**6, round(10**6 * (1 + share)), SMALL_PEAK_TOLERANCE)
+    assert (row.ok, row.match) == (True, match)
 
 
 def test_a_peak_of_the_first_step_is_compared_with_the_first_steps_prediction(

@@ -145,6 +145,25 @@ def test_settings_that_read_tensor_values_can_be_dry_run(dry_run, layout):
     assert found["equal"], found["differences"]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard=3",
+        pytest.param("dp_shard=5 recompute=full", marks=pytest.mark.slow),
+        pytest.param("tp=2 dp_shard=3", marks=pytest.mark.slow),
+        pytest.param("pp=2 dp_shard=3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_short_last_shard_is_allocated_once(dry_run, layout):
+    """257 tokens are not divisible by 3 or 5. The last rank has fewer rows, which FSDP2 pads, once."""
+    degrees = dict(key.split("=") for key in layout.split())
+    ranks = int(degrees["dp_shard"]) * int(degrees.get("tp", 1)) * int(degrees.get("pp", 1))
+    asked = [*(f"layout.{key}" for key in layout.split()), *SMALL, "model.vocab_size=257"]
+    batch = f"train.global_batch={2 * int(degrees['dp_shard'])}"
+    found, _ = dry_run("tiny", *asked, batch, "layout.micro_batch=1", rank=ranks - 1)
+    assert found["equal"], found["differences"]
+
+
 def test_peak_of_long_sequences_is_in_the_final_norm(dry_run):
     """With few parameters and long sequences the backward pass of the norm is the peak. It is predicted."""
     found, _ = dry_run("tiny", "layout.dp_shard=2", "layout.micro_batch=8", "train.global_batch=16")
