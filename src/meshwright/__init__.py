@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         prepare_corpus,
         probe,
         prune_checkpoints,
+        run_faults,
         validate,
     )
     from meshwright.core.errors import (
@@ -55,6 +56,7 @@ __all__ = [
     "prepare_corpus",
     "probe",
     "prune_checkpoints",
+    "run_faults",
     "validate",
 ]
 

@@ -17,22 +17,27 @@ the ranks before this process loads the planner.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from meshwright.core.errors import require_argument
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.reporter import SILENT, Reporter
+from meshwright.saved import (
+    evaluate,
+    export_checkpoint,
+    generate,
+    list_checkpoints,
+    prune_checkpoints,
+)
 from meshwright.spec.job import Job as JobSpec
 from meshwright.spec.layout import Layout
 
 if TYPE_CHECKING:
     from meshwright.audit.compare import Audit
     from meshwright.audit.record import RunRecord
-    from meshwright.checkpoint.hf.export import Exported
-    from meshwright.checkpoint.inventory import PruneResult, StoredCheckpoint
     from meshwright.data.prepare import PrepareReport
     from meshwright.layout.no_effect import UnusedSetting
     from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
     from meshwright.runs.dry_run import DryRun
     from meshwright.runs.evaluate import Evaluation, HeldOutData
     from meshwright.runs.explain import LayoutExplanation
+    from meshwright.runs.faults.suite import FaultReport
     from meshwright.runs.probe import ProbeResult
     from meshwright.runs.prove import Proof
     from meshwright.runs.scaling import ScalingResult
@@ -65,6 +71,7 @@ __all__ = [
     "prepare_corpus",
     "probe",
     "prune_checkpoints",
+    "run_faults",
     "validate",
 ]
 
@@ -427,142 +434,6 @@ def list_runs(folder: str | Path = "runs") -> list[RunSummary]:
     return list_folder(Path(folder))
 
 
-def generate(
-    checkpoint: str | Path,
-    prompt: str = "",
-    *,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-    chat: bool = False,
-    template: str | None = None,
-    tp: int = 1,
-    on_token: Callable[[int], None] = lambda count: None,
-) -> str:
-    """Sample text from a trained model.
-
-    Args:
-        checkpoint: A checkpoint, a folder of checkpoints, a run, or a Hugging Face folder.
-        prompt: Text to continue.
-        tokens: Tokens to generate.
-        temperature: 0 always takes the most likely token.
-        top_k: Sample among this many tokens; 0 for all.
-        seed: Seed of the sampling.
-        chat: The prompt is a user message, in the chat template that the model was trained with.
-        template: The same with another chat template.
-        tp: Tensor-parallel ranks.
-        on_token: Called with the number of tokens generated so far.
-    """
-    from meshwright.runs.generate import generate_from  # noqa: PLC0415
-
-    require_argument(tokens >= 1, "tokens", tokens, "must be at least 1")
-    require_argument(temperature >= 0, "temperature", temperature, "must not be negative")
-    require_argument(top_k >= 0, "top_k", top_k, "must not be negative")
-    settings = {
-        "prompt": prompt,
-        "tokens": tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "seed": seed,
-        "template": template,
-        "tp": tp,
-    }
-    return generate_from(find_model(checkpoint), settings, chat, on_token)
-
-
-def evaluate(
-    model: str | Path,
-    data: HeldOutData,
-    *overrides: str,
-    samples: int | None = None,
-    precision: str = "fp32",
-    reporter: Reporter = SILENT,
-) -> list[Evaluation]:
-    """Loss, perplexity and accuracy of a saved model on held-out sets, in this process.
-
-    Args:
-        model: A checkpoint, a folder of checkpoints, a run, or a Hugging Face folder.
-        data: A path, a list of ``PATH`` or ``NAME=PATH``, or paths by name. All documents of a text count; of
-            a prepared folder and of images the held-out split.
-        overrides: Keys of ``[data]``, such as ``data.seq_len=512``; by default those of the training.
-        samples: Samples of each set, from its first; None for all.
-        precision: Of the GEMMs: ``fp32``, ``bf16`` or ``fp16``.
-        reporter: Receives messages and progress.
-
-    Raises:
-        UserError: The model or a set cannot be read, or they do not match.
-    """
-    from meshwright.runs.evaluate import PRECISIONS, evaluate_saved, name_sets  # noqa: PLC0415
-
-    require_argument(samples is None or samples >= 1, "samples", samples, "must be at least 1")
-    choices = ", ".join(PRECISIONS)
-    require_argument(precision in PRECISIONS, "precision", precision, f"must be one of {choices}")
-    return evaluate_saved(find_model(model), name_sets(data), overrides, samples, precision, reporter)
-
-
-def find_model(path: str | Path) -> Path:
-    """The model that a path means: a Hugging Face folder, or what :func:`find_checkpoint` finds."""
-    from meshwright.runs.generate import find_model as find  # noqa: PLC0415
-
-    return find(Path(path))
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest of a folder or a run.
-
-    Raises:
-        UserError: There is none.
-    """
-    from meshwright.runs.checkpoints import find_checkpoint as find  # noqa: PLC0415
-
-    return find(Path(path))
-
-
-def list_checkpoints(path: str | Path, *, verify: bool = False) -> list[StoredCheckpoint]:
-    """The checkpoints of a folder or a run.
-
-    Args:
-        path: A checkpoint, a folder of checkpoints, or a run.
-        verify: Whether to read every file and compare its checksum.
-    """
-    from meshwright.checkpoint.inventory import list_stored  # noqa: PLC0415
-
-    return list_stored(Path(path), verify)
-
-
-def prune_checkpoints(path: str | Path, keep: int) -> PruneResult:
-    """Delete old checkpoints; the newest ``keep``, the newest complete one and the best one stay.
-
-    Raises:
-        UserError: A run is writing into the folder.
-    """
-    from meshwright.runs.checkpoints import prune_folder  # noqa: PLC0415
-
-    return prune_folder(Path(path), keep)
-
-
-def export_checkpoint(
-    path: str | Path,
-    out: str | Path,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    shard_bytes: int = 5 * 10**9,
-) -> Exported:
-    """Write a checkpoint as a Hugging Face folder.
-
-    A run that started from one (``model.hf``) gives the same kind of folder back, with its files.
-
-    Args:
-        path: A checkpoint, a folder of checkpoints, or a run.
-        out: New or empty folder.
-        dtype: Of the weights; None for the dtypes of the run's Hugging Face folder, float32 without one.
-        shard_bytes: Largest file of weights.
-    """
-    from meshwright.runs.checkpoints import export_to  # noqa: PLC0415
-
-    return export_to(find_checkpoint(path), Path(out), dtype, shard_bytes)
-
-
 def prepare_corpus(corpus: str | Path, *, reporter: Reporter = SILENT) -> PrepareReport:
     """Tokenize the text that a CORPUS.toml describes into shards."""
     from meshwright.data.corpus_spec import load_corpus_spec  # noqa: PLC0415
@@ -583,6 +454,22 @@ def probe(out: str | Path = "probed.toml", *, cpu: bool = False, reporter: Repor
     from meshwright.runs.probe import probe_machine  # noqa: PLC0415
 
     return probe_machine(Path(out), cpu, reporter)
+
+
+def run_faults(
+    *names: str, seed: int = 0, budget_s: float = 180.0, reporter: Reporter = SILENT
+) -> FaultReport:
+    """Kill, stop and disturb ranks of a tiny job, and check that each run recovers as it should.
+
+    Args:
+        names: Tests by name or number, with ``/LAYOUT`` for one layout; all by default.
+        seed: Of the faults.
+        budget_s: Time for all; tests that do not fit are skipped.
+        reporter: Receives the faults and the progress.
+    """
+    from meshwright.runs.faults.suite import run_faults as run  # noqa: PLC0415
+
+    return run(names, seed, budget_s, reporter)
 
 
 def validate(tables: Sequence[str | Path] = ()) -> list[Outcome]:

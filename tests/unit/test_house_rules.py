@@ -26,6 +26,7 @@ COMMANDS = {
     "train",
     "audit",
     "eval",
+    "faults",
     "generate",
     "hang",
     "init",

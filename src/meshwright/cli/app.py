@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.completion import complete_cluster, complete_key, complete_model
+from meshwright.cli.completion import complete_cluster, complete_model
+from meshwright.cli.groups import GROUPS
+from meshwright.cli.options import JobSource, Json, Overrides, PlanSource, guarded
 from meshwright.cli.output import Output, Verbosity
-from meshwright.core.errors import MeshwrightError, UserError
+from meshwright.core.errors import UserError
 from meshwright.core.version import __version__
-
-if TYPE_CHECKING:
-    from meshwright.plan.search.alternatives import NearestLegal
 
 app = typer.Typer(
     name="meshwright",
@@ -27,32 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-checkpoint_app = typer.Typer(help="List, verify, export and delete checkpoints.", rich_markup_mode=None)
-app.add_typer(checkpoint_app, name="checkpoint")
-bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
-app.add_typer(bench, name="bench")
-schedule_app = typer.Typer(help="Generate, prove and draw schedules.", rich_markup_mode=None)
-app.add_typer(schedule_app, name="schedule")
-
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object on standard output; messages go to standard error."),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Override keys of the job file, such as train.lr=3e-4.",
-        metavar="KEY=VALUE",
-        autocompletion=complete_key,
-    ),
-]
-PlanSource = Annotated[
-    str,
-    typer.Argument(
-        help="Job file, plan file, or model preset.", metavar="JOB", autocompletion=complete_model
-    ),
-]
-JobSource = Annotated[str, typer.Argument(help="Job file or plan file.", metavar="JOB")]
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
 def main() -> None:
@@ -77,32 +51,6 @@ def main() -> None:
         Output(as_json="--json" in sys.argv).failure(wrong)
         status = wrong.exit_status
     sys.exit(status if isinstance(status, int) else 0)
-
-
-def guarded(output: Output, command: Callable[[], int | None]) -> None:
-    """Run a command; errors become messages and an exit status."""
-    try:
-        status = command() or 0
-    except MeshwrightError as error:
-        near = _find_near(error)
-        facts = {"nearest": [one.as_dict() for one in near]} if near else None
-        output.failure(error, [one.line for one in near], facts=facts)
-        status = error.exit_status
-    except KeyboardInterrupt:
-        output.errors.print("interrupted")
-        status = 130
-    raise typer.Exit(status)
-
-
-def _find_near(error: MeshwrightError) -> list[NearestLegal]:
-    """The nearest legal layouts, if a rule forbids the job's layout."""
-    from meshwright.spec.load import SpecError  # noqa: PLC0415  (only when something is wrong)
-
-    if not isinstance(error, SpecError) or error.job is None:
-        return []
-    from meshwright.plan.search.alternatives import find_nearest_legal  # noqa: PLC0415
-
-    return find_nearest_legal(error.job, error.problems)
 
 
 def _show_version(wanted: bool) -> None:
@@ -369,6 +317,28 @@ def hang(
 
 
 @app.command()
+def faults(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Tests by name or number, with /LAYOUT for one layout, such as kill-rank/ddp. Default: all.",
+            metavar="NAME",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the faults.")] = 0,
+    budget: Annotated[
+        float, typer.Option(help="Seconds for all tests; those that do not fit are skipped.")
+    ] = 180.0,
+    as_json: Json = False,
+) -> None:
+    """Kill, stop and disturb ranks of a tiny job, and check that each run recovers as it should."""
+    from meshwright.cli.faults import check_faults  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: check_faults(output, names or [], seed, budget))
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[
         Path, typer.Argument(help="Checkpoint, folder of checkpoints, run folder, or Hugging Face folder.")
@@ -441,135 +411,6 @@ def prepare(
 
     output = Output(as_json)
     guarded(output, lambda: prepare_file(output, corpus))
-
-
-Checkpoints = Annotated[Path, typer.Argument(help="Folder of checkpoints, or run folder.", metavar="DIR")]
-
-
-@checkpoint_app.command("list")
-def list_checkpoints(path: Checkpoints, as_json: Json = False) -> None:
-    """List checkpoints with step, size and state."""
-    from meshwright.cli.checkpoint import list_folder  # noqa: PLC0415
-
-    output = Output(as_json)
-    guarded(output, lambda: list_folder(output, path))
-
-
-@checkpoint_app.command()
-def verify(path: Checkpoints, as_json: Json = False) -> None:
-    """Verify the checksums of all files of the checkpoints."""
-    from meshwright.cli.checkpoint import verify_folder  # noqa: PLC0415
-
-    output = Output(as_json)
-    guarded(output, lambda: verify_folder(output, path))
-
-
-@checkpoint_app.command("prune")
-def prune_checkpoints(
-    path: Checkpoints,
-    keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
-    as_json: Json = False,
-) -> None:
-    """Delete old checkpoints; the newest complete one and the best one stay."""
-    from meshwright.cli.checkpoint import prune_folder  # noqa: PLC0415
-
-    output = Output(as_json)
-    guarded(output, lambda: prune_folder(output, path, keep))
-
-
-class Dtype(StrEnum):
-    """Dtypes of exported weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-@checkpoint_app.command()
-def export(
-    path: Annotated[
-        Path, typer.Argument(help="Checkpoint, folder of checkpoints, or run folder.", metavar="DIR")
-    ],
-    out: Annotated[Path, typer.Argument(help="New or empty folder to write.", metavar="OUT")],
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Dtype of the weights. Default: as in model.hf; float32 without it."),
-    ] = None,
-    shard_gb: Annotated[float, typer.Option(min=1e-9, help="Largest weight file, in 10^9 bytes.")] = 5.0,
-    as_json: Json = False,
-) -> None:
-    """Export a checkpoint as a Hugging Face folder."""
-    from meshwright.cli.checkpoint import export_folder  # noqa: PLC0415
-
-    output = Output(as_json)
-    guarded(output, lambda: export_folder(output, path, out, dtype.value if dtype else None, shard_gb))
-
-
-@bench.command()
-def scaling(
-    job: JobSource,
-    overrides: Overrides = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(help="Numbers of ranks, such as 1,2,4. Default: powers of two up to all devices."),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps per number of ranks; the first three are warm-up.")] = 12,
-    weak: Annotated[
-        bool, typer.Option("--weak", help="Weak scaling: the global batch grows with the ranks.")
-    ] = False,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Plot to write: .svg, .png or .pdf.")] = Path(
-        "scaling.svg"
-    ),
-    as_json: Json = False,
-) -> None:
-    """Measure speed-up, efficiency and communication overlap on 1 to N data-parallel ranks."""
-    from meshwright.cli.bench import bench_scaling  # noqa: PLC0415
-
-    output = Output(as_json)
-    guarded(output, lambda: bench_scaling(output, job, overrides or [], ranks, steps, weak, out))
-
-
-@schedule_app.command()
-def pipeline(  # noqa: PLR0913, PLR0917  (options of a command)
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipe-v, as layout.schedule. Default: 1f1b."
-        ),
-    ] = None,
-    stages: Annotated[int | None, typer.Option(help="Pipeline ranks, as layout.pp. Default: 4.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step. Default: 8.")] = None,
-    virtual_stages: Annotated[
-        int | None, typer.Option(help="Stages per rank. Default: what the schedule needs.")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Custom schedule instead: CSV, one row per rank, cells such as 0F0.")
-    ] = None,
-    forward: Annotated[
-        str, typer.Option(help="Forward time of a stage, or one per stage, as 1,1,1,2.")
-    ] = "1",
-    backward: Annotated[
-        str, typer.Option(help="Backward time; input and weight gradient separately as 1.2+0.8.")
-    ] = "2",
-    transfer: Annotated[str, typer.Option(help="Transfer time between stages, or one per transfer.")] = "0",
-    blocking: Annotated[
-        bool, typer.Option("--blocking", help="Blocking sends: a rank waits until its data have arrived.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Plot to write: .svg, .png or .pdf.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the schedule as CSV, for --file and for torch.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Generate or load a pipeline schedule, prove it, simulate it and draw its timeline."""
-    from meshwright.cli.schedule import ScheduleRequest, TimeOptions, show_pipeline  # noqa: PLC0415
-
-    output = Output(as_json)
-    request = ScheduleRequest(schedule, stages, micro_batches, virtual_stages, file)
-    times = TimeOptions(forward, backward, transfer)
-    guarded(output, lambda: show_pipeline(output, request, times, blocking, out, save))
 
 
 @app.command()

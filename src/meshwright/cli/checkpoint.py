@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.api import export_checkpoint, find_checkpoint, list_checkpoints, prune_checkpoints
 from meshwright.cli.output import Output
 from meshwright.core.errors import CheckFailedError
 from meshwright.core.units import format_bytes, format_plural
+from meshwright.saved import export_checkpoint, find_checkpoint, list_checkpoints, prune_checkpoints
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.inventory import StoredCheckpoint

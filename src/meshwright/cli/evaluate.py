@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.api import evaluate, find_model
 from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.units import format_count
+from meshwright.saved import evaluate, find_model
 
 COLUMNS = ("set", "loss", "perplexity", "accuracy", "targets", "samples")
 

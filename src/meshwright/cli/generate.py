@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.progress import Progress, TaskID
 
-from meshwright.api import find_model, generate
 from meshwright.cli.output import Output
+from meshwright.saved import find_model, generate
 
 
 def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:

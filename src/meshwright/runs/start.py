@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     from meshwright.runs.train import TrainedRun
 
 
-def start_training(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRun:
-    """Train on this machine, or as one rank of a launcher that has set torchrun's variables."""
+def start_training(job: LoadedJob, resume: bool, reporter: Reporter, entry: str | None = None) -> TrainedRun:
+    """Train on this machine, or as one rank of a launcher that has set torchrun's variables.
+
+    Args:
+        job: To train.
+        resume: Whether to continue from the newest checkpoint.
+        reporter: Receives messages and events.
+        entry: ``module:function`` of a rank, for fault tests; None for training.
+    """
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="training")
     job.require_runnable()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -32,7 +39,7 @@ def start_training(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedR
         start_server(list_preload(job.spec))
         from meshwright.runs.train import train_locally  # noqa: PLC0415  (the planner: a third of a second)
 
-        return train_locally(job, resume, reporter)
+        return train_locally(job, resume, reporter, entry)
     except BaseException:
         end_server()  # it holds our output pipes open
         raise

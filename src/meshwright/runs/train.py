@@ -99,10 +99,16 @@ class EventListeners:
             tracker.close(outcome)
 
 
-def train_locally(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRun:
+def train_locally(job: LoadedJob, resume: bool, reporter: Reporter, entry: str | None = None) -> TrainedRun:
     """Prepare the run and train it in processes of this machine.
 
     A run to resume whose ranks still train, because only their supervisor has died, is adopted.
+
+    Args:
+        job: To train.
+        resume: Whether to continue from the newest checkpoint.
+        reporter: Receives messages and events.
+        entry: ``module:function`` of a rank, for fault tests; None for training.
     """
     run_dir = find_orphans(job.spec) if resume else None
     if run_dir is not None:
@@ -112,7 +118,7 @@ def train_locally(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRu
             return adopted
     prepared = prepare_run(job, "must" if resume else "no", reporter)
     with prepared.lock:
-        return _supervise(prepared.plan, prepared.assignment, reporter)
+        return _supervise(prepared.plan, prepared.assignment, reporter, entry=entry)
 
 
 def _adopt(job: LoadedJob, run_dir: Path, reporter: Reporter) -> TrainedRun | None:
@@ -129,13 +135,17 @@ def _adopt(job: LoadedJob, run_dir: Path, reporter: Reporter) -> TrainedRun | No
 
 
 def _supervise(
-    plan: PlanContract, assignment: Assignment, reporter: Reporter, agents: AgentPool | None = None
+    plan: PlanContract,
+    assignment: Assignment,
+    reporter: Reporter,
+    agents: AgentPool | None = None,
+    entry: str | None = None,
 ) -> TrainedRun:
     """Start the ranks, or adopt those of the given agents, and follow them to the end."""
     job, run_dir = plan.job, Path(assignment.run_dir)
     listeners = EventListeners(job, run_dir, reporter)
     supervisor = build_launch(
-        ENTRY,
+        entry or ENTRY,
         job,
         run_dir,
         listeners.on_event,

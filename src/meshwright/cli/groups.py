@@ -1,0 +1,146 @@
+"""Commands with a second word: ``checkpoint``, ``bench`` and ``schedule``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.options import JobSource, Json, Overrides, guarded
+from meshwright.cli.output import Output
+
+checkpoint_app = typer.Typer(help="List, verify, export and delete checkpoints.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
+schedule_app = typer.Typer(help="Generate, prove and draw schedules.", rich_markup_mode=None)
+
+GROUPS = {"checkpoint": checkpoint_app, "bench": bench, "schedule": schedule_app}
+
+Checkpoints = Annotated[Path, typer.Argument(help="Folder of checkpoints, or run folder.", metavar="DIR")]
+
+
+@checkpoint_app.command("list")
+def list_checkpoints(path: Checkpoints, as_json: Json = False) -> None:
+    """List checkpoints with step, size and state."""
+    from meshwright.cli.checkpoint import list_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: list_folder(output, path))
+
+
+@checkpoint_app.command()
+def verify(path: Checkpoints, as_json: Json = False) -> None:
+    """Verify the checksums of all files of the checkpoints."""
+    from meshwright.cli.checkpoint import verify_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: verify_folder(output, path))
+
+
+@checkpoint_app.command("prune")
+def prune_checkpoints(
+    path: Checkpoints,
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
+    as_json: Json = False,
+) -> None:
+    """Delete old checkpoints; the newest complete one and the best one stay."""
+    from meshwright.cli.checkpoint import prune_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: prune_folder(output, path, keep))
+
+
+class Dtype(StrEnum):
+    """Dtypes of exported weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@checkpoint_app.command()
+def export(
+    path: Annotated[
+        Path, typer.Argument(help="Checkpoint, folder of checkpoints, or run folder.", metavar="DIR")
+    ],
+    out: Annotated[Path, typer.Argument(help="New or empty folder to write.", metavar="OUT")],
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Dtype of the weights. Default: as in model.hf; float32 without it."),
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(min=1e-9, help="Largest weight file, in 10^9 bytes.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Export a checkpoint as a Hugging Face folder."""
+    from meshwright.cli.checkpoint import export_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: export_folder(output, path, out, dtype.value if dtype else None, shard_gb))
+
+
+@bench.command()
+def scaling(
+    job: JobSource,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="Numbers of ranks, such as 1,2,4. Default: powers of two up to all devices."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps per number of ranks; the first three are warm-up.")] = 12,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Weak scaling: the global batch grows with the ranks.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Plot to write: .svg, .png or .pdf.")] = Path(
+        "scaling.svg"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Measure speed-up, efficiency and communication overlap on 1 to N data-parallel ranks."""
+    from meshwright.cli.bench import bench_scaling  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: bench_scaling(output, job, overrides or [], ranks, steps, weak, out))
+
+
+@schedule_app.command()
+def pipeline(  # noqa: PLR0913, PLR0917  (options of a command)
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipe-v, as layout.schedule. Default: 1f1b."
+        ),
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks, as layout.pp. Default: 4.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches per step. Default: 8.")] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages per rank. Default: what the schedule needs.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Custom schedule instead: CSV, one row per rank, cells such as 0F0.")
+    ] = None,
+    forward: Annotated[
+        str, typer.Option(help="Forward time of a stage, or one per stage, as 1,1,1,2.")
+    ] = "1",
+    backward: Annotated[
+        str, typer.Option(help="Backward time; input and weight gradient separately as 1.2+0.8.")
+    ] = "2",
+    transfer: Annotated[str, typer.Option(help="Transfer time between stages, or one per transfer.")] = "0",
+    blocking: Annotated[
+        bool, typer.Option("--blocking", help="Blocking sends: a rank waits until its data have arrived.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Plot to write: .svg, .png or .pdf.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the schedule as CSV, for --file and for torch.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate or load a pipeline schedule, prove it, simulate it and draw its timeline."""
+    from meshwright.cli.schedule import ScheduleRequest, TimeOptions, show_pipeline  # noqa: PLC0415
+
+    output = Output(as_json)
+    request = ScheduleRequest(schedule, stages, micro_batches, virtual_stages, file)
+    times = TimeOptions(forward, backward, transfer)
+    guarded(output, lambda: show_pipeline(output, request, times, blocking, out, save))

@@ -1,0 +1,1 @@
+"""Faults to inject into a running run, and the invariants that a run keeps under them."""

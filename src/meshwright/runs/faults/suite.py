@@ -1,0 +1,237 @@
+"""Runs fault tests within a budget of time: each in several layouts, compared with a fault-free run.
+
+The cases of a layout run first. One fault-free run, as long as the longest of them, follows. It gives the
+losses and the checkpoints that all of them must have.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError, require_argument
+from meshwright.core.units import format_plural
+from meshwright.elastic.faults.invariants import compare_runs
+from meshwright.runs.faults.job import LAYOUTS, TinyJob
+from meshwright.runs.faults.judges import Figure, worst
+from meshwright.runs.faults.table import TESTS, FaultTest, Schedule
+from meshwright.runs.faults.trial import EXIT_FAILED, SETTLE_STEPS, Trial
+from meshwright.runs.reporter import Reporter
+
+FIRST_GUESS_START_S, FIRST_GUESS_STEP_S = 6.0, 0.05
+"""Until the first run has shown how fast this machine is."""
+TYPICAL_STEPS = 60
+LIMIT_FACTOR, LIMIT_S = 4.0, 120.0
+"""A trial is given up after this multiple of what it should take, plus this time."""
+
+
+@dataclass
+class Case:
+    """A test in a layout."""
+
+    test: FaultTest
+    layout: str
+    schedules: list[Schedule]
+    trials: list[Trial] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    skipped: str = ""
+    """Why it was not run."""
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return f"{self.test.name}/{self.layout}"
+
+    @property
+    def violations(self) -> list[str]:
+        """What is wrong, over all runs."""
+        found = [text for trial in self.trials for text in trial.violations]
+        return found + [str(figure) for figure in self.figures if not figure.ok]
+
+    @property
+    def verdict(self) -> str:
+        """``pass``, ``FAIL`` or ``skipped``."""
+        return "skipped" if self.skipped else "FAIL" if self.violations else "pass"
+
+
+@dataclass(frozen=True)
+class FaultReport:
+    """The result of ``meshwright faults``."""
+
+    seed: int
+    cases: tuple[Case, ...]
+    seconds: float
+    load_average: float
+    """Of the last minute; other load makes every figure worse."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether no test failed."""
+        return not any(case.verdict == "FAIL" for case in self.cases)
+
+    def replay(self, case: Case) -> str:
+        """The command that runs a case again."""
+        return f"meshwright faults {case.name} --seed {self.seed} --budget 3600"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object of ``meshwright faults --json``."""
+        ran = [case for case in self.cases if not case.skipped]
+        failed = [case for case in ran if case.verdict == "FAIL"]
+        return {
+            "seed": self.seed,
+            "passed": [case.name for case in ran if case.verdict == "pass"],
+            "failed": [case.name for case in failed],
+            "skipped": [{"name": c.name, "reason": c.skipped} for c in self.cases if c.skipped],
+            "figures": {case.name: {f.name: f.as_dict() for f in case.figures} for case in ran},
+            "violations": {case.name: case.violations for case in failed},
+            "schedules": {case.name: [[str(f) for f in one] for one in case.schedules] for case in ran},
+            "replay": {case.name: self.replay(case) for case in failed},
+            "seconds": self.seconds,
+            "load_average": self.load_average,
+        }
+
+
+def run_faults(names: Sequence[str], seed: int, budget_s: float, reporter: Reporter) -> FaultReport:
+    """Run fault tests; tests that do not fit into the budget are skipped.
+
+    Args:
+        names: Tests by name or number, with ``/LAYOUT`` for one layout; all if empty.
+        seed: Of the schedules.
+        budget_s: Time for all.
+        reporter: Receives the schedules and the progress.
+
+    Raises:
+        UserError: A name is unknown, or no test fits.
+    """
+    require_argument(seed >= 0, "seed", seed, "must not be negative")
+    require_argument(budget_s > 0, "budget", budget_s, "must be greater than 0 seconds")
+    cases = [_build_case(test, layout, seed) for test, layout in _select(names)]
+    with tempfile.TemporaryDirectory(prefix="meshwright-faults-") as folder:
+        suite = _Suite(TinyJob.write(Path(folder)), budget_s, reporter)
+        for layout in LAYOUTS:
+            suite.run_layout([case for case in cases if case.layout == layout])
+    if all(case.skipped for case in cases):
+        fix = "Give a larger budget"
+        raise UserError(
+            Problem(
+                "faults-budget",
+                f"fits no test: {cases[0].name} {cases[0].skipped}",
+                "--budget",
+                budget_s,
+                fix,
+            )
+        )
+    return FaultReport(seed, tuple(cases), suite.elapsed_s, os.getloadavg()[0])
+
+
+def _select(names: Sequence[str]) -> list[tuple[FaultTest, str]]:
+    """The tests that names mean, each with its layouts."""
+    known = {key: test for test in TESTS for key in (test.name, str(test.number))}
+    found: dict[tuple[int, str], tuple[FaultTest, str]] = {}
+    for name in names or [test.name for test in TESTS]:
+        key, _, layout = name.partition("/")
+        if key not in known or layout not in ("", *LAYOUTS):
+            tests = ", ".join(f"{test.number} {test.name}" for test in TESTS)
+            fix = f"Tests are {tests}; layouts are {', '.join(LAYOUTS)}"
+            raise UserError(Problem("faults-unknown", "is not a fault test", path=name, fix=fix))
+        for chosen in (layout,) if layout else LAYOUTS:
+            found[known[key].number, chosen] = (known[key], chosen)
+    return sorted(found.values(), key=lambda pair: pair[0].number)
+
+
+def _build_case(test: FaultTest, layout: str, seed: int) -> Case:
+    generator = random.Random(f"{seed}/{test.name}/{layout}")  # noqa: S311  (a schedule, no secret)
+    return Case(test, layout, test.build(generator, layout))
+
+
+class _Suite:
+    """The runs of one call, in one temporary folder."""
+
+    def __init__(self, job: TinyJob, budget_s: float, reporter: Reporter) -> None:
+        self._job, self._budget_s, self._reporter = job, budget_s, reporter
+        self._began = time.monotonic()
+        self._start_s, self._step_s = FIRST_GUESS_START_S, FIRST_GUESS_STEP_S
+        self._runs = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._began
+
+    def run_layout(self, cases: Sequence[Case]) -> None:
+        """Run the cases of a layout that fit, then the fault-free run, and judge them."""
+        for case in cases:
+            needed_s, left_s = self._estimate(case), self._budget_s - self.elapsed_s
+            if needed_s > left_s:
+                case.skipped = (
+                    f"needs about {needed_s:.0f} s, {max(0.0, left_s):.0f} s of the budget are left"
+                )
+                continue
+            self._run_case(case)
+        self._compare([case for case in cases if case.trials and not case.test.ends_run])
+        for case in (case for case in cases if case.trials):
+            self._reporter.progress(f"{case.name}: {case.verdict}")
+
+    def _estimate(self, case: Case) -> float:
+        """Time of a case, and of the fault-free run of its layout."""
+        run_s = self._start_s + TYPICAL_STEPS * self._step_s + case.test.seconds
+        return len(case.schedules) * run_s + (0.0 if case.test.ends_run else run_s)
+
+    def _run_case(self, case: Case) -> None:
+        for schedule in case.schedules:
+            for fault in schedule:
+                self._reporter.progress(f"{case.name}: {fault}")
+            trial = self._run_trial(case, schedule)
+            case.trials.append(trial)
+            case.figures = worst([*case.figures, *case.test.judge(trial)])
+            for injection in trial.injections:
+                where = f"rank {injection.fault.rank}" if injection.fault.rank is not None else "rank 0"
+                reached = f"{where} was in {injection.phase} of step {injection.step}"
+                self._reporter.progress(f"  {injection.fault.kind}: {reached}")
+        self._reporter.progress(f"  {', '.join(map(str, case.figures)) or 'no figure'}")
+
+    def _run_trial(self, case: Case, schedule: Schedule) -> Trial:
+        test = case.test
+        trial = Trial(self._job, self._new_run_dir(case.name), LAYOUTS[case.layout], schedule)
+        expected_s = self._start_s + TYPICAL_STEPS * self._step_s + test.seconds
+        trial.run(test.is_over, LIMIT_FACTOR * expected_s + LIMIT_S)
+        self._learn(trial)
+        trial.check(*([(EXIT_FAILED,)] if test.ends_run else []))
+        return trial
+
+    def _compare(self, cases: Sequence[Case]) -> None:
+        """Run without faults for as many steps, and compare losses and checkpoints."""
+        trials = [trial for case in cases for trial in case.trials]
+        if not trials:
+            return
+        steps = max(trial.view.steps_done for trial in trials)
+        layout = cases[0].layout
+        self._reporter.progress(f"{layout}: {format_plural(steps, 'step')} without faults, to compare with")
+        calm = Trial(
+            self._job, self._new_run_dir(f"{layout}-calm"), (*LAYOUTS[layout], f"train.steps={steps}")
+        )
+        calm.run(lambda _: False, LIMIT_FACTOR * (self._start_s + steps * self._step_s) + LIMIT_S)
+        calm.check()
+        for trial in trials:
+            trial.violations += [f"fault-free run: {text}" for text in calm.violations]
+            trial.violations += compare_runs(
+                trial.history.losses, calm.history.losses, trial.checkpoints, calm.checkpoints
+            )
+
+    def _new_run_dir(self, name: str) -> Path:
+        self._runs += 1
+        return self._job.folder / f"{self._runs:03d}-{name.replace('/', '-')}"
+
+    def _learn(self, trial: Trial) -> None:
+        """How long starts and steps take on this machine now."""
+        if trial.started_s:
+            self._start_s = max(trial.started_s, self._start_s / 2)
+        steps = [e["step_s"] for e in trial.view.of("step") if e["rank"] == 0]
+        if len(steps) > SETTLE_STEPS:
+            self._step_s = sorted(steps)[len(steps) // 2]

@@ -1,0 +1,232 @@
+"""One run of the tiny job under a schedule of faults: the command is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.elastic.faults.injector import FINE_POLL_S, Injection, Injector, is_alive, send_signal
+from meshwright.elastic.faults.invariants import History, check_checkpoints, read_history
+from meshwright.elastic.faults.run_view import RunView
+from meshwright.elastic.faults.schedule import FAULT_VARIABLE, Fault
+from meshwright.launch.agent_file import AgentFile
+from meshwright.runs.faults.job import GLOBAL_BATCH, TinyJob
+
+TRAIN = ("-m", "meshwright", "train", "--json")
+FAULTY_TRAIN = ("-m", "meshwright.runs.faults.faulty_train")
+EVENTS_POLL_S = 0.01
+SETTLE_STEPS = 25
+"""New steps after the last fault: at least one checkpoint is among them."""
+EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 4, 130
+ENDS_WITHIN_S = 30.0
+"""Time for processes to end after they were told to; only broken ones need it."""
+
+
+@dataclass
+class Trial:
+    """A run under faults, and what was observed."""
+
+    job: TinyJob
+    run_dir: Path
+    layout: Sequence[str]
+    """Overrides."""
+    schedule: Sequence[Fault] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    status: int | None = None
+    """Exit status of the command."""
+    started_s: float = 0.0
+    """From the start of the command to the first step."""
+    seconds: float = 0.0
+    """Of the whole trial."""
+    ended_at: float = 0.0
+    """Wall-clock time of its end."""
+    continued_at: list[float] = field(default_factory=list)
+    """Wall-clock times at which stopped processes went on."""
+
+    def __post_init__(self) -> None:
+        self.view = RunView(self.run_dir)
+        from_outside = [fault for fault in self.schedule if fault.kind != "call_wrongly"]
+        self.injector = Injector(self.view, from_outside)
+        self._wrong_call = next((fault for fault in self.schedule if fault.kind == "call_wrongly"), None)
+        self.injector.actions |= {
+            "kill_supervisor": self._kill_supervisor,
+            "stop_supervisor": self._stop_supervisor,
+        }
+        self.history = History({}, ())
+        self._commands: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def injections(self) -> list[Injection]:
+        """The faults that were injected, in order."""
+        return self.injector.injections
+
+    @property
+    def command(self) -> subprocess.Popen[bytes]:
+        """The newest command."""
+        return self._commands[-1]
+
+    @property
+    def output(self) -> Path:
+        """Standard output of the newest command."""
+        return self.run_dir.with_suffix(f".out{len(self._commands)}")
+
+    def run(self, is_over: Callable[[Trial], bool], limit_s: float) -> None:
+        """Start the command, inject the faults, and stop it when the trial is over or the time is up."""
+        began = time.monotonic()
+        with self._ended_at_exit():
+            self._start()
+            while True:
+                self._poll()
+                if self.command.poll() is not None and self.injector.done:
+                    break
+                if self.command.poll() is not None and not self._is_restarted():
+                    self.violations.append(
+                        f"the command ended with status {self.command.returncode}{self._error()}"
+                    )
+                    break
+                if not self.started_s and self.view.first_step_at is not None:
+                    self.started_s = time.monotonic() - began
+                if is_over(self):
+                    self._stop()
+                    break
+                if time.monotonic() - began > limit_s:
+                    self.violations.append(f"no end within {limit_s:.0f} s: {self._describe_state()}")
+                    break
+            self.status, self.ended_at = self.command.poll(), time.time()
+        self.seconds = time.monotonic() - began
+
+    def _poll(self) -> None:
+        """Read the events every 10 ms, and the flight recorder of the next fault's rank in between."""
+        self.view.poll()
+        until = time.monotonic() + EVENTS_POLL_S
+        while time.monotonic() < until:
+            self.injector.poll()
+            time.sleep(EVENTS_POLL_S if self.injector.done else FINE_POLL_S)
+
+    def check(self, statuses: Sequence[int] = (EXIT_OK, EXIT_INTERRUPTED)) -> None:
+        """Check the invariants of the run."""
+        self.history = read_history(self.view.events)
+        self.violations += self.history.violations
+        if self.status is not None and self.status not in statuses:
+            self.violations.append(f"the command ended with status {self.status}{self._error()}")
+        self.violations += check_checkpoints(self.checkpoints, GLOBAL_BATCH)
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        while (left := sorted(filter(is_alive, self._list_pids()))) and time.monotonic() < deadline:
+            time.sleep(EVENTS_POLL_S)
+        if left:
+            self.violations.append(f"processes {left} are left behind")
+        for fault in self.injector.schedule[len(self.injections) :]:
+            self.violations.append(f"not injected: {fault}")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.run_dir / "checkpoints"
+
+    def new_steps(self) -> int:
+        """Steps beyond those that were done when the last fault was injected."""
+        last = max((one.furthest_step for one in self.injections), default=0)
+        return self.view.steps_done - last
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The problems that the command printed as JSON."""
+        try:
+            return list(json.loads(self.output.read_bytes() or b"{}").get("errors", []))
+        except (OSError, ValueError):
+            return []
+
+    def _start(self, *more: str) -> None:
+        command = TRAIN if self._wrong_call is None else FAULTY_TRAIN
+        environment = {} if self._wrong_call is None else {FAULT_VARIABLE: str(self._wrong_call)}
+        number = len(self._commands) + 1
+        output, log = (self.run_dir.with_suffix(f".{kind}{number}").open("wb") for kind in ("out", "err"))
+        with output, log:
+            self._commands.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        *command,
+                        str(self.job.file),
+                        *self.layout,
+                        f"run_dir={self.run_dir}",
+                        *more,
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment, **self.environment},
+                    start_new_session=True,
+                )
+            )
+
+    def _is_restarted(self) -> bool:
+        """Whether the command was killed by a fault and is about to be started again."""
+        return any(
+            one.pid == self.command.pid for one in self.injections if one.fault.kind == "kill_supervisor"
+        )
+
+    def _kill_supervisor(self, fault: Fault) -> int:
+        assert fault.restart_after_s is not None, "an argument of the fault"
+        command = self.command
+        command.kill()
+        command.wait()
+        self.injector.do_later(fault.restart_after_s, lambda: self._start("--resume"))
+        return command.pid
+
+    def _stop_supervisor(self, fault: Fault) -> int:
+        assert fault.for_s is not None, "an argument of the fault"
+        command = self.command
+        command.send_signal(signal.SIGSTOP)
+
+        def go_on() -> None:
+            command.send_signal(signal.SIGCONT)
+            self.continued_at.append(time.time())
+
+        self.injector.do_later(fault.for_s, go_on)
+        return command.pid
+
+    def _stop(self) -> None:
+        """Let the run save and stop."""
+        self.command.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        while self.command.poll() is None and time.monotonic() < deadline:
+            self.view.poll()
+            time.sleep(EVENTS_POLL_S)
+        if self.command.poll() is None:
+            self.violations.append(f"the run did not stop within {ENDS_WITHIN_S:.0f} s of SIGTERM")
+
+    @contextmanager
+    def _ended_at_exit(self) -> Iterator[None]:
+        """Kill what is left of the run at the end: only processes of this trial."""
+        try:
+            yield
+        finally:
+            if self.command.poll() is None:
+                send_signal(self.command.pid, signal.SIGCONT)
+                self.command.kill()
+                self.command.wait()
+                for pid in self._list_pids():
+                    send_signal(pid, signal.SIGKILL)
+            self.view.poll()
+
+    def _list_pids(self) -> set[int]:
+        """Agent and ranks."""
+        file = AgentFile.read(self.run_dir)
+        return {e["pid"] for e in self.view.of("started")} | ({file.pid} if file is not None else set())
+
+    def _error(self) -> str:
+        found = [str(error["message"]) for error in self.errors()]
+        return f": {found[0]}" if found else ""
+
+    def _describe_state(self) -> str:
+        return f"{self.view.steps_done} steps done, {len(self.injections)} faults injected"

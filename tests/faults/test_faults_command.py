@@ -1,0 +1,54 @@
+"""``meshwright faults``: real kills of real ranks, a pass, a failure that can be replayed, and bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.api import run_faults
+from meshwright.runs.faults import job
+
+
+def test_a_killed_rank_passes_with_its_figures(command, tmp_path):
+    """The figures of test 1, with losses and parameters compared with a fault-free run."""
+    running = command("faults", "kill-rank/ddp", "--seed", "5", "--json", "--budget", "600")
+    status, out, err = running.finish(200)
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["passed"] == ["kill-rank/ddp"]
+    assert (result["failed"], result["skipped"], result["violations"]) == ([], [], {})
+    figures = result["figures"]["kill-rank/ddp"]
+    assert 0 <= figures["noticed after"]["value"] <= 1
+    assert 0 < figures["next step after"]["value"] <= 10
+    ((fault,),) = result["schedules"]["kill-rank/ddp"]
+    assert fault.startswith("fail(rank=")
+    assert fault in err, "the schedule is printed before it is run"
+
+
+@pytest.mark.slow
+def test_a_system_that_does_not_recover_fails(monkeypatch):
+    """With ``elastic.restarts = 0`` a kill ends the run. The report has the command that runs it again."""
+    monkeypatch.setattr(job, "JOB", job.JOB + "restarts = 0\n")
+    report = run_faults("kill-rank/ddp", seed=5, budget_s=600)
+    assert not report.ok
+    found = report.as_dict()
+    assert found["failed"] == ["kill-rank/ddp"]
+    assert found["replay"] == {"kill-rank/ddp": "meshwright faults kill-rank/ddp --seed 5 --budget 3600"}
+    assert any("[run-rank-died]" in text for text in found["violations"]["kill-rank/ddp"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["no-such-test"], "faults-unknown"),
+        (["kill-rank/no-such-layout"], "faults-unknown"),
+        (["--budget", "-1"], "api-argument"),
+        (["--seed", "-1"], "api-argument"),
+        (["1", "--budget", "2"], "faults-budget"),
+    ],
+)
+def test_bad_input_is_refused(command, arguments, code):
+    status, out, _ = command("faults", *arguments, "--json").finish()
+    assert status == 2
+    assert json.loads(out)["errors"][0]["code"] == code
