@@ -23,7 +23,10 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
-from meshwright.data.tokenizer import BpeTokenizer  # noqa: E402
+from meshwright.data.chat import Conversation, Message  # noqa: E402
+from meshwright.data.chat_templates import load_template  # noqa: E402
+from meshwright.data.prompt import encode_prompt  # noqa: E402
+from meshwright.data.tokenizer import BpeTokenizer, load_tokenizer  # noqa: E402
 from model_shapes import HF_FAMILIES  # noqa: E402
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<pad>", "<s>")
@@ -177,3 +180,50 @@ def test_a_resumed_run_exports_the_files_of_the_source(train, use_hf_folder, cor
     export_checkpoint(Path(resumed.result["checkpoint"]), tmp_path / "out", None, 10**9)
     assert (tmp_path / "out" / "config.json").read_bytes() == config
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT
+
+
+@pytest.mark.parametrize("template", ["chatml", "mine.jinja"])
+def test_a_template_of_the_data_is_exported(train, tmp_path, template):
+    """The run has no Hugging Face folder. ``apply_chat_template`` gives the text and tokens of training."""
+    (tmp_path / "mine.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<start>"}))
+    lines = [json.dumps({"prompt": f"question {n}?", "answer": f"answer {n}"}) for n in range(40)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(lines))
+    run = train(*UNCHANGED, "data.path=qa.jsonl", f"data.template={template}", "data.tokenizer=bpe:320")
+    checkpoint = Path(run.result["checkpoint"])
+    export_checkpoint(checkpoint, tmp_path / "out", None, 10**9)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    written = tokenizer.apply_chat_template(MESSAGES[:1], tokenize=False, add_generation_prompt=True)
+    expected = {
+        "chatml": "<|im_start|>user\nthe quick brown fox<|im_end|>\n<|im_start|>assistant\n",
+        "mine.jinja": "<start>[user]the quick brown fox;[assistant]",
+    }
+    assert written == expected[template]
+    chat = load_template(str(tmp_path / "out" / "chat_template.jinja"), tmp_path, "byte")
+    trained = load_template(template, tmp_path, "byte")
+    conversation = Conversation("here", tuple(Message(m["role"], m["content"]) for m in MESSAGES))
+    texts = ["".join(span.text for span in one.render(conversation, ())) for one in (chat, trained)]
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == texts[0] == texts[1]
+    ids = tokenizer.apply_chat_template(MESSAGES[:1], add_generation_prompt=True)["input_ids"]
+    assert tuple(ids) == encode_prompt(load_tokenizer(checkpoint), MESSAGES[0]["content"], trained).tokens
+
+
+def test_a_template_of_the_data_replaces_that_of_the_source(train, use_hf_folder, corpus, tmp_path):
+    """The tokenizer's other files stay, and transformers reads the new template."""
+    write_source("mistral", tmp_path / "base", corpus)
+    lines = [json.dumps({"prompt": f"question {n}?", "answer": f"answer {n}"}) for n in range(40)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(lines))
+    use_hf_folder(tmp_path / "base")
+    data = ("data.path=qa.jsonl", "data.template=plain", f"data.tokenizer={tmp_path / 'base'}")
+    run = train(*UNCHANGED, *data)
+    export_checkpoint(Path(run.result["checkpoint"]), tmp_path / "out", None, 10**9)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "the quick brown fox\nline 3"
+    before = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert tokenizer.special_tokens_map == before.special_tokens_map
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        tmp_path / "base" / "tokenizer.json"
+    ).read_bytes()

@@ -86,6 +86,10 @@ class Template(Protocol):
     def markers(self) -> tuple[str, ...]:
         """Markers that should be special tokens of a tokenizer trained for this template."""
 
+    @property
+    def jinja(self) -> str:
+        """The template in jinja, as Hugging Face folders have it."""
+
     def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
         """The spans of the document, in order.
 

@@ -7,6 +7,7 @@ the loss, so that the model learns to stop.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -58,6 +59,28 @@ class TurnTemplate:
         """The markers of its strings, such as ``<|im_start|>``."""
         strings = [self.begin, *self.before.values(), *self.after.values()]
         return tuple(dict.fromkeys(_MARKER.findall("".join(strings))))
+
+    @property
+    def jinja(self) -> str:
+        """The template in jinja, for a Hugging Face folder.
+
+        Messages have no separate input there, so the texts for one are left out.
+        """
+        before, after = ({**dict.fromkeys(ROLES, ""), **texts} for texts in (self.before, self.after))
+        between, content = (
+            json.dumps(self.between),
+            "message.content | trim" if self.trim else "message.content",
+        )
+        system = before["system"] + self.default_system + after["system"] + self.between
+        default = f"{{% if messages[0].role != 'system' %}}{{{{ {json.dumps(system)} }}}}{{% endif %}}"
+        return (
+            f"{{% set before = {json.dumps(before)} %}}{{% set after = {json.dumps(after)} %}}"
+            f"{{{{ {json.dumps(self.begin)} }}}}{default if self.default_system else ''}"
+            f"{{% for message in messages %}}{{{{ before[message.role] }}}}{{{{ {content} }}}}"
+            "{{ after[message.role] }}"
+            f"{{% if not loop.last or add_generation_prompt %}}{{{{ {between} }}}}{{% endif %}}{{% endfor %}}"
+            "{% if add_generation_prompt %}{{ before.assistant }}{% endif %}"
+        )
 
     def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
         """The spans of the document; see :class:`Template`.

@@ -60,6 +60,8 @@ class JinjaTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._template = _compile(source, shown)
         self.identity = json.dumps([source, bos_token, eos_token])
+        self.jinja = source
+        """The text of the template."""
         self.config: dict[str, str] = {"chat_template": source, **self._tokens}
         """The keys of a ``tokenizer_config.json`` that give the same template."""
 
@@ -127,7 +129,7 @@ def read_jinja_file(path: Path) -> JinjaTemplate:
         raise _unreadable(path, error) from error
     beside = path.with_name(TOKENIZER_CONFIG_FILE)
     config = _read_config(beside) if beside.is_file() else {}
-    return JinjaTemplate(source, path, _token(config, "bos_token"), _token(config, "eos_token"))
+    return JinjaTemplate(source, path, read_token(config, "bos_token"), read_token(config, "eos_token"))
 
 
 def read_tokenizer_config(path: Path) -> JinjaTemplate:
@@ -137,11 +139,8 @@ def read_tokenizer_config(path: Path) -> JinjaTemplate:
         UserError: It cannot be read, or has none.
     """
     config = _read_config(path)
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
-    if not isinstance(source, str):
+    source = find_template_text(config)
+    if source is None:
         raise UserError(
             Problem(
                 code="data-template-unreadable",
@@ -150,7 +149,16 @@ def read_tokenizer_config(path: Path) -> JinjaTemplate:
                 fix="Use a built-in template, such as chatml, or a .jinja file",
             )
         )
-    return JinjaTemplate(source, path, _token(config, "bos_token"), _token(config, "eos_token"))
+    return JinjaTemplate(source, path, read_token(config, "bos_token"), read_token(config, "eos_token"))
+
+
+def find_template_text(config: dict[str, Any]) -> str | None:
+    """The template of a tokenizer's configuration; the one named ``default`` if there are several."""
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -163,7 +171,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _token(config: dict[str, Any], key: str) -> str:
+def read_token(config: dict[str, Any], key: str) -> str:
     """A token of the configuration: a string, an object with ``content``, or null."""
     value = config.get(key)
     if isinstance(value, dict):

@@ -301,3 +301,15 @@ def test_record_without_a_conversation_names_the_missing_part(record, reason):
 def test_prompt_and_answer_fields_can_be_named():
     record = {"instruction": "Why?", "output": "Because."}
     assert read_conversation(record, "a:1", "instruction", "output") == SHORT
+
+
+@pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
+@pytest.mark.parametrize("conversation", [SHORT, LONG], ids=["short", "long"])
+def test_a_built_in_template_in_jinja_renders_the_same_text(name, conversation, tmp_path):
+    """The jinja form is what an export writes; trailing spaces and default system messages are kept."""
+    template, path = BUILTIN_TEMPLATES[name], tmp_path / "chat_template.jinja"
+    path.write_text(template.jinja)
+    same = load_template(str(path), tmp_path, "byte")
+    ours, theirs = template.render(conversation, ()), same.render(conversation, ())
+    assert text(theirs) == text(ours)
+    assert same.jinja == template.jinja

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from meshwright.checkpoint.hf.names import GPT2, MIXTRAL, architecture_of
@@ -77,6 +78,11 @@ def build_hf_config(model: DecoderModel, seq_len: int, end_token: int, dtype: st
     if name == MIXTRAL:
         kind, fields = "mixtral", fields | _mixtral_fields(model)
     return {"architectures": [name], "model_type": kind, **common, **fields}
+
+
+def to_json_bytes(content: dict[str, Any]) -> bytes:
+    """The content of a JSON file of the folder."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _llama_fields(model: DecoderModel, seq_len: int) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.checkpoint.hf.config import build_hf_config, require_hf_form
+from meshwright.checkpoint.hf.chat_template import add_chat_template
+from meshwright.checkpoint.hf.config import build_hf_config, require_hf_form, to_json_bytes
 from meshwright.checkpoint.hf.names import (
     HEAD,
     MIXTRAL,
@@ -85,6 +86,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, shard_byte
         files = _build_files(model, manifest.seq_len, tokenizer, dtype or "float32")
     else:
         files = _keep_files(source, model, manifest.seq_len, tokenizer, dtype)
+    files = add_chat_template(files, source, checkpoint, manifest.template)
     draft = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         draft.mkdir(parents=True)
@@ -124,14 +126,14 @@ def _choose_dtypes(model: DecoderModel, source: HfSource | None, dtype: str | No
 def _build_files(model: DecoderModel, seq_len: int, tokenizer: Tokenizer, dtype: str) -> dict[str, bytes]:
     """The small files of a model that did not come from a Hugging Face folder."""
     config = build_hf_config(model, seq_len, tokenizer.end_of_document, dtype)
-    return {CONFIG_FILE: _to_json(config), **_build_tokenizer_files(model, seq_len, tokenizer)}
+    return {CONFIG_FILE: to_json_bytes(config), **_build_tokenizer_files(model, seq_len, tokenizer)}
 
 
 def _build_tokenizer_files(model: DecoderModel, seq_len: int, tokenizer: Tokenizer) -> dict[str, bytes]:
     end = tokenizer.end_of_document
     return {
-        GENERATION_CONFIG_FILE: _to_json({"bos_token_id": end, "eos_token_id": end}),
-        TOKENIZER_CONFIG_FILE: _to_json(hf_tokenizer_config(tokenizer, model.max_positions or seq_len)),
+        GENERATION_CONFIG_FILE: to_json_bytes({"bos_token_id": end, "eos_token_id": end}),
+        TOKENIZER_CONFIG_FILE: to_json_bytes(hf_tokenizer_config(tokenizer, model.max_positions or seq_len)),
         TOKENIZER_FILE: hf_tokenizer_text(tokenizer).encode(),
     }
 
@@ -152,7 +154,7 @@ def _keep_files(
         files = {name: content for name, content in files.items() if name.startswith(kept)}
         files |= _build_tokenizer_files(model, seq_len, tokenizer)
     if changes:
-        files[CONFIG_FILE] = _to_json({**config, **changes})
+        files[CONFIG_FILE] = to_json_bytes({**config, **changes})
     return files
 
 
@@ -165,10 +167,6 @@ def _configured_dtype(config: dict[str, Any]) -> str:
     """The dtype that a config names; transformers reads a missing one as float32."""
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return named if named in DTYPES else "float32"
-
-
-def _to_json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _write_weights(
@@ -190,7 +188,7 @@ def _write_weights(
     total = sum(sizes.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (out / INDEX_FILE).write_bytes(_to_json(index))
+        (out / INDEX_FILE).write_bytes(to_json_bytes(index))
     return total
 
 
