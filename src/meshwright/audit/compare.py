@@ -19,7 +19,7 @@ from meshwright.audit.expert_load import describe_load, find_effect
 from meshwright.audit.record import MeasuredTraffic, RunRecord
 from meshwright.core.units import format_bytes
 from meshwright.layout.stages import pp_rank_of
-from meshwright.plan.contract import CollectiveTraffic, PlanContract
+from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
 from meshwright.plan.memory.compiled import has_exact_peak
 from meshwright.plan.traffic.expert import routed_row_bytes
 
@@ -194,6 +194,8 @@ def _state_rows(plan: PlanContract, record: RunRecord) -> list[StateRow]:
             measured = found.offloaded_bytes.get(kind, 0) if found else None
             if offloaded or measured:
                 rows.append(StateRow(expected.rank, f"{kind} in CPU memory", offloaded, measured))
+        snapshots = _snapshot_row(plan, expected, record)
+        rows += [] if snapshots is None else [snapshots]
         peak = expected.first_peak_bytes if found and found.first_step else expected.peak_bytes
         counted, effect = has_exact_peak(plan.job), find_effect(plan, expected, found)
         compiled = found is not None and found.compiled and not counted
@@ -220,6 +222,17 @@ def _state_rows(plan: PlanContract, record: RunRecord) -> list[StateRow]:
                 StateRow(expected.rank, kind, predicted + more, measured, allowed, compiled, more, extra)
             )
     return rows
+
+
+def _snapshot_row(plan: PlanContract, expected: RankPrediction, record: RunRecord) -> StateRow | None:
+    """In-memory snapshots of a rank; None if it has none, or if no agent kept them (torchrun)."""
+    found = record.state.get(expected.rank)
+    if plan.host_memory is None or found is None or found.snapshot_bytes is None:
+        return None
+    predicted = 0 if expected.rank in record.snapshots_off else expected.snapshot_bytes
+    if not predicted and not found.snapshot_bytes:
+        return None
+    return StateRow(expected.rank, "snapshots in CPU memory", predicted, found.snapshot_bytes)
 
 
 def _peak_tolerance(predicted: int) -> float:

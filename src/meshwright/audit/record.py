@@ -42,6 +42,8 @@ class MeasuredMemory:
     """The part of the state that is offloaded to CPU memory."""
     routed_rows: RoutedRows | None = None
     """None for a model without experts, and in older records."""
+    snapshot_bytes: int | None = None
+    """CPU memory reserved for in-memory snapshots; None if no agent keeps them, and in older records."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ class RunRecord:
     """Failures of ranks after which the run went on."""
     state: dict[int, MeasuredMemory] = field(default_factory=dict)
     """Measured memory by rank."""
+    snapshots_off: set[int] = field(default_factory=set)
+    """Ranks that found too little memory for in-memory snapshots."""
     collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
     """Counted collectives by rank."""
     timelines: dict[int, RecordedTimeline] = field(default_factory=dict)
@@ -255,6 +259,11 @@ class RunRecord:
 
     def _on_state(self, event: Event) -> None:
         self.state[event["rank"]] = _MEASURED.validate_python(event)
+
+    def _on_snapshots_off(self, event: Event) -> None:
+        if not event.get("planned"):
+            self.snapshots_off.add(event["rank"])
+        self.notes.append(f"no in-memory snapshots on rank {event['rank']}: {event['reason']}")
 
     def _on_collectives(self, event: Event) -> None:
         self.collectives[event["rank"]] = _COLLECTIVES.validate_python(event)

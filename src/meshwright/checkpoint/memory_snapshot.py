@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.state import CheckpointedState
-from meshwright.launch.snapshot_memory import EMPTY, HEADER_BYTES, SLOTS, SnapshotMemory
-
-ALIGNMENT = 64
-COUNTER_BYTES = 4096
-"""At the start of a slot: counters and loss scale, as JSON."""
+from meshwright.launch.snapshot_memory import EMPTY, SnapshotMemory
+from meshwright.layout.snapshot_size import (
+    COUNTER_BYTES,
+    HEADER_BYTES,
+    TENSOR_ALIGNMENT,
+    align,
+    reserved_bytes,
+    slot_bytes,
+)
 
 
 class MemorySnapshots:
@@ -39,11 +43,15 @@ class MemorySnapshots:
             OSError: There is not enough memory.
         """
         self._memory, self._state, self._every = memory, state, every_steps
-        sizes = [_aligned(tensor.numel() * tensor.element_size()) for tensor in _list_tensors(state)]
-        self.slot_bytes = -(-(COUNTER_BYTES + sum(sizes)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.slot_bytes = slot_bytes(tensor.nbytes for tensor in _list_tensors(state))
         if memory.slot_bytes != self.slot_bytes:
             memory.reserve(self.slot_bytes)
-        self._map = mmap.mmap(memory.fd, HEADER_BYTES + SLOTS * self.slot_bytes)
+        self._map = mmap.mmap(memory.fd, reserved_bytes(self.slot_bytes))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """CPU memory of both snapshots."""
+        return self._memory.reserved_bytes
 
     def after_step(self) -> None:
         """Take a snapshot, if it is due."""
@@ -91,11 +99,7 @@ class MemorySnapshots:
             if tensor.numel():
                 copy = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
                 yield tensor, copy.view(tensor.shape)
-            offset += _aligned(tensor.numel() * tensor.element_size())
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+            offset += align(tensor.nbytes, TENSOR_ALIGNMENT)
 
 
 def _list_tensors(state: CheckpointedState) -> list[Tensor]:

@@ -77,6 +77,11 @@ class CheckpointSaver:
         """Whether a save is a collective."""
         return self.state.sharded.is_sharded
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """CPU memory that in-memory snapshots of this rank take."""
+        return 0 if self._snapshots is None else self._snapshots.reserved_bytes
+
     def is_due_by_time(self) -> bool:
         """Whether ``checkpoint.every_minutes`` have passed since the last save."""
         return 0 < self._settings.every_minutes <= (time.monotonic() - self._saved_at) / 60

@@ -107,6 +107,7 @@ def describe_plan(output: Output, plan: PlanContract, verbose: bool) -> None:
         output.print()
         output.table("Stages", STAGE_COLUMNS, stage_cells(plan))
     _describe_memory(output, plan)
+    _describe_host_memory(output, plan)
     _describe_step(output, plan)
     _describe_collectives(output, plan)
 
@@ -125,6 +126,28 @@ def _describe_memory(output: Output, plan: PlanContract) -> None:
     ]
     if others:
         output.print(f"needed by the other ranks: {', '.join(others)}")
+
+
+def _describe_host_memory(output: Output, plan: PlanContract) -> None:
+    """Print the CPU memory of a node, if something is kept there."""
+    memory = plan.host_memory
+    if memory is None or not (memory.snapshot_bytes or memory.offloaded_bytes):
+        return
+    per_rank = f"2 slots; at most {format_bytes(memory.rank_snapshot_bytes)} per rank"
+    per_rank += "; off: they do not fit" if memory.snapshots_off else ""
+    rows = [
+        ("in-memory snapshots", memory.snapshot_bytes, per_rank),
+        ("offloaded state", memory.offloaded_bytes, f"layout.offload={plan.job.layout.offload}"),
+        ("training", memory.training_bytes, "the ranks themselves: the device is the CPU"),
+    ]
+    shown = [(name, format_bytes(size), formula) for name, size, formula in rows if size]
+    room = format_bytes(memory.room_bytes) if memory.room_bytes else "unknown"
+    cluster = plan.job.cluster
+    on_cpu = cluster.device == "cpu" and cluster.host_memory_bytes is None
+    key = "memory_bytes" if on_cpu else "host_memory_bytes"
+    shown.append(("room", room, f"cluster.{key} x {cluster.devices_per_node} devices"))
+    output.print()
+    output.table(f"CPU memory of a node with {format_plural(memory.ranks, 'rank')}", ("", "bytes", ""), shown)
 
 
 def _needed_rows(plan: PlanContract, rank: RankPrediction) -> list[tuple[str, str, str]]:

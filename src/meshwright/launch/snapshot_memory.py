@@ -7,16 +7,15 @@ The agent creates it and keeps it open, so it outlives the rank. The rank sets i
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
-SLOTS = 2
+from meshwright.layout.snapshot_size import SLOTS, reserved_bytes
+from meshwright.spec.cluster import machine_memory_bytes
+
 EMPTY = -1
 """Step of a slot that is being written, or was never written."""
-HEADER_BYTES = mmap.PAGESIZE
 _HEADER = struct.Struct(f"<8sq{SLOTS}q")
 _MAGIC = b"mwsnap01"
 
@@ -38,11 +37,16 @@ class SnapshotMemory:
         Raises:
             OSError: There is not enough memory.
         """
-        size = HEADER_BYTES + SLOTS * slot_bytes
-        if size > (available := _available_bytes()):
+        size = reserved_bytes(slot_bytes)
+        if size > (available := machine_memory_bytes()):
             raise OSError(errno.ENOMEM, f"{size} bytes are needed, {available} are available")
         os.posix_fallocate(self.fd, 0, size)
         self._write_header(slot_bytes, [EMPTY] * SLOTS)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Size of the memory; 0 before ``reserve``."""
+        return os.fstat(self.fd).st_size
 
     @property
     def slot_bytes(self) -> int:
@@ -82,14 +86,6 @@ class SnapshotMemory:
 
     def _write_header(self, slot_bytes: int, steps: list[int]) -> None:
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, slot_bytes, *steps), 0)
-
-
-def _available_bytes() -> int:
-    """Memory that the system can give without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def newest_common_step(steps_by_rank: dict[int, list[int]], world_size: int) -> int | None:

@@ -13,11 +13,13 @@ from meshwright.layout.fsdp_groups import shard_ranks, sharded_state
 from meshwright.layout.no_effect import find_unused_settings
 from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.parameters import count_parameters
+from meshwright.layout.snapshot_size import keeps_snapshots, predict_snapshot_bytes
 from meshwright.layout.stages import pp_rank_of
 from meshwright.layout.tensor_parallel import local_model
 from meshwright.plan.contract import PlanContract, RankPrediction, layout_keys
 from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes
 from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
+from meshwright.plan.memory.host import predict_host_memory
 from meshwright.plan.memory.ledger import Ledger
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import SearchResult
@@ -49,7 +51,12 @@ def plan_from(
         reasons: Why the layout was chosen.
         layers_assigned: Whether the planner, not the user, assigned layers to pipeline stages.
     """
-    return _build(prediction, reasons, layers_assigned, tuple(_list_ranks(prediction)))
+    ranks = tuple(_list_ranks(prediction))
+    host = predict_host_memory(prediction.job, ranks) if prediction.exact else None
+    if host is not None and host.snapshots_off:
+        ranks = tuple(dataclasses.replace(rank, snapshot_bytes=0) for rank in ranks)
+        reasons = [*reasons, f"in-memory snapshots off: {host.snapshots_off}"]
+    return dataclasses.replace(_build(prediction, reasons, layers_assigned, ranks), host_memory=host)
 
 
 def summarize_plan(plan: PlanContract) -> dict[str, Any]:
@@ -91,6 +98,8 @@ def _summarize(plan: PlanContract, ranks: dict[str, RankPrediction]) -> dict[str
         "reasons": list(plan.reasons),
         "unused_settings": [unused.as_dict() for unused in find_unused_settings(plan.job)],
     }
+    if plan.host_memory is not None:
+        summary["host_memory"] = plan.host_memory.as_dict()
     if plan.pipeline is not None:
         summary["bubble"] = plan.pipeline.bubble
         summary["stages"] = [dataclasses.asdict(row) for row in plan.stages()]
@@ -137,6 +146,7 @@ def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
     sharded = dense_shard_axis(job.layout).size > 1
     states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
     offloaded: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
+    snapshots: dict[tuple[int, tuple[int, int]], int] = {}
     rows, each_row = _balanced_routing(job)
     for rank in range(job.layout.world_size):
         pp_rank, shards = pp_rank_of(job, rank), shard_ranks(job, rank)
@@ -144,9 +154,14 @@ def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
         if (pp_rank, shards) not in states:
             state = sharded_state(job, rank) if sharded else ledger.state_bytes
             states[pp_rank, shards], offloaded[pp_rank, shards] = state, offloaded_state(job, state)
+            snapshots[pp_rank, shards] = predict_snapshot_bytes(job, rank) if keeps_snapshots(job) else 0
         predicted = _predict_rank(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])
         yield dataclasses.replace(
-            predicted, offloaded_bytes=offloaded[pp_rank, shards], routed_rows=rows, row_bytes=each_row
+            predicted,
+            offloaded_bytes=offloaded[pp_rank, shards],
+            snapshot_bytes=snapshots[pp_rank, shards],
+            routed_rows=rows,
+            row_bytes=each_row,
         )
 
 

@@ -120,6 +120,8 @@ class RankPrediction:
     """Peak of live tensors while a checkpoint is written; 0 in older plans."""
     needed_bytes: int = 0
     """Device memory: the largest of the three peaks, plus allocator and context; 0 in older plans."""
+    snapshot_bytes: int = 0
+    """CPU memory that in-memory snapshots reserve; 0 if there are none."""
 
     def summary(self) -> dict[str, Any]:
         """The memory for ``--json``."""
@@ -131,6 +133,30 @@ class RankPrediction:
             "needed": self.needed_bytes,
             "lines": [dataclasses.asdict(line) for line in self.lines],
         }
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """CPU memory of one node, the one whose ranks need most of it."""
+
+    ranks: int
+    """Ranks on the node."""
+    snapshot_bytes: int
+    """For in-memory snapshots of these ranks; 0 if the job has none. Not reserved if they are off."""
+    rank_snapshot_bytes: int
+    """The same, of the rank that needs most."""
+    offloaded_bytes: int
+    """State that is offloaded to the CPU."""
+    training_bytes: int
+    """Peaks of the ranks, where the device is the CPU."""
+    room_bytes: int
+    """CPU memory of the node; 0 if it is not known."""
+    snapshots_off: str = ""
+    """Why snapshots do not fit, as a sentence; empty if they do, and if the job has none."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -170,6 +196,8 @@ class PlanContract:
     """The simulated schedule; None without a pipeline, and if it is too large to simulate."""
     layers_assigned: bool = False
     """Whether the planner assigned layers to stages; another job assigns them anew."""
+    host_memory: HostMemory | None = None
+    """CPU memory; None for a plan-only layout, and in older plans."""
 
     @property
     def world_size(self) -> int:
@@ -270,6 +298,8 @@ def plan_tree(plan: PlanContract) -> dict[str, Any]:
     if plan.pipeline is not None:
         tree["predicted"]["pipeline"] = dataclasses.asdict(plan.pipeline)
         tree["predicted"][LAYERS_ASSIGNED] = plan.layers_assigned
+    if plan.host_memory is not None:
+        tree["predicted"]["host_memory"] = plan.host_memory.as_dict()
     if not plan.exact:
         tree["predicted"]["exact"] = False
     return tree

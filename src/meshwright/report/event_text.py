@@ -106,7 +106,8 @@ class EventText:
         return f"adopted {format_plural(len(event['ranks']), 'rank')} that still train"
 
     def _describe_snapshots_off(self, event: Event) -> str:
-        return f"warning: no in-memory snapshots on rank {event['rank']}: {event['reason']}"
+        where = "" if event["planned"] else f" on rank {event['rank']}"
+        return f"warning: no in-memory snapshots{where}: {event['reason']}"
 
     def _describe_events_lost(self, event: Event) -> str | None:
         if "reason" not in event:

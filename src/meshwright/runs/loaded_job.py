@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.job import Job
-from meshwright.spec.load import load_job, named_layout_keys, require_runnable
+from meshwright.spec.load import is_named, load_job, named_layout_keys, require_runnable
 from meshwright.spec.presets import preset_names
 
 
@@ -39,6 +39,10 @@ class LoadedJob:
     def named_layout_keys(self) -> list[str]:
         """Layout keys that the user wrote; the planner keeps their values."""
         return named_layout_keys(self.source, self.overrides)
+
+    def names(self, key: str) -> bool:
+        """Whether the user set a key, in the file or as an override."""
+        return is_named(self.source, self.overrides, key)
 
     def with_overrides(self, *more: str, to_run: bool = True) -> LoadedJob:
         """The same source with further overrides."""

@@ -19,6 +19,8 @@ from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import require_runnable
 from meshwright.spec.model import DecoderModel
 
+SNAPSHOT_KEY = "elastic.snapshot_every"
+
 
 def plan_job(
     job: LoadedJob, by: Objective, top: int, explain: bool, reporter: Reporter
@@ -37,7 +39,18 @@ def plan_job(
     with reporter.search() as progress:
         found = search_job(spec, job.named_layout_keys(), max(top, CHECKED), by, progress)
     reasons = explain_choice(spec, found, neighbours=explain)
-    return plan_from(found.best[0], reasons, spec.layout.stage_layers is None), found
+    plan = plan_from(found.best[0], reasons, spec.layout.stage_layers is None)
+    warn_of_snapshots(job, plan, reporter)
+    return plan, found
+
+
+def warn_of_snapshots(job: LoadedJob, plan: PlanContract, reporter: Reporter) -> None:
+    """Warn if the user set ``elastic.snapshot_every``, and snapshots do not fit."""
+    if plan.host_memory is not None and plan.host_memory.snapshots_off and job.names(SNAPSHOT_KEY):
+        every = plan.job.elastic.snapshot_every
+        reporter.warning(
+            f"{SNAPSHOT_KEY}={every} has no effect: snapshots off: {plan.host_memory.snapshots_off}"
+        )
 
 
 def summarize_search(plan: PlanContract, found: SearchResult, top: int) -> dict[str, Any]:

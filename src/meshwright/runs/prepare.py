@@ -28,6 +28,7 @@ from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan
 from meshwright.runs.data import prepare_data
 from meshwright.runs.held_out import check_paths, prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.planning import warn_of_snapshots
 from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
 from meshwright.runs.weights import InitialWeights
@@ -84,6 +85,7 @@ def prepare_run(
     reporter.planned(plan)
     for unused in find_unused_settings(plan.job):
         reporter.warning(str(unused))
+    warn_of_snapshots(job, plan, reporter)
     if spec.mixes_samples:
         reporter.warning(BATCH_NORM_NOTE)
     devices = spec.cluster.world_size

@@ -68,7 +68,8 @@ class Cluster:
     host_bytes_per_s: Positive = 2.5e10
     """Bandwidth between a device and CPU memory, one direction."""
     host_memory_bytes: Count | None = None
-    """CPU memory per device for offloaded state; unlimited if left out."""
+    """CPU memory per device, for offloaded state and in-memory snapshots. Detected on a `local` GPU machine;
+    that of a CPU device is its memory_bytes; unlimited elsewhere."""
     storage_bytes_per_s: Positive | None = None
     """Bandwidth of the cluster to its checkpoint storage."""
     failure_hours: Positive | None = None

@@ -172,6 +172,14 @@ def named_layout_keys(source: str, overrides: Sequence[str]) -> list[str]:
     ]
 
 
+def is_named(source: str, overrides: Sequence[str], key: str) -> bool:
+    """Whether the user set a key ``section.name``, in the file or as an override."""
+    section, _, name = key.partition(".")
+    table = read_tree(source).get(section)
+    in_file = isinstance(table, dict) and name in table
+    return in_file or any(text.partition("=")[0] == key for text in overrides)
+
+
 def read_tree(source: str) -> Tree:
     """The raw tables of a job file, of the job inside a plan, or of a bare model preset.
 
@@ -356,6 +364,7 @@ def _this_machine(device: str) -> Tree:
             "device_name": name,
             "devices_per_node": len(gpus),
             "memory_bytes": memory_bytes,
+            "host_memory_bytes": machine_memory_bytes() // len(gpus),
         }
     cores = count_cores()
     return {"devices_per_node": cores, "memory_bytes": machine_memory_bytes() // cores}

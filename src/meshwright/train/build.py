@@ -13,6 +13,7 @@ from meshwright.checkpoint.memory_snapshot import MemorySnapshots
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
+from meshwright.layout.snapshot_size import keeps_snapshots
 from meshwright.models.decoder import Stages
 from meshwright.models.init import WeightSource, find_weight_source
 from meshwright.models.kernels.gemm_autotune import autotune_gemms
@@ -92,13 +93,17 @@ def build_trainer(
 
 def _build_snapshots(context: RankContext, state: CheckpointedState) -> MemorySnapshots | None:
     """The in-memory snapshots of this rank; None if they are off, or if there is not enough memory."""
-    every = context.plan.job.elastic.snapshot_every
-    if context.snapshot_memory is None or every == 0:
+    plan, memory = context.plan, context.snapshot_memory
+    if memory is None or not keeps_snapshots(plan.job):
+        return None
+    if plan.host_memory is not None and plan.host_memory.snapshots_off:
+        if context.mesh.rank == 0:
+            context.events.write("snapshots_off", reason=plan.host_memory.snapshots_off, planned=True)
         return None
     try:
-        return MemorySnapshots(context.snapshot_memory, state, every)
+        return MemorySnapshots(memory, state, plan.job.elastic.snapshot_every)
     except OSError as error:
-        context.events.write("snapshots_off", reason=str(error))
+        context.events.write("snapshots_off", reason=str(error), planned=False)
         return None
 
 

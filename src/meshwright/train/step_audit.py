@@ -125,6 +125,7 @@ class StepAudit:
             ),
             activation_bytes=activations,
             peak_bytes=peak,
+            snapshot_bytes=trainer.saver.snapshot_bytes if trainer.has_snapshot_memory else None,
             routed_rows=self._rows.summary(),
             compiled=self._compiled,
             first_step=trainer.step == trainer.state.first_step,

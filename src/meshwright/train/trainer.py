@@ -134,7 +134,7 @@ class Trainer:
         """
         self.plan, self.assignment, self.mesh = context.plan, context.assignment, context.mesh
         self.counter, self.events, self.flight = context.counter, context.events, context.counter.flight
-        self.setup = context.setup
+        self.setup, self.has_snapshot_memory = context.setup, context.snapshot_memory is not None
         self.model, self.module, self.pipeline = model.model, model.module, model.pipeline
         self.reducer, self.parallel = model.reducer, model.parallel
         self.sharded_state, self.weight_copies = model.sharded_state, model.weight_copies

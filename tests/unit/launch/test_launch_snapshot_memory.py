@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from meshwright.launch.snapshot_memory import EMPTY, HEADER_BYTES, SnapshotMemory, newest_common_step
+from meshwright.launch.snapshot_memory import EMPTY, SnapshotMemory, newest_common_step
+from meshwright.layout.snapshot_size import HEADER_BYTES, reserved_bytes
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def test_a_slot_counts_only_when_it_is_whole(memory):
     memory.set_step(0, EMPTY)
     assert memory.steps() == [EMPTY, 20]
     assert memory.slot_bytes == 4096
+    assert memory.reserved_bytes == reserved_bytes(4096) == 3 * 4096
 
 
 def test_a_copy_is_independent(memory):
