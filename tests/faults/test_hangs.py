@@ -79,7 +79,7 @@ def test_a_rank_that_waits_outside_of_collectives_is_named_and_the_run_is_not_en
     assert event["since_s"] < NAMED_WITHIN_S
 
 
-def test_a_stopped_rank_is_named_killed_and_replaced(command, job_file, tmp_path):
+def test_a_stopped_rank_is_named_and_replaced(command, job_file, tmp_path):
     """SIGSTOP. ``meshwright hang`` names the rank before the supervisor does, which then replaces it."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}", "elastic.heartbeat_timeout_s=8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.state import CheckpointedState
+from meshwright.core.events import Commit
 from meshwright.launch.snapshot_memory import EMPTY, SnapshotMemory
 from meshwright.layout.snapshot_size import (
     COUNTER_BYTES,
@@ -31,18 +33,25 @@ from meshwright.layout.snapshot_size import (
 class MemorySnapshots:
     """Writes and restores the snapshots of one rank."""
 
-    def __init__(self, memory: SnapshotMemory, state: CheckpointedState, every_steps: int) -> None:
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        state: CheckpointedState,
+        every_steps: int,
+        commit: Commit = nullcontext,
+    ) -> None:
         """Reserve the memory, unless an earlier generation has done it.
 
         Args:
             memory: Of this rank, kept by the agent.
             state: Of this rank.
             every_steps: Interval.
+            commit: Entered when a slot changes; raises where this rank must write no more.
 
         Raises:
             OSError: There is not enough memory.
         """
-        self._memory, self._state, self._every = memory, state, every_steps
+        self._memory, self._state, self._every, self._commit = memory, state, every_steps, commit
         self.slot_bytes = slot_bytes(tensor.nbytes for tensor in _list_tensors(state))
         if memory.slot_bytes != self.slot_bytes:
             memory.reserve(self.slot_bytes)
@@ -63,7 +72,8 @@ class MemorySnapshots:
         """Copy the state into the slot that holds the older snapshot."""
         steps = self._memory.steps()
         slot = steps.index(min(steps))
-        self._memory.set_step(slot, EMPTY)
+        with self._commit():
+            self._memory.set_step(slot, EMPTY)
         for tensor, copy in self._pairs(slot):
             copy.copy_(tensor)
         counters = {
@@ -74,7 +84,8 @@ class MemorySnapshots:
         assert len(content) < COUNTER_BYTES, f"counters of {len(content)} bytes"
         start = self._start(slot)
         self._map[start : start + COUNTER_BYTES] = content.ljust(COUNTER_BYTES)
-        self._memory.set_step(slot, self._state.counters.step)
+        with self._commit():
+            self._memory.set_step(slot, self._state.counters.step)
 
     @torch.no_grad()
     def restore(self, step: int) -> None:

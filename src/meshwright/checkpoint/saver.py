@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.memory_snapshot import MemorySnapshots
 from meshwright.checkpoint.snapshot import DTYPES, Snapshot, take_snapshot
 from meshwright.checkpoint.state import CheckpointedState
-from meshwright.core.events import EventWriter
+from meshwright.core.events import Commit, EventWriter
 from meshwright.core.files import folder_bytes, sync_path
 from meshwright.core.tensor_header import TensorInfo, build_tensor_header
 from meshwright.data.mixture import MixturePattern
@@ -53,6 +54,7 @@ class CheckpointSaver:
         rank: int,
         events: EventWriter,
         snapshots: MemorySnapshots | None = None,
+        commit: Commit = nullcontext,
     ) -> None:
         """Start without a checkpoint.
 
@@ -62,7 +64,9 @@ class CheckpointSaver:
             rank: Of this process.
             events: To report saves.
             snapshots: In memory, taken beside checkpoints.
+            commit: Entered when a checkpoint gets its name; raises where this rank must write no more.
         """
+        self._commit = commit
         self._root, self.state, self._rank, self._events = root, state, rank, events
         self._snapshots = snapshots
         self._settings = state.plan.job.checkpoint
@@ -126,10 +130,11 @@ class CheckpointSaver:
             return
         try:
             manifest = build_manifest(self.state, eval_loss)
-            path = save_checkpoint(self._root, manifest, snapshot, self.state.small_files)
-            if best:
-                mark_best(path.parent, path)
-            rotate(path.parent, self._settings.keep_last, path)
+            path = save_checkpoint(self._root, manifest, snapshot, self.state.small_files, self._commit)
+            with self._commit():
+                if best:
+                    mark_best(path.parent, path)
+                rotate(path.parent, self._settings.keep_last, path)
         except OSError as error:  # a full disk costs a checkpoint, not the run
             snapshot.drain()
             self._events.write("checkpoint_failed", step=step, reason=str(error))
@@ -169,7 +174,11 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
 
 
 def save_checkpoint(
-    root: Path, manifest: Manifest, snapshot: Snapshot, small_files: Mapping[str, bytes] | None = None
+    root: Path,
+    manifest: Manifest,
+    snapshot: Snapshot,
+    small_files: Mapping[str, bytes] | None = None,
+    commit: Commit = nullcontext,
 ) -> Path:
     """Write one checkpoint; on any failure the draft is removed and the error raised."""
     final = root / checkpoint_name(manifest.step)
@@ -189,10 +198,11 @@ def save_checkpoint(
             sync_path(written)
         sync_path(draft)
         aside = root / f".{final.name}.old"
-        if final.exists():  # a resumed run reached a step that it had saved before
-            final.rename(aside)
-        draft.rename(final)
-        sync_path(root)
+        with commit():
+            if final.exists():  # a resumed run reached a step that it had saved before
+                final.rename(aside)
+            draft.rename(final)
+            sync_path(root)
         shutil.rmtree(aside, ignore_errors=True)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,32 @@ EVENTS_FILE = "events.jsonl"
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
+Commit = Callable[[], AbstractContextManager[None]]
+"""Entered around what other processes will rely on."""
 
 
 class EventWriter:
     """Appends events of one rank; the listener comes first, so that it works with a full disk."""
 
-    def __init__(self, path: Path, rank: int, generation: int = 0, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        generation: int = 0,
+        listener: Listener | None = None,
+        commit: Commit = nullcontext,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            path: Of the file.
+            rank: That writes.
+            generation: That it is in.
+            listener: Called with every event.
+            commit: Entered around each event; raises where the rank must write no more.
+        """
         self.rank = rank
+        self._commit = commit
         self.generation = generation
         self.lost = 0
         self._listener = listener
@@ -39,12 +59,13 @@ class EventWriter:
     def write(self, event: str, **fields: Any) -> Event:
         """Write one event; returns it."""
         record = {**self._stamp(event), **fields}
-        if self._listener is not None:
-            self._listener(record)
-        if self.lost and self._append(self._gap()):
-            self.lost = 0
-        if not self._append(record):
-            self._lose()
+        with self._commit():
+            if self._listener is not None:
+                self._listener(record)
+            if self.lost and self._append(self._gap()):
+                self.lost = 0
+            if not self._append(record):
+                self._lose()
         return record
 
     def close(self) -> None:

@@ -70,6 +70,8 @@ class _Rank:
     alive: bool = True
     """Whether it has a process."""
     exit_status: int | None = None
+    fenced: bool = False
+    """Whether its process was fenced: it does not answer, and may wake up."""
     failure: Message | None = None
     """Its report, if it left the generation."""
     failed_at: float = 0.0
@@ -83,7 +85,7 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        return self.failure is not None or self.exit_status not in (None, EXIT_OK)
+        return self.fenced or self.failure is not None or self.exit_status not in (None, EXIT_OK)
 
     @property
     def lost_peer(self) -> bool:
@@ -114,6 +116,11 @@ class Supervisor:
     """Finds the checkpoint to go on from, where there is no snapshot."""
     orphan_s: float = 0.0
     """How long the ranks go on when this process has died; 0: they are killed."""
+    spares: int = 0
+    """Warm processes without a rank to keep."""
+    keeps_silent: bool = True
+    """Whether a process that does not answer is fenced and may rejoin. On GPUs it is killed: it would hold
+    the device memory that its successor needs."""
     agents: AgentPool | None = None
     """The agents of ranks to adopt; by default a new one on this machine."""
     furthest_step: int = 0
@@ -171,7 +178,7 @@ class Supervisor:
                 self._find_hang()
 
     def _find_hang(self) -> None:
-        """Report a new hang. A process that does not answer is killed; a wrong call ends the run."""
+        """Report a new hang. A process that does not answer loses its rank; a wrong call ends the run."""
         found = self._recorders.poll()
         if found is None or found.cause in ("ended", "raised"):  # the agent reports these
             return
@@ -181,7 +188,10 @@ class Supervisor:
             return
         rank = self._ranks[found.rank]
         if found.cause not in WRONG_CALLS:
-            self._signal(signal.SIGKILL, [rank])
+            if self.keeps_silent:
+                self._agents.send(rank.rank, {"do": "fence", "rank": rank.rank})
+            else:
+                self._signal(signal.SIGKILL, [rank])
             return
         problems = [self._describe_hang(found).as_dict()]
         failure = {"kind": "Hang", "message": found.verdict, "problems": problems, "peer_lost": False}
@@ -221,17 +231,32 @@ class Supervisor:
         store = f"{self._store_dir}/generation-{self.generation}" if self.world_size > 1 else None
         return Order("join", self.generation, store, restore_step, resume_from)
 
-    def _start(self, rank: _Rank, order: Order) -> None:
+    def _shared_environment(self) -> dict[str, str]:
+        """Of all ranks and spares."""
         environment = {
             **{name: os.environ[name] for name in CALLER_VARIABLES if name in os.environ},
             **self.environment,
-            "RANK": str(rank.rank),
-            "LOCAL_RANK": str(rank.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.world_size),
         }
         if self.world_size > 1:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())
+        return environment
+
+    def _keep_spares(self) -> None:
+        self._agents.broadcast(
+            {
+                "do": "keep_spares",
+                "count": self.spares,
+                "entry": self.entry,
+                "run_dir": str(self.run_dir),
+                "environment": self._shared_environment(),
+                "log": str(self.run_dir / LOGS / "spares.log"),
+            }
+        )
+
+    def _start(self, rank: _Rank, order: Order) -> None:
+        number = str(rank.rank)
         self._agents.send(
             rank.rank,
             {
@@ -239,7 +264,7 @@ class Supervisor:
                 "rank": rank.rank,
                 "entry": self.entry,
                 "run_dir": str(self.run_dir),
-                "environment": environment,
+                "environment": {**self._shared_environment(), "RANK": number, "LOCAL_RANK": number},
                 "log": str(self._log(rank.rank)),
                 "order": order.as_dict(),
                 "keep_snapshots": self.restarts > 0,
@@ -275,6 +300,8 @@ class Supervisor:
         if self.state is State.REGROUPING and self._recovery is not None:
             self._write_event("recovered", **self._recovery.finish(step))
         self.state = State.RUNNING
+        if self.spares:  # the first ones, or those that replaced ranks
+            self._keep_spares()
 
     def _on_failed(self, message: Message) -> None:
         rank = self._ranks[message["rank"]]
@@ -291,6 +318,15 @@ class Supervisor:
             self._halt()
         elif all(rank.exit_status == EXIT_OK for rank in self._ranks):
             self.state = State.FINISHED
+
+    def _on_fenced(self, message: Message) -> None:
+        rank = self._ranks[message["rank"]]
+        rank.alive, rank.fenced, rank.failed_at = False, True, time.monotonic()
+        self._halt()
+
+    def _on_rejoined(self, message: Message) -> None:
+        """A fenced process woke up and has left its generation."""
+        self._write_event("rejoined", former_rank=message["rank"], pid=message["pid"], kept=message["kept"])
 
     def _halt(self) -> None:
         """End the generation; decide when all ranks have left it."""
@@ -353,7 +389,7 @@ class Supervisor:
         self.state, self._joined = State.REGROUPING, set()
         for rank in self._ranks:
             alive = rank.alive
-            rank.alive, rank.exit_status, rank.failure = True, None, None
+            rank.alive, rank.exit_status, rank.fenced, rank.failure = True, None, False, None
             if alive:
                 self._order(rank, order)
             else:
@@ -400,13 +436,15 @@ class Supervisor:
         if self._hang is not None and self._hang.cause in WRONG_CALLS:
             return Failure(rank.rank, "raised", self._hang.verdict, self.furthest_step, refused=True)
         if report is None:
-            kind: Literal["exited", "silent"] = "silent" if self._is_killed_for_hang(rank) else "exited"
+            kind: Literal["exited", "silent"] = "silent" if self._is_taken_for_hang(rank) else "exited"
             return Failure(rank.rank, kind, self._how(rank), self.furthest_step)
         message, refused = f"{report['kind']}: {report['message']}", bool(report["problems"])
         return Failure(rank.rank, "raised", message, self.furthest_step, refused)
 
-    def _is_killed_for_hang(self, rank: _Rank) -> bool:
-        return self._hang is not None and self._hang.ends_run and self._hang.rank == rank.rank
+    def _is_taken_for_hang(self, rank: _Rank) -> bool:
+        """Whether its process was fenced or killed because it did not answer."""
+        taken = rank.fenced or rank.exit_status == -signal.SIGKILL
+        return taken and self._hang is not None and self._hang.ends_run and self._hang.rank == rank.rank
 
     def _describe_hang(self, found: Verdict) -> Problem:
         rule = f"The run on {socket.gethostname()} hangs: {found.verdict}"
@@ -421,8 +459,9 @@ class Supervisor:
     def _how(self, rank: _Rank) -> str:
         """How a rank failed, in a few words."""
         status = rank.exit_status
-        if self._hang is not None and self._is_killed_for_hang(rank) and status == -signal.SIGKILL:
-            return f"{self._hang.cause} for {self._hang.since_s:.1f} s, then killed"
+        if self._hang is not None and self._is_taken_for_hang(rank):
+            then = "fenced" if rank.fenced else "killed"
+            return f"{self._hang.cause} for {self._hang.since_s:.1f} s, then {then}"
         if rank.failure is not None:
             what = f"{rank.failure['kind']}: {rank.failure['message'].splitlines()[0]}"
             return what if status is None else f"exit status {status}: {what}"
@@ -433,7 +472,7 @@ class Supervisor:
         last, report = rank.last_event, rank.failure
         if report is not None and report["problems"]:
             return Problem.from_dict(report["problems"][0])
-        if self._hang is not None and self._is_killed_for_hang(rank) and rank.exit_status == -signal.SIGKILL:
+        if self._hang is not None and self._is_taken_for_hang(rank):
             return self._describe_hang(self._hang)
         step = f" of step {last['step']}" if "step" in last else ""
         age = f", {time.time() - last['time']:.1f} s ago" if last else ""

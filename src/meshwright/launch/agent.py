@@ -1,4 +1,4 @@
-"""The agent of a node: starts that node's ranks, watches them, and keeps their snapshots.
+"""The agent of a node: starts that node's ranks and spares, watches them, and keeps their snapshots.
 
 It is a process of its own between the supervisor and the ranks. It passes events to the supervisor and orders
 to the ranks, and decides nothing. It is forked from the fork server, which has imported torch, and forks the
@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -28,7 +28,8 @@ from typing import Any
 from meshwright.core.flight_ring import FLIGHT_VARIABLE, FlightMemory
 from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.channel import Channel, Message
-from meshwright.launch.rank_process import Order, run_rank_process
+from meshwright.launch.fence import Fence
+from meshwright.launch.rank_process import Order, RankSetup, run_rank_process
 from meshwright.launch.snapshot_memory import SnapshotMemory
 
 POLL_S = 0.2
@@ -59,15 +60,44 @@ def _noticing_loss() -> Iterator[None]:
 
 @dataclass
 class _Process:
-    """A process of a rank."""
+    """A process that has a rank, had one (fenced), or waits for one (a spare)."""
 
-    rank: int
     pid: int
     pidfd: int
     """-1 where the system has none."""
     channel: Channel
+    rank: int | None = None
+    """None for a spare."""
+    fence: Fence | None = None
+    """Of the rank that it has or had."""
     fenced: bool = False
     """Whether another process has taken its place."""
+
+    @property
+    def is_spare(self) -> bool:
+        return self.rank is None
+
+    @property
+    def is_rank(self) -> bool:
+        return self.rank is not None and not self.fenced
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped it: it cannot take an order."""
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+            return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return False
+
+    def send(self, order: Order) -> None:
+        """Send an order; one that is gone is noticed by its exit."""
+        with contextlib.suppress(OSError):
+            self.channel.queue(order.as_dict())
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 @dataclass
@@ -86,6 +116,8 @@ class Agent:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     orphan_s: float = 0.0
     """How long the ranks go on without a supervisor; 0: they are killed."""
+    spares: int = 0
+    """Processes without a rank to keep."""
     generation: int = 0
     """The newest that a rank was told to join."""
     unreported: list[Message] = field(default_factory=list)
@@ -125,7 +157,7 @@ class Agent:
             return False
         except SupervisorLostError:
             return self._lose_supervisor()
-        if self.supervisor is None and not self.processes:
+        if self.supervisor is None and not any(process.is_rank for process in self.processes):
             return False
         if time.monotonic() >= self.deadline:
             return self._end_orphans()
@@ -150,8 +182,7 @@ class Agent:
             return False
         self.stopping, self.deadline = True, time.monotonic() + ORPHAN_GRACE_S
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
+            process.signal(signal.SIGTERM if process.is_rank else signal.SIGKILL)
         return True
 
     def _flush(self) -> None:
@@ -210,7 +241,7 @@ class Agent:
             return
         self._attach(channel)
         missed = list(self.unreported)
-        ranks = [process.rank for process in self.processes if not process.fenced]
+        ranks = [process.rank for process in self.processes if process.is_rank]
         self._report(
             {"is": "adopted", "store_dir": self.store_dir, "generation": self.generation, "ranks": ranks}
         )
@@ -228,24 +259,43 @@ class Agent:
         order: Message,
         keep_snapshots: bool,
     ) -> None:
-        """Fork a process for a rank. One that held the rank before is fenced."""
+        """Give a rank to a spare, or to a new process."""
         self.generation = max(self.generation, order["generation"])
-        for process in self._of(rank):
-            self._fence(process)
         if keep_snapshots and rank not in self.snapshots:
             self.snapshots[rank] = SnapshotMemory.create(rank)
         if rank in self.recorders:
             self.recorders[rank].close()
         recorder = self.recorders[rank] = FlightMemory.create(rank)
-        environment = {**environment, FLIGHT_VARIABLE: recorder.path}
         self._report({"is": "recorder", "rank": rank, "path": recorder.path})
+        environment = {**environment, FLIGHT_VARIABLE: recorder.path}
+        fence, memory = Fence(), self.snapshots.get(rank)
+        setup = RankSetup(environment, log, fence.path, None if memory is None else memory.path)
+        first = replace(Order.from_dict(order), setup=setup)
+        process = next((p for p in self.processes if p.is_spare and not p.is_stopped), None)
+        if process is None:
+            process = self._fork(entry, run_dir, environment, log, first)
+        else:
+            process.send(first)
+        process.rank, process.fence = rank, fence
+
+    def _do_keep_spares(
+        self, count: int, entry: str, run_dir: str, environment: dict[str, str], log: str
+    ) -> None:
+        """Keep a number of spares: start those that are missing."""
+        self.spares = count
+        for _ in range(count - sum(process.is_spare for process in self.processes)):
+            self._fork(entry, run_dir, environment, log, None)
+
+    def _fork(
+        self, entry: str, run_dir: str, environment: dict[str, str], log: str, order: Order | None
+    ) -> _Process:
+        """Start a process, for a rank or as a spare."""
         here, there = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             try:
                 self._close_in_child(here)
-                memory = self.snapshots.get(rank)
-                run_rank_process(there, entry, run_dir, environment, log, Order(**order), memory)
+                run_rank_process(there, entry, run_dir, environment, log, order)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -253,14 +303,15 @@ class Agent:
         there.close()
         here.setblocking(False)
         pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-        process = _Process(rank, pid, pidfd, Channel(here))
+        process = _Process(pid, pidfd, Channel(here))
         self.processes.append(process)
         self.selector.register(process.channel, selectors.EVENT_READ, partial(self._read_rank, process))
         if pidfd >= 0:
             self.selector.register(pidfd, selectors.EVENT_READ, lambda: None)
+        return process
 
     def _close_in_child(self, here: socket.socket) -> None:
-        """Close what belongs to the agent: a rank must see its own link close, and no other."""
+        """Close what belongs to the agent: a rank must see its own link close, and hold no other's memory."""
         self.selector.close()
         here.close()
         if self.supervisor is not None:
@@ -271,17 +322,49 @@ class Agent:
             process.channel.close()
             if process.pidfd >= 0:
                 os.close(process.pidfd)
+            if process.fence is not None:
+                process.fence.close()
+        for snapshots in self.snapshots.values():
+            snapshots.close()
+        for recorder in self.recorders.values():
+            recorder.close()
 
     def _do_order(self, rank: int, order: Message) -> None:
         self.generation = max(self.generation, order["generation"])
         for process in self._of(rank):
-            with contextlib.suppress(OSError):
-                process.channel.queue(order)
+            process.send(Order.from_dict(order))
 
     def _do_signal(self, rank: int, number: int) -> None:
         for process in self._of(rank):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+            process.signal(number)
+
+    def _do_fence(self, rank: int) -> None:
+        """Take the rank away from a process that does not answer.
+
+        It commits nothing when it wakes up. Its snapshots are copied for its successor, because it may be
+        writing to them. One that cannot be fenced is killed: it is inside a commit, or memory is short.
+        """
+        for process in self._of(rank):
+            while process.channel.fileno() >= 0 and self._read_rank(process):
+                pass
+            assert process.fence is not None, "it has a rank"
+            if not (process.fence.shut() and self._copy_snapshots(rank)):
+                process.signal(signal.SIGKILL)
+                continue
+            process.fenced = True
+            process.send(Order("fence", self.generation))
+            self._report({"is": "fenced", "rank": rank, "pid": process.pid})
+
+    def _copy_snapshots(self, rank: int) -> bool:
+        """Let the successor of a process have its own memory; returns False if there is not enough."""
+        memory = self.snapshots.get(rank)
+        if memory is not None:
+            try:
+                self.snapshots[rank] = memory.copy(rank)
+            except OSError:
+                return False
+            memory.close()
+        return True
 
     def _do_list_snapshots(self) -> None:
         steps = {str(rank): memory.steps() for rank, memory in self.snapshots.items()}
@@ -291,18 +374,7 @@ class Agent:
         raise EndedError
 
     def _of(self, rank: int) -> list[_Process]:
-        return [process for process in self.processes if process.rank == rank and not process.fenced]
-
-    def _fence(self, process: _Process) -> None:
-        """Take the rank away from a process that does not answer.
-
-        It may wake up and go on writing: its snapshots are copied for its successor.
-        """
-        process.fenced = True
-        if process.rank in self.snapshots:
-            memory = self.snapshots[process.rank]
-            self.snapshots[process.rank] = memory.copy(process.rank)
-            memory.close()
+        return [process for process in self.processes if process.rank == rank and process.is_rank]
 
     def _read_rank(self, process: _Process) -> bool:
         """Relay what a process has sent; returns whether there was something."""
@@ -312,9 +384,28 @@ class Agent:
             self.selector.unregister(process.channel)
             process.channel.close()
             return False
-        for message in messages if not process.fenced else []:
-            self._report({**message, "rank": process.rank, "pid": process.pid})
+        for message in messages:
+            if message["is"] == "offered":
+                self._keep_or_end(process)
+            elif process.is_rank:
+                self._report({**message, "rank": process.rank, "pid": process.pid})
         return bool(messages)
+
+    def _keep_or_end(self, process: _Process) -> None:
+        """Make a fenced process that woke up a spare, unless there are enough.
+
+        There are at most ``spares``, and one more for each fenced process.
+        """
+        assert process.fence is not None, "it had a rank"
+        spares = sum(other.is_spare for other in self.processes)
+        fenced = sum(other.fenced for other in self.processes)
+        kept = spares < self.spares + fenced
+        self._report({"is": "rejoined", "rank": process.rank, "pid": process.pid, "kept": kept})
+        if kept:
+            process.fence.close()
+            process.rank, process.fence, process.fenced = None, None, False
+        else:
+            process.send(Order("exit", self.generation))
 
     def _reap(self) -> None:
         """Report processes that have ended, after their last message."""
@@ -331,14 +422,15 @@ class Agent:
             if process.pidfd >= 0:
                 self.selector.unregister(process.pidfd)
                 os.close(process.pidfd)
-            if not process.fenced:
+            if process.fence is not None:
+                process.fence.close()
+            if process.is_rank:
                 code = os.waitstatus_to_exitcode(status)
                 self._report({"is": "exited", "rank": process.rank, "pid": process.pid, "status": code})
 
     def _end_all(self) -> None:
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            process.signal(signal.SIGKILL)
         for process in self.processes:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, 0)

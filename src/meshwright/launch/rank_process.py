@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import os
 import queue
 import signal
@@ -24,6 +25,7 @@ from meshwright.core.events import Event
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.environment import STORE_VARIABLE
 from meshwright.launch.exits import EXIT_PEER_LOST
+from meshwright.launch.fence import CommitGuard, HaltedError
 from meshwright.launch.snapshot_memory import SnapshotMemory
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -31,11 +33,23 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
+class RankSetup:
+    """What a process needs to become a rank. The paths are those of memory that the agent holds."""
+
+    environment: dict[str, str]
+    log: str
+    fence: str
+    snapshots: str | None = None
+    """Of in-memory snapshots; None if there are none."""
+
+
+@dataclass(frozen=True)
 class Order:
     """What the supervisor tells a rank to do."""
 
-    action: Literal["join", "halt", "exit"]
-    """``join`` a generation, ``halt`` the current one, or ``exit`` because the run has failed."""
+    action: Literal["join", "halt", "fence", "exit"]
+    """``join`` a generation, ``halt`` the current one, leave it because another process has taken the rank
+    (``fence``), or ``exit`` because the run has failed."""
     generation: int
     store: str | None = None
     """File of the rendezvous store; None for one process."""
@@ -43,35 +57,49 @@ class Order:
     """The in-memory snapshot to go on from."""
     resume_from: str | None = None
     """The checkpoint to go on from, where there is no snapshot. Without both, the run starts again."""
+    setup: RankSetup | None = None
+    """For a process that becomes a rank with this order."""
 
     def as_dict(self) -> Message:
         """For a message."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, message: Message) -> Order:
+        """The order of a message."""
+        setup = message["setup"]
+        return cls(**{**message, "setup": None if setup is None else RankSetup(**setup)})
+
     def enter(self) -> None:
-        """Name the rendezvous store of the generation to ``parallel.mesh.init_mesh``."""
+        """Set the environment of the rank, and name the store to ``parallel.mesh.init_mesh``."""
+        if self.setup is not None:
+            os.environ.update(self.setup.environment)
         if self.store is not None:
             os.environ[STORE_VARIABLE] = self.store
 
 
 class RankLink:
-    """The link of a rank to its agent. It is called with an event to send it."""
+    """The link of a process to its agent. It is called with an event to send it.
 
-    def __init__(self, channel: Channel, first_order: Order, snapshots: SnapshotMemory | None) -> None:
+    A process has a rank from an order with a ``setup`` until it is fenced. Without a rank it is a spare.
+    """
+
+    def __init__(self, channel: Channel) -> None:
         """Take over one end of the link.
 
         Args:
             channel: To the agent.
-            first_order: The generation to join first.
-            snapshots: Memory for snapshots.
         """
-        self.first_order, self.snapshots = first_order, snapshots
+        self.commit = CommitGuard()
+        self.snapshots: SnapshotMemory | None = None
+        """Memory for the snapshots of the rank."""
         self.ordered_at = time.perf_counter()
         """When the newest order to join came; that of the first one: when the process started."""
         self._channel = channel
+        self._order: Order | None = None
+        """The order to obey next."""
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._halted_generation = -1
         self._abort: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -85,28 +113,63 @@ class RankLink:
 
     def is_halted(self, generation: int) -> bool:
         """Whether the supervisor has ended a generation."""
-        return self._halted_generation >= generation
+        return self.commit.is_halted(generation)
 
     @contextlib.contextmanager
     def aborting(self, generation: int, abort: Callable[[], None]) -> Any:
-        """Call ``abort`` from the other thread if the generation is halted inside."""
+        """Call ``abort`` from the other thread if the generation is halted inside.
+
+        Raises:
+            HaltedError: It is halted already.
+        """
         with self._lock:
-            self._abort = abort
             if self.is_halted(generation):
-                abort()
+                raise HaltedError
+            self._abort = abort
         try:
             yield
         finally:
             with self._lock:
                 self._abort = None
 
+    def wait_for_rank(self) -> Order:
+        """Wait as a spare until this process becomes a rank, or must exit."""
+        if self._order is None:
+            order = self._orders.get()
+            while order.setup is None and order.action != "exit":  # for the rank that it was before
+                order = self._orders.get()
+            self._order = self._take(order)
+        order, self._order = self._order, None
+        return order
+
+    def assign(self, order: Order) -> None:
+        """Let the next ``wait_for_rank`` return this order: the process was started for a rank."""
+        self._order = self._take(order)
+
+    def offer_as_spare(self) -> None:
+        """Report that this process was fenced, has left its generation, and can become another rank."""
+        if self.snapshots is not None:
+            self.snapshots.close()
+            self.snapshots = None
+        with contextlib.suppress(OSError):
+            self._channel.send({"is": "offered"})
+
+    def _take(self, order: Order) -> Order:
+        setup = order.setup
+        if setup is not None:
+            self.commit.open(setup.fence)
+            self.snapshots = None if setup.snapshots is None else SnapshotMemory.open(setup.snapshots)
+            _redirect_output(setup.log)
+        self.ordered_at = time.perf_counter()
+        self.commit.begin(math.inf if order.action == "exit" else order.generation)
+        order.enter()
+        return order
+
     def report_failure(self, generation: int, failure: Mapping[str, Any]) -> Order:
         """Report that this rank left a generation, and wait for the next order."""
         with contextlib.suppress(OSError):
             self._channel.send({"is": "failed", "generation": generation, **failure})
-        order = self._orders.get()
-        self.ordered_at = time.perf_counter()
-        return order
+        return self._take(self._orders.get())
 
     def _read_orders(self) -> None:
         while True:
@@ -115,16 +178,16 @@ class RankLink:
             except EOFError:  # the agent is gone
                 os._exit(EXIT_PEER_LOST)
             for message in messages:
-                self._obey(Order(**message))
+                self._obey(Order.from_dict(message))
 
     def _obey(self, order: Order) -> None:
+        if order.action in ("halt", "fence"):
+            with self._lock:
+                self.commit.halt(order.generation)
+                if self._abort is not None:
+                    self._abort()
         if order.action != "halt":
             self._orders.put(order)
-            return
-        with self._lock:
-            self._halted_generation = order.generation
-            if self._abort is not None:
-                self._abort()
 
 
 def run_rank_process(
@@ -133,26 +196,40 @@ def run_rank_process(
     run_dir: str,
     environment: Mapping[str, str],
     log: str,
-    order: Order,
-    snapshots: SnapshotMemory | None,
+    order: Order | None,
 ) -> None:
-    """Body of a forked rank: environment, output, link to the agent; then ``entry``. Does not return."""
+    """Body of a forked process: environment, output, link to the agent; then ``entry``. Does not return.
+
+    Args:
+        connection: To the agent.
+        entry: ``module:function``, called with ``run_dir`` and the link.
+        run_dir: Folder of the run.
+        environment: Of every rank.
+        log: File for the output.
+        order: The first one; None for a spare.
+    """
     gc.freeze()
     gc.enable()  # disabled by launch.forkserver_preload
     os.environ.update(environment)
-    order.enter()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # the supervisor handles these
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank can stop cleanly
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
-    with contextlib.suppress(OSError):
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-    link = RankLink(Channel(connection), order, snapshots)
+    _redirect_output(log)
+    link = RankLink(Channel(connection))
+    if order is not None:
+        link.assign(order)
     link.start()
     module, _, function = entry.partition(":")
     status = getattr(importlib.import_module(module), function)(run_dir, link)
     connection.close()
     util._exit_function()  # type: ignore[attr-defined]  # the cleanup of a child: frees named semaphores
     os._exit(status)  # skips destructors that could wait for lost ranks
+
+
+def _redirect_output(log: str) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)

@@ -31,6 +31,16 @@ class SnapshotMemory:
         """A new, empty one."""
         return cls(os.memfd_create(f"snapshots of rank {rank}"))
 
+    @classmethod
+    def open(cls, path: str) -> SnapshotMemory:
+        """That of the agent, in the process of the rank."""
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+    @property
+    def path(self) -> str:
+        """Where the rank opens it."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
     def reserve(self, slot_bytes: int) -> None:
         """Make room for two slots. All pages are allocated now.
 

@@ -153,6 +153,10 @@ def _explain_timeout(job: Job) -> str | None:
     return "one process waits for no others" if job.layout.world_size == 1 else None
 
 
+def _explain_spares(job: Job) -> str | None:
+    return "the first failure ends the run (elastic.restarts=0)" if job.elastic.restarts == 0 else None
+
+
 def _explain_preparation(job: Job) -> str | None:
     """Prepared folders are used where they are."""
     paths = [job.data.path, *(one.path for one in job.data.eval)]
@@ -178,6 +182,7 @@ REASONS: dict[str, Reason] = {
     "checkpoint.on_best": _explain_on_best,
     "elastic.collective_timeout_s": _explain_timeout,
     "elastic.stop_grace_s": _explain_timeout,
+    "elastic.spares": _explain_spares,
     "data.cache": _explain_preparation,
     "data.on_bad_records": _explain_preparation,
 }

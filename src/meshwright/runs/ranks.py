@@ -65,6 +65,8 @@ def build_launch(
         preload=preload,
         restarts=0 if find_checkpoint is None else job.elastic.restarts,
         find_checkpoint=find_checkpoint or (lambda: None),
+        spares=0 if find_checkpoint is None else job.elastic.spares,
+        keeps_silent=job.cluster.device == "cpu",
         orphan_s=0.0 if find_checkpoint is None else job.elastic.orphan_s,
     )
 

@@ -125,12 +125,22 @@ def _plan_for_all(store: Any, job: LoadedJob, resume: ResumeMode, reporter: Repo
     """Prepare the run and publish its folder, or that there is none."""
     world_size = int(os.environ["WORLD_SIZE"])
     try:
+        _require_no_spares(job)
         prepared = prepare_run(_with_degree(job, world_size), resume, reporter, started=world_size)
     except MeshwrightError:
         store.set("run_dir", REFUSED)
         raise
     store.set("run_dir", prepared.assignment.run_dir)
     return prepared.assignment.run_dir  # the lock is released when this process ends
+
+
+def _require_no_spares(job: LoadedJob) -> None:
+    if spares := job.spec.elastic.spares:
+        rule = "needs ranks that Meshwright starts: torchrun replaces failed ranks itself"
+        fix = "Remove it, or start the run with meshwright train"
+        raise UserError(
+            Problem("elastic-spares-torchrun", rule, path="elastic.spares", value=spares, fix=fix)
+        )
 
 
 def _with_degree(job: LoadedJob, world_size: int) -> LoadedJob:

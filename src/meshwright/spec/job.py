@@ -255,6 +255,8 @@ class Elastic:
     """Time that the other ranks have to leave their collectives after one failed; then they are killed."""
     restarts: Natural = 3
     """Failures in a row without a new step after which the run fails; 0: the first failure ends the run."""
+    spares: Natural = 0
+    """Warm processes that wait to take over the rank of a failed one; without one, a process is started."""
     orphan_s: NonNegative = 60.0
     """How long ranks go on when the command has died. Then they save and stop. `train --resume` adopts them
     meanwhile; 0: they are killed at once."""

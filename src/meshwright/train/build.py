@@ -87,7 +87,7 @@ def build_trainer(
     if model.weight_copies is not None and state.counters.step:
         model.weight_copies.is_stale = True
     checkpoints, stop = Path(assignment.checkpoint_dir), stop or StopSignal()
-    saver = CheckpointSaver(checkpoints, state, mesh.rank, context.events, snapshots)
+    saver = CheckpointSaver(checkpoints, state, mesh.rank, context.events, snapshots, context.commit)
     return Trainer(context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop)
 
 
@@ -101,7 +101,7 @@ def _build_snapshots(context: RankContext, state: CheckpointedState) -> MemorySn
             context.events.write("snapshots_off", reason=plan.host_memory.snapshots_off, planned=True)
         return None
     try:
-        return MemorySnapshots(memory, state, plan.job.elastic.snapshot_every)
+        return MemorySnapshots(memory, state, plan.job.elastic.snapshot_every, context.commit)
     except OSError as error:
         context.events.write("snapshots_off", reason=str(error), planned=False)
         return None

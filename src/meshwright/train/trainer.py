@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.divergence import non_finite_error
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
-from meshwright.core.events import EventWriter
+from meshwright.core.events import Commit, EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.snapshot_memory import SnapshotMemory
 from meshwright.layout.lr_schedule import lr_at
@@ -62,6 +63,8 @@ class RankContext:
     restore_step: int | None = None
     """The step of the in-memory snapshot to start from."""
     setup: SetupTimes = field(default_factory=SetupTimes)
+    commit: Commit = nullcontext
+    """Entered around each commit; raises where this rank must write no more."""
 
 
 @dataclass(frozen=True)

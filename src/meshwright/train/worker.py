@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.events import EVENTS_FILE, EventWriter, Listener
+from meshwright.core.events import EVENTS_FILE, Commit, EventWriter, Listener
 from meshwright.core.flight_ring import FLIGHT_VARIABLE
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.exits import EXIT_ERROR, EXIT_OK, EXIT_PEER_LOST
+from meshwright.launch.fence import FencedError
 from meshwright.launch.rank_process import Order, RankLink
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.flight_recorder import FlightRecorder
@@ -64,8 +65,7 @@ def run_with_trainer(
 ) -> int:
     """Join the other ranks, build the trainer of this rank, run something with it.
 
-    After a failure of any rank, this rank waits for the supervisor's order: it joins the next generation, or
-    exits.
+    A process that an agent started waits for a rank first, unless it was started for one.
 
     Args:
         work: Training, a proof, or a benchmark.
@@ -76,39 +76,77 @@ def run_with_trainer(
     Returns:
         The exit status.
     """
-    folder = Path(run_dir)
-    rank = int(os.environ.get("RANK", "0"))
-    assignment = Assignment.read(folder)
-    link = listener if isinstance(listener, RankLink) else None
-    order = Order("join", assignment.generation) if link is None else link.first_order
-    events = EventWriter(folder / EVENTS_FILE, rank, order.generation, listener)
-    stop = StopSignal()
+    folder, stop = Path(run_dir), StopSignal()
     stop.install()
-    flight = FlightRecorder()
-    recorder, host = os.environ.get(FLIGHT_VARIABLE), socket.gethostname()
-    try:
-        events.write("started", pid=os.getpid(), host=host, torch=torch.__version__, flight_recorder=recorder)
-        while True:
-            events.generation = order.generation
-            order.enter()
-            flight.start(rank, order.generation)
-            generation = _Generation(folder, _reassign(assignment, order), order, events, flight, link)
-            failure = generation.run(work, stop, store)
-            if failure is None:
-                flight.enter("finished")
-                return EXIT_OK
-            if not failure.fields["peer_lost"]:
-                flight.note_error(f"{failure.fields['kind']}: {failure.fields['message']}")
-            del generation
-            if link is None:
-                return failure.write(events)
-            order = link.report_failure(order.generation, failure.as_dict())
-            if order.action == "exit":
-                return failure.write(events)
-            reset_process()
-    finally:
-        flight.stop()
-        events.close()
+    if not isinstance(listener, RankLink):
+        return _RankSession(folder, work, listener, None, stop).run(None, store) or EXIT_OK
+    link = listener
+    session = _RankSession(folder, work, link, link, stop)
+    while True:
+        order = link.wait_for_rank()
+        if order.action == "exit":
+            return EXIT_OK
+        status = session.run(order, store)
+        if status is not None:
+            return status
+        reset_process()
+        link.offer_as_spare()
+
+
+@dataclass(frozen=True)
+class _RankSession:
+    """This process while it has a rank: over all generations, until it exits or is fenced."""
+
+    folder: Path
+    work: Callable[[Trainer], None]
+    listener: Listener | None
+    link: RankLink | None
+    stop: StopSignal
+
+    def run(self, first: Order | None, store: dist.Store | None) -> int | None:
+        """Run the rank; returns the exit status, or None if another process has taken the rank.
+
+        After a failure of any rank, this rank waits for the supervisor's order: it joins the next generation,
+        or exits.
+        """
+        link, rank = self.link, int(os.environ.get("RANK", "0"))
+        assignment = Assignment.read(self.folder)
+        order = first or Order("join", assignment.generation)
+        commit: Commit = nullcontext if link is None else link.commit
+        events = EventWriter(self.folder / EVENTS_FILE, rank, order.generation, self.listener, commit)
+        flight = FlightRecorder()
+        recorder, host = os.environ.get(FLIGHT_VARIABLE), socket.gethostname()
+        try:
+            events.write(
+                "started", pid=os.getpid(), host=host, torch=torch.__version__, flight_recorder=recorder
+            )
+            while True:
+                events.generation = order.generation
+                flight.start(rank, order.generation)
+                reassigned = _reassign(assignment, order)
+                generation = _Generation(self.folder, reassigned, order, events, flight, link)
+                failure = generation.run(self.work, self.stop, store)
+                if failure is None:
+                    flight.enter("finished")
+                    return EXIT_OK
+                if not failure.fields["peer_lost"]:
+                    flight.note_error(f"{failure.fields['kind']}: {failure.fields['message']}")
+                del generation
+                if link is None:
+                    return failure.write(events)
+                if link.commit.is_shut:
+                    return None
+                order = link.report_failure(order.generation, failure.as_dict())
+                if order.action == "fence":
+                    return None
+                if order.action == "exit":
+                    return failure.write(events)
+                reset_process()
+        except FencedError:
+            return None
+        finally:
+            flight.stop()
+            events.close()
 
 
 @dataclass(frozen=True)
@@ -159,9 +197,16 @@ class _Generation:
                 setup.end("join")
                 free = measure_free_memory(plan)
                 memory = None if self.link is None else self.link.snapshots
-                restore_step = self.order.restore_step
                 context = RankContext(
-                    plan, self.assignment, mesh, counter, self.events, memory, restore_step, setup
+                    plan,
+                    self.assignment,
+                    mesh,
+                    counter,
+                    self.events,
+                    memory,
+                    self.order.restore_step,
+                    setup,
+                    nullcontext if self.link is None else self.link.commit,
                 )
                 trainer = build_trainer(context, stop)
                 work(trainer)

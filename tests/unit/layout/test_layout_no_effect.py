@@ -171,6 +171,7 @@ READERS = {
     "elastic.restarts": "runs",
     "elastic.orphan_s": "runs",
     "elastic.snapshot_every": "train",
+    "elastic.spares": "runs",
     "elastic.stop_grace_s": "runs",
 }
 """Keys whose effect no plan shows, by the package or module that reads them."""
@@ -319,6 +320,7 @@ CASES = [
     ("checkpoint.on_best", "true", "one process"),
     ("elastic.collective_timeout_s", "60.0", "one process"),
     ("elastic.stop_grace_s", "60.0", "one process"),
+    ("elastic.spares", "1 elastic.restarts=0", "replicas"),
     ("data.cache", "elsewhere", "one process"),
     ("data.on_bad_records", "skip", "one process"),
 ]
@@ -352,6 +354,7 @@ def test_every_row_of_the_table_has_a_case_and_a_default_is_never_reported():
         ("train.min_lr_ratio=0.5 train.warmup=7", "one process"),
         ("checkpoint.on_best=true train.eval_every=4", "one process"),
         ("elastic.stop_grace_s=60.0", "tensor"),
+        ("elastic.spares=1", "one process"),
         ("data.cache=elsewhere", "one process"),
     ],
 )
