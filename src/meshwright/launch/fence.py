@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -66,9 +67,13 @@ class CommitGuard:
                 os.close(self._fd)
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
-    def begin(self, generation: float) -> None:
-        """Commit for a generation from now on; ``math.inf`` for the error that ends the rank."""
+    def begin(self, generation: int) -> None:
+        """Commit for a generation from now on."""
         self._generation = generation
+
+    def leave(self) -> None:
+        """This rank has left its generation, and reports why."""
+        self._generation = math.inf
 
     def halt(self, generation: int) -> None:
         """Refuse commits of a generation.

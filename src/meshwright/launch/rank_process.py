@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import math
 import os
 import queue
 import signal
@@ -161,7 +160,8 @@ class RankLink:
             self.snapshots = None if setup.snapshots is None else SnapshotMemory.open(setup.snapshots)
             _redirect_output(setup.log)
         self.ordered_at = time.perf_counter()
-        self.commit.begin(math.inf if order.action == "exit" else order.generation)
+        if order.action == "join":
+            self.commit.begin(order.generation)
         order.enter()
         return order
 

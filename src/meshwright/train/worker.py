@@ -214,6 +214,8 @@ class _Generation:
         except Exception as error:
             if plan is not None and is_out_of_memory(error):
                 error = report_out_of_memory(error, plan, self.events.rank, free, trainer)
+            if self.link is not None:
+                self.link.commit.leave()
             if trainer is not None:
                 report_collectives(trainer)
             return describe_failure(error, self._is_halted())
