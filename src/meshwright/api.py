@@ -457,7 +457,11 @@ def probe(out: str | Path = "probed.toml", *, cpu: bool = False, reporter: Repor
 
 
 def run_faults(
-    *names: str, seed: int = 0, budget_s: float = 180.0, reporter: Reporter = SILENT
+    *names: str,
+    seed: int = 0,
+    budget_s: float = 180.0,
+    schedule: str | Path | None = None,
+    reporter: Reporter = SILENT,
 ) -> FaultReport:
     """Kill, stop and disturb ranks of a tiny job, and check that each run recovers as it should.
 
@@ -465,11 +469,15 @@ def run_faults(
         names: Tests by name or number, with ``/LAYOUT`` for one layout; all by default.
         seed: Of the faults.
         budget_s: Time for all; tests that do not fit are skipped.
+        schedule: File with one fault per line, such as ``fail(rank=2, step=7)``: runs these instead.
         reporter: Receives the faults and the progress.
+
+    Raises:
+        UserError: A name is unknown, the file is not a schedule, or no test fits into the budget.
     """
     from meshwright.runs.faults.suite import run_faults as run  # noqa: PLC0415
 
-    return run(names, seed, budget_s, reporter)
+    return run(names, seed, budget_s, None if schedule is None else Path(schedule), reporter)
 
 
 def validate(tables: Sequence[str | Path] = ()) -> list[Outcome]:

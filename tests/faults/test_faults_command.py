@@ -27,6 +27,28 @@ def test_a_killed_rank_passes_with_its_figures(command, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_quick_tests_pass_in_one_layout():
+    """Supervisor, clock and hostile clients; also the wrong calls. No test is skipped."""
+    names = ("kill-rank-0", "kill-supervisor", "stop-supervisor", "wrong-call", "clock", "hostile-clients")
+    report = run_faults(*(f"{name}/ddp" for name in names), seed=1, budget_s=900)
+    found = report.as_dict()
+    assert (found["failed"], found["skipped"], found["violations"]) == ([], [], {})
+    assert len(found["passed"]) == len(names)
+
+
+@pytest.mark.slow
+def test_a_schedule_of_the_user_is_run(command, tmp_path):
+    """Two kills and a stop, from a file."""
+    lines = ["# two kills", "fail(rank=1, step=8)", 'fail(rank=0, step=20, during="update")']
+    (tmp_path / "faults.txt").write_text("\n".join(lines))
+    running = command("faults", "schedule/zero3", "--schedule", "faults.txt", "--json", "--budget", "600")
+    status, out, err = running.finish(300)
+    assert status == 0, err
+    assert json.loads(out)["schedules"] == {"schedule/zero3": [lines[1:]]}
+
+
+@pytest.mark.slow
 def test_a_system_that_does_not_recover_fails(monkeypatch):
     """With ``elastic.restarts = 0`` a kill ends the run. The report has the command that runs it again."""
     monkeypatch.setattr(job, "JOB", job.JOB + "restarts = 0\n")
@@ -46,6 +68,7 @@ def test_a_system_that_does_not_recover_fails(monkeypatch):
         (["--budget", "-1"], "api-argument"),
         (["--seed", "-1"], "api-argument"),
         (["1", "--budget", "2"], "faults-budget"),
+        (["--schedule", "missing.txt"], "faults-schedule"),
     ],
 )
 def test_bad_input_is_refused(command, arguments, code):

@@ -329,13 +329,17 @@ def faults(
     budget: Annotated[
         float, typer.Option(help="Seconds for all tests; those that do not fit are skipped.")
     ] = 180.0,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(help="File with one fault per line, such as fail(rank=2, step=7): runs these instead."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Kill, stop and disturb ranks of a tiny job, and check that each run recovers as it should."""
     from meshwright.cli.faults import check_faults  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: check_faults(output, names or [], seed, budget))
+    guarded(output, lambda: check_faults(output, names or [], seed, budget, schedule))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.api import run_faults
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
     from meshwright.runs.faults.suite import FaultReport
 
 
-def check_faults(output: Output, names: Sequence[str], seed: int, budget_s: float) -> int:
+def check_faults(
+    output: Output, names: Sequence[str], seed: int, budget_s: float, schedule: Path | None
+) -> int:
     """Run fault tests and print their figures; status 3 if one fails."""
     output.print(f"seed {seed}, budget {budget_s:g} s")
-    report = run_faults(*names, seed=seed, budget_s=budget_s, reporter=ConsoleReporter(output))
+    report = run_faults(
+        *names, seed=seed, budget_s=budget_s, schedule=schedule, reporter=ConsoleReporter(output)
+    )
     _describe(output, report)
     output.result(report.as_dict())
     return 0 if report.ok else CheckFailedError.exit_status
@@ -28,9 +33,9 @@ def _describe(output: Output, report: FaultReport) -> None:
     """The table, what is wrong, and how to run it again."""
     ran = [case for case in report.cases if not case.skipped]
     rows = [
-        [f"{case.test.number} {case.name}", "; ".join(map(str, case.figures)), case.verdict] for case in ran
+        [str(case.test.number), case.name, "; ".join(map(str, case.figures)), case.verdict] for case in ran
     ]
-    output.table("Fault tests", ("test", "figures", "verdict"), rows)
+    output.table("Fault tests", ("#", "test", "figures", "verdict"), rows)
     for test in dict.fromkeys(case.test for case in ran):
         output.print(f"{test.number} {test.name}: {test.criterion}")
     for case in report.cases:

@@ -1,8 +1,8 @@
 """Injects a schedule of faults into a run from outside: the ranks contain no test code.
 
 The flight recorder of a rank says in which step and phase the rank is. The injector reads it about a thousand
-times per second and sends the signal when step and phase are reached. The rank may get a little further until
-the signal arrives: the record of an injection says where the rank was afterwards.
+times per second. When step and phase are reached, it stops the process and reads again. If the rank has left
+the phase meanwhile, the process goes on, and the injector waits for the phase of a later step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from meshwright.elastic.rank_watch import ProcessStatus
 
 FINE_POLL_S = 0.001
 """Interval of reading a flight recorder while a fault waits for its step."""
+STOPPED_WITHIN_S = 1.0
+"""Time for SIGSTOP to take effect."""
 PIPELINE_PHASE = "forward and backward"
 """A pipeline runs both in turn and records one phase."""
 
@@ -34,7 +36,7 @@ class Injection:
     """Wall-clock time."""
     pid: int
     step: int
-    """Where the rank was right after the fault."""
+    """Where the rank was at the fault."""
     phase: str
     generation: int
     furthest_step: int
@@ -66,7 +68,7 @@ class Injector:
             entry[1]()
         if len(self.injections) < len(self.schedule):
             fault = self.schedule[len(self.injections)]
-            if self._is_due(fault):
+            if self._is_due(fault) and self._holds(fault):
                 self._inject(fault)
 
     def do_later(self, seconds: float, action: Callable[[], None]) -> None:
@@ -82,6 +84,20 @@ class Injector:
         if progress is None or not is_alive(progress.pid):
             return False
         return progress.step >= (fault.step or 0) and _is_in(progress, fault.during)
+
+    def _holds(self, fault: Fault) -> bool:
+        """Stop the rank of a fault with a phase, if it is still there; otherwise let it go on."""
+        if fault.during is None or fault.rank is None:
+            return True
+        pid = self.view.ranks[fault.rank].pid
+        send_signal(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + STOPPED_WITHIN_S
+        while ProcessStatus.read(pid).state not in ("T", "") and time.monotonic() < deadline:
+            pass
+        if self._is_due(fault):
+            return True
+        send_signal(pid, signal.SIGCONT)
+        return False
 
     def _inject(self, fault: Fault) -> None:
         now, furthest = time.time(), self.view.steps_done

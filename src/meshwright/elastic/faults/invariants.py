@@ -23,6 +23,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.core.errors import UserError
 from meshwright.core.events import Event
 
+COMMITS = ("ready", "step", "eval", "checkpoint")
 FILES = (MODEL_FILE, OPTIMIZER_FILE)
 
 
@@ -56,6 +57,7 @@ def read_history(events: Sequence[Event]) -> History:
             if step in losses and losses[step] != loss:
                 found.append(f"step {step} was done again with loss {loss} instead of {losses[step]}")
         losses |= new
+    found += _check_fences(events)
     missing = sorted(set(range(1, max(losses, default=0) + 1)) - set(losses))
     if missing:
         found.append(f"steps {missing} are missing in the final history")
@@ -92,6 +94,20 @@ def _follow_ranks(
         if losses.setdefault(step, loss) != loss:
             found.append(f"step {step}: rank {rank} has loss {loss}, another rank has {losses[step]}")
     return losses
+
+
+def _check_fences(events: Sequence[Event]) -> list[str]:
+    """A process that was replaced commits nothing for its old generation."""
+    found, newest = [], dict[int, int]()
+    for event in events:
+        if event["event"] in COMMITS:
+            rank, generation = event["rank"], event["generation"]
+            if generation < newest.get(rank, generation):
+                found.append(
+                    f"rank {rank} wrote {event['event']} of step {event['step']} after it was fenced"
+                )
+            newest[rank] = max(generation, newest.get(rank, 0))
+    return found
 
 
 def check_checkpoints(root: Path, global_batch: int) -> list[str]:

@@ -32,19 +32,18 @@ class Resources:
     """What a process holds."""
 
     rss_bytes: int
-    sockets: int
-    other_files: int
+    files: int
+    """Open files and sockets."""
 
     @classmethod
     def read(cls, pid: int) -> Resources | None:
         """Of a process; None if it is gone."""
         try:
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            links = list(_list_links(pid))
+            files = len(list(_list_links(pid)))
         except (FileNotFoundError, ProcessLookupError):
             return None
-        sockets = sum(link.startswith("socket:") for link in links)
-        return cls(pages * os.sysconf("SC_PAGE_SIZE"), sockets, len(links) - sockets)
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), files)
 
 
 def list_ports(pids: Iterable[int]) -> list[Port]:

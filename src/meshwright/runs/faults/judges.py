@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from meshwright.core.events import Event
@@ -14,6 +16,10 @@ NOTICED_S, GOES_ON_S = 1.0, 10.0
 NAMED_S = 5.0
 ADOPTED_STALL_S = 15.0
 PAUSE_SLACK_S = 2.0
+ATTACK_RSS_MB = 50.0
+CLOCK_SLACK_S = 10.0
+"""Ranks write the event of a step at about the same time."""
+KILL_LOOP_S, KILL_LOOP_GOODPUT = 100.0, 80.0
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,8 @@ class Figure:
 
     name: str
     value: float
-    limit: float
+    limit: float | None = None
+    """None if it is only reported."""
     unit: str = "s"
     at_least: bool = False
     """Whether the limit is the least value; otherwise it is the largest."""
@@ -30,11 +37,13 @@ class Figure:
     @property
     def ok(self) -> bool:
         """Whether it is within the limit."""
+        if self.limit is None:
+            return True
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def __str__(self) -> str:
-        relation, unit = ">=" if self.at_least else "<=", self.unit if self.unit == "%" else f" {self.unit}"
-        return f"{self.name} {self.value:.3g}{unit} ({relation} {self.limit:g})"
+        shown = f"{self.name} {self.value:.3g}{'' if self.unit in ('%', '') else ' '}{self.unit}"
+        return shown if self.limit is None else f"{shown} ({'>=' if self.at_least else '<='} {self.limit:g})"
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -46,22 +55,135 @@ def is_settled(trial: Trial) -> bool:
     return trial.injector.done and trial.new_steps() >= SETTLE_STEPS
 
 
+def is_adopted(trial: Trial) -> bool:
+    """Whether a new command has adopted the ranks, and they have made steps since."""
+    adopted = trial.view.of("adopted")
+    after = [
+        e for e in trial.view.of("step") if adopted and e["rank"] == 0 and e["time"] > adopted[-1]["time"]
+    ]
+    return trial.injector.done and len(after) >= SETTLE_STEPS
+
+
+def is_kill_loop_over(trial: Trial) -> bool:
+    """Whether the time of the kill loop is up, and the last kill was recovered from."""
+    first = trial.view.first_step_at
+    return first is not None and time.time() >= first + KILL_LOOP_S and is_settled(trial)
+
+
 def judge_kills(trial: Trial) -> list[Figure]:
     """Every killed rank was noticed, and training went on; no other rank died."""
     figures = []
-    for injection in trial.injections:
-        recovered = _next_event(trial, injection, "recovered")
+    kills = [injection for injection in trial.injections if injection.fault.kind == "fail"]
+    for injection in kills:
+        recovered, lost = (_next_event(trial, injection, name) for name in ("recovered", "rank_lost"))
         step = None if recovered is None else _next_step(trial, injection, recovered["generation"])
-        if recovered is None or step is None:
+        if recovered is None or lost is None or step is None:
             trial.violations.append(f"no recovery from {injection.fault}")
             continue
-        noticed_s = max(0.0, recovered["time"] - recovered["seconds"] - injection.time)
+        noticed = min(
+            lost["time"], recovered["time"] - recovered["seconds"]
+        )  # the latter is the first of several
         figures += [
-            Figure("noticed after", noticed_s, NOTICED_S),
+            Figure("noticed after", max(0.0, noticed - injection.time), NOTICED_S),
             Figure("next step after", step["time"] - injection.time, GOES_ON_S),
         ]
-    _expect_processes(trial, WORLD_SIZE + len(trial.injections))
+    _expect_processes(trial, WORLD_SIZE + len(kills))
     return worst(figures)
+
+
+def judge_kill_loop(trial: Trial) -> list[Figure]:
+    """Every kill was recovered from. Times are only reported; the suite adds the share of steps."""
+    kills = Figure("kills", len(trial.injections), unit="")
+    return [kills, *(replace(figure, limit=None) for figure in judge_kills(trial))]
+
+
+def judge_schedule(trial: Trial) -> list[Figure]:
+    """A schedule of the user has no criterion but the invariants."""
+    return [Figure("longest stall", longest_stall_s(trial))]
+
+
+def judge_killed_supervisor(trial: Trial) -> list[Figure]:
+    """No rank died, and the ranks went on stepping until and after a new command adopted them."""
+    if not trial.view.of("adopted"):
+        trial.violations.append("no new command adopted the ranks")
+    _expect_processes(trial, WORLD_SIZE)
+    return [Figure("longest stall", longest_stall_s(trial), ADOPTED_STALL_S)]
+
+
+def judge_stopped_supervisor(trial: Trial) -> list[Figure]:
+    """No rank was restarted, and the ranks waited no longer than the pause."""
+    _expect_processes(trial, WORLD_SIZE)
+    _expect_no_event(trial, "rank_lost", "hang")
+    pause_s = max(fault.for_s or 0.0 for fault in trial.schedule)
+    return [Figure("longest stall", longest_stall_s(trial), pause_s + PAUSE_SLACK_S)]
+
+
+def judge_stopped_ranks(trial: Trial) -> list[Figure]:
+    """Every stopped rank was named, and the others went on."""
+    figures = []
+    for injection in trial.injections:
+        named, recovered = (_next_event(trial, injection, name) for name in ("hang", "recovered"))
+        step = None if recovered is None else _next_step(trial, injection, recovered["generation"])
+        if named is None or step is None:
+            trial.violations.append(f"no recovery from {injection.fault}")
+            continue
+        if (named["rank"], named["cause"]) != (injection.fault.rank, "stopped"):
+            trial.violations.append(f"{injection.fault} was reported as: {named['verdict']}")
+        figures += [
+            Figure("named after", named["time"] - injection.time, NAMED_S),
+            Figure("next step after", step["time"] - injection.time, GOES_ON_S),
+        ]
+    return worst(figures)
+
+
+def judge_clocks(trial: Trial) -> list[Figure]:
+    """The shifts took effect, no rank was lost because of them, and a kill was recovered from."""
+    shifts = [injection for injection in trial.injections if injection.fault.kind == "shift_clock"]
+    times = {(e["rank"], e["generation"], e["step"]): e["time"] for e in trial.view.of("step")}
+    for injection in shifts:
+        rank, by_s = injection.fault.rank, injection.fault.by_s or 0.0
+        after = [
+            times[key] - times[0, *key[1:]]
+            for key in times
+            if key[0] == rank and key[2] > injection.step and (0, *key[1:]) in times
+        ]
+        if not after or abs(after[0] - by_s) > CLOCK_SLACK_S:
+            trial.violations.append(f"{injection.fault} had no effect on the times of events")
+    _expect_no_event(trial, "hang")
+    return judge_kills(trial)
+
+
+def judge_attack(trial: Trial) -> list[Figure]:
+    """Hostile connections changed nothing: no rank was lost, and no memory or file of ours was leaked."""
+    _expect_processes(trial, WORLD_SIZE)
+    _expect_no_event(trial, "rank_lost", "hang")
+    if trial.attack is None or not trial.attack.ports:
+        trial.violations.append("no listening port was found: nothing was tested")
+        return []
+    outside = [port for port in trial.attack.ports if not port.is_loopback]
+    if outside:
+        trial.violations.append(f"ports that other machines reach: {outside}")
+    wanted = max(fault.connections or 0 for fault in trial.schedule)
+    return [
+        Figure("connections", trial.attack.connections, wanted, "", at_least=True),
+        Figure("ports", len(trial.attack.ports), unit=""),
+        Figure("RSS growth", trial.rss_growth_mb, ATTACK_RSS_MB, "MB"),
+        Figure("files leaked by command and agent", trial.own_file_growth, 0, ""),
+        Figure("sockets leaked by gloo per rank", trial.rank_file_growth, unit=""),
+    ]
+
+
+def count_steps(trial: Trial, seconds: float) -> int:
+    """Steps that rank 0 had done a while after its first one."""
+    first = trial.view.first_step_at or 0.0
+    return max((e["step"] for e in trial.view.of("step") if e["time"] <= first + seconds), default=0)
+
+
+def longest_stall_s(trial: Trial) -> float:
+    """The longest time between two steps of rank 0, from the first fault on."""
+    since = trial.injections[0].time if trial.injections else 0.0
+    times = [e["time"] for e in trial.view.of("step") if e["rank"] == 0 and e["time"] >= since]
+    return max((b - a for a, b in pairwise([since, *times])), default=0.0)
 
 
 def judge_wrong_call(trial: Trial) -> list[Figure]:
@@ -84,6 +206,12 @@ def worst(figures: list[Figure]) -> list[Figure]:
         if before is None or (figure.value < before.value) == figure.at_least:
             found[figure.name] = figure
     return list(found.values())
+
+
+def _expect_no_event(trial: Trial, *names: str) -> None:
+    found = [event for name in names for event in trial.view.of(name)]
+    if found:
+        trial.violations.append(f"an event {found[0]['event']} was written: {found[0]}")
 
 
 def _expect_processes(trial: Trial, expected: int) -> None:

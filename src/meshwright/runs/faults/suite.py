@@ -17,10 +17,12 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError, require_argument
 from meshwright.core.units import format_plural
+from meshwright.elastic.faults.clock import ShiftedClocks, build_clock_library
 from meshwright.elastic.faults.invariants import compare_runs
-from meshwright.runs.faults.job import LAYOUTS, TinyJob
-from meshwright.runs.faults.judges import Figure, worst
-from meshwright.runs.faults.table import TESTS, FaultTest, Schedule
+from meshwright.elastic.faults.schedule import read_schedule
+from meshwright.runs.faults.job import LAYOUTS, WORLD_SIZE, TinyJob
+from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, Figure, count_steps, worst
+from meshwright.runs.faults.table import TESTS, FaultTest, Schedule, build_custom_test
 from meshwright.runs.faults.trial import EXIT_FAILED, SETTLE_STEPS, Trial
 from meshwright.runs.reporter import Reporter
 
@@ -69,6 +71,8 @@ class FaultReport:
     seconds: float
     load_average: float
     """Of the last minute; other load makes every figure worse."""
+    schedule: Path | None = None
+    """The file of a schedule of the user."""
 
     @property
     def ok(self) -> bool:
@@ -77,7 +81,8 @@ class FaultReport:
 
     def replay(self, case: Case) -> str:
         """The command that runs a case again."""
-        return f"meshwright faults {case.name} --seed {self.seed} --budget 3600"
+        faults = f"--seed {self.seed}" if self.schedule is None else f"--schedule {self.schedule}"
+        return f"meshwright faults {case.name} {faults} --budget 3600"
 
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright faults --json``."""
@@ -97,48 +102,58 @@ class FaultReport:
         }
 
 
-def run_faults(names: Sequence[str], seed: int, budget_s: float, reporter: Reporter) -> FaultReport:
+def run_faults(
+    names: Sequence[str], seed: int, budget_s: float, schedule: Path | None, reporter: Reporter
+) -> FaultReport:
     """Run fault tests; tests that do not fit into the budget are skipped.
 
     Args:
         names: Tests by name or number, with ``/LAYOUT`` for one layout; all if empty.
         seed: Of the schedules.
         budget_s: Time for all.
+        schedule: A file with the faults of a test of your own, named ``schedule``.
         reporter: Receives the schedules and the progress.
 
     Raises:
-        UserError: A name is unknown, or no test fits.
+        UserError: A name is unknown, the file is not a schedule, or no test fits.
     """
     require_argument(seed >= 0, "seed", seed, "must not be negative")
     require_argument(budget_s > 0, "budget", budget_s, "must be greater than 0 seconds")
-    cases = [_build_case(test, layout, seed) for test, layout in _select(names)]
+    tests = TESTS if schedule is None else (build_custom_test(_read_schedule(schedule)),)
+    cases = [_build_case(test, layout, seed) for test, layout in _select(names, tests)]
     with tempfile.TemporaryDirectory(prefix="meshwright-faults-") as folder:
         suite = _Suite(TinyJob.write(Path(folder)), budget_s, reporter)
-        for layout in LAYOUTS:
-            suite.run_layout([case for case in cases if case.layout == layout])
+        for long in (False, True):
+            for layout in LAYOUTS:
+                suite.run_layout([c for c in cases if (c.layout, c.test.is_long) == (layout, long)])
     if all(case.skipped for case in cases):
+        rule = f"runs no test: {cases[0].name} {cases[0].skipped}"
         fix = "Give a larger budget"
-        raise UserError(
-            Problem(
-                "faults-budget",
-                f"fits no test: {cases[0].name} {cases[0].skipped}",
-                "--budget",
-                budget_s,
-                fix,
-            )
-        )
-    return FaultReport(seed, tuple(cases), suite.elapsed_s, os.getloadavg()[0])
+        raise UserError(Problem("faults-budget", rule, path="--budget", value=budget_s, fix=fix))
+    return FaultReport(seed, tuple(cases), suite.elapsed_s, os.getloadavg()[0], schedule)
 
 
-def _select(names: Sequence[str]) -> list[tuple[FaultTest, str]]:
+def _read_schedule(path: Path) -> Schedule:
+    found = read_schedule(path)
+    for fault in found:
+        if fault.rank is not None and fault.rank >= WORLD_SIZE:
+            rule, fix = f"{fault}: there are {WORLD_SIZE} ranks", f"Use a rank below {WORLD_SIZE}"
+            raise UserError(Problem("faults-schedule", rule, fix=fix))
+    if len(found) > 1 and any(fault.kind == "call_wrongly" for fault in found):
+        rule = "has other faults beside call_wrongly, which ends the run"
+        raise UserError(Problem("faults-schedule", rule, path=str(path), fix="Use one file for each"))
+    return found
+
+
+def _select(names: Sequence[str], tests: Sequence[FaultTest]) -> list[tuple[FaultTest, str]]:
     """The tests that names mean, each with its layouts."""
-    known = {key: test for test in TESTS for key in (test.name, str(test.number))}
+    known = {key: test for test in tests for key in (test.name, str(test.number))}
     found: dict[tuple[int, str], tuple[FaultTest, str]] = {}
-    for name in names or [test.name for test in TESTS]:
+    for name in names or [test.name for test in tests]:
         key, _, layout = name.partition("/")
         if key not in known or layout not in ("", *LAYOUTS):
-            tests = ", ".join(f"{test.number} {test.name}" for test in TESTS)
-            fix = f"Tests are {tests}; layouts are {', '.join(LAYOUTS)}"
+            choices = ", ".join(f"{test.number} {test.name}" for test in tests)
+            fix = f"Tests are {choices}; layouts are {', '.join(LAYOUTS)}"
             raise UserError(Problem("faults-unknown", "is not a fault test", path=name, fix=fix))
         for chosen in (layout,) if layout else LAYOUTS:
             found[known[key].number, chosen] = (known[key], chosen)
@@ -158,6 +173,8 @@ class _Suite:
         self._began = time.monotonic()
         self._start_s, self._step_s = FIRST_GUESS_START_S, FIRST_GUESS_STEP_S
         self._runs = 0
+        self._clock_library: Path | str | None = None
+        """The path, or why there is none; None until it is needed."""
 
     @property
     def elapsed_s(self) -> float:
@@ -167,21 +184,33 @@ class _Suite:
     def run_layout(self, cases: Sequence[Case]) -> None:
         """Run the cases of a layout that fit, then the fault-free run, and judge them."""
         for case in cases:
-            needed_s, left_s = self._estimate(case), self._budget_s - self.elapsed_s
-            if needed_s > left_s:
-                case.skipped = (
-                    f"needs about {needed_s:.0f} s, {max(0.0, left_s):.0f} s of the budget are left"
-                )
-                continue
-            self._run_case(case)
+            case.skipped = self._find_obstacle(case)
+            if not case.skipped:
+                self._run_case(case)
         self._compare([case for case in cases if case.trials and not case.test.ends_run])
         for case in (case for case in cases if case.trials):
             self._reporter.progress(f"{case.name}: {case.verdict}")
 
-    def _estimate(self, case: Case) -> float:
-        """Time of a case, and of the fault-free run of its layout."""
-        run_s = self._start_s + TYPICAL_STEPS * self._step_s + case.test.seconds
-        return len(case.schedules) * run_s + (0.0 if case.test.ends_run else run_s)
+    def _find_obstacle(self, case: Case) -> str:
+        """Why a case cannot run; empty if it can."""
+        run_s = self._expect_s(case.test)
+        calm_s = 0.0 if case.test.ends_run else self._start_s + max(case.test.calm_s, run_s - self._start_s)
+        needed_s, left_s = len(case.schedules) * run_s + calm_s, self._budget_s - self.elapsed_s
+        if needed_s > left_s:
+            return f"needs about {needed_s:.0f} s, {max(0.0, left_s):.0f} s of the budget are left"
+        if not self._shifts_clocks(case.schedules[0]):
+            return ""
+        if self._clock_library is None:
+            self._clock_library = build_clock_library(self._job.folder)
+        return self._clock_library if isinstance(self._clock_library, str) else ""
+
+    def _expect_s(self, test: FaultTest) -> float:
+        """What one run of a test takes."""
+        return self._start_s + TYPICAL_STEPS * self._step_s + test.seconds
+
+    @staticmethod
+    def _shifts_clocks(schedule: Schedule) -> bool:
+        return any(fault.kind == "shift_clock" for fault in schedule)
 
     def _run_case(self, case: Case) -> None:
         for schedule in case.schedules:
@@ -197,10 +226,12 @@ class _Suite:
         self._reporter.progress(f"  {', '.join(map(str, case.figures)) or 'no figure'}")
 
     def _run_trial(self, case: Case, schedule: Schedule) -> Trial:
-        test = case.test
-        trial = Trial(self._job, self._new_run_dir(case.name), LAYOUTS[case.layout], schedule)
-        expected_s = self._start_s + TYPICAL_STEPS * self._step_s + test.seconds
-        trial.run(test.is_over, LIMIT_FACTOR * expected_s + LIMIT_S)
+        test, run_dir = case.test, self._new_run_dir(case.name)
+        trial = Trial(self._job, run_dir, LAYOUTS[case.layout], schedule)
+        if self._shifts_clocks(schedule):
+            assert isinstance(self._clock_library, Path), "the case is skipped without it"
+            trial.clocks = ShiftedClocks(self._clock_library, run_dir.with_suffix(".clocks"))
+        trial.run(test.is_over, LIMIT_FACTOR * self._expect_s(test) + LIMIT_S)
         self._learn(trial)
         trial.check(*([(EXIT_FAILED,)] if test.ends_run else []))
         return trial
@@ -210,19 +241,21 @@ class _Suite:
         trials = [trial for case in cases for trial in case.trials]
         if not trials:
             return
-        steps = max(trial.view.steps_done for trial in trials)
-        layout = cases[0].layout
+        layout, steps = cases[0].layout, max(trial.view.steps_done for trial in trials)
+        calm_s = max(case.test.calm_s for case in cases)
         self._reporter.progress(f"{layout}: {format_plural(steps, 'step')} without faults, to compare with")
-        calm = Trial(
-            self._job, self._new_run_dir(f"{layout}-calm"), (*LAYOUTS[layout], f"train.steps={steps}")
-        )
-        calm.run(lambda _: False, LIMIT_FACTOR * (self._start_s + steps * self._step_s) + LIMIT_S)
+        calm = Trial(self._job, self._new_run_dir(f"{layout}-calm"), LAYOUTS[layout])
+        expected_s = self._start_s + max(calm_s, steps * self._step_s)
+        calm.run(lambda trial: _is_calm_over(trial, steps, calm_s), LIMIT_FACTOR * expected_s + LIMIT_S)
         calm.check()
         for trial in trials:
             trial.violations += [f"fault-free run: {text}" for text in calm.violations]
             trial.violations += compare_runs(
                 trial.history.losses, calm.history.losses, trial.checkpoints, calm.checkpoints
             )
+        for case in cases:
+            if case.test.calm_s:
+                case.figures = worst([*case.figures, *_measure_goodput(case, calm)])
 
     def _new_run_dir(self, name: str) -> Path:
         self._runs += 1
@@ -235,3 +268,18 @@ class _Suite:
         steps = [e["step_s"] for e in trial.view.of("step") if e["rank"] == 0]
         if len(steps) > SETTLE_STEPS:
             self._step_s = sorted(steps)[len(steps) // 2]
+
+
+def _is_calm_over(trial: Trial, steps: int, seconds: float) -> bool:
+    first = trial.view.first_step_at
+    return first is not None and trial.view.steps_done >= steps and time.time() >= first + seconds
+
+
+def _measure_goodput(case: Case, calm: Trial) -> list[Figure]:
+    """Steps of each trial as a share of the fault-free ones in the same time."""
+    seconds = case.test.calm_s
+    expected = max(1, count_steps(calm, seconds))
+    shares = [100 * count_steps(trial, seconds) / expected for trial in case.trials]
+    return [
+        Figure("of the fault-free steps", share, KILL_LOOP_GOODPUT, "%", at_least=True) for share in shares
+    ]

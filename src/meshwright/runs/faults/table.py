@@ -1,6 +1,6 @@
 """The fault tests: number, name, pass criterion, faults from a seed, and how a trial is judged.
 
-The numbers are those of the reliability tests that the issue tracker and ``docs/faults.md`` use.
+The numbers are those of the project's list of 25 reliability tests (``docs/faults.md``).
 """
 
 from __future__ import annotations
@@ -9,14 +9,28 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshwright.elastic.faults.schedule import CALLS, Fault, call_wrongly, fail
+from meshwright.elastic.faults.schedule import (
+    CALLS,
+    Fault,
+    call_wrongly,
+    connect,
+    fail,
+    kill_supervisor,
+    shift_clock,
+    stop,
+    stop_supervisor,
+)
+from meshwright.runs.faults import judges
 from meshwright.runs.faults.job import PHASES, WORLD_SIZE
-from meshwright.runs.faults.judges import Figure, is_settled, judge_kills, judge_wrong_call
+from meshwright.runs.faults.judges import Figure
 from meshwright.runs.faults.trial import Trial
 
 Schedule = list[Fault]
 FIRST_STEP, LAST_STEP = 12, 40
 """Steps in which a single fault is injected: after the first snapshot."""
+LONG_S = 60.0
+STOPS, STOP_S, STOP_GAP_STEPS = 10, 60.0, 15
+KILL_GAP_S, KILL_SEEDS = 9.0, 3
 
 
 @dataclass(frozen=True)
@@ -29,21 +43,61 @@ class FaultTest:
     build: Callable[[random.Random, str], list[Schedule]]
     """The faults of each run, from a random generator and the layout's name."""
     judge: Callable[[Trial], list[Figure]]
-    is_over: Callable[[Trial], bool] = is_settled
+    is_over: Callable[[Trial], bool] = judges.is_settled
     seconds: float = 1.0
     """What one run takes besides its start and its steps."""
+    calm_s: float = 0.0
+    """How long the fault-free run must be, where steps are counted by time."""
     ends_run: bool = False
     """Whether the fault ends the run: then there is nothing to compare with a fault-free run."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it runs after the others of all layouts."""
+        return self.seconds > LONG_S
 
 
 def _kill_one_rank(seed: random.Random, layout: str) -> list[Schedule]:
     phases = [phase for phase in PHASES[layout] if phase not in ("forward", "update")]
     rank = seed.randrange(1, WORLD_SIZE)
-    return [[fail(rank=rank, step=seed.randint(FIRST_STEP, LAST_STEP), during=seed.choice(phases))]]
+    return [[fail(rank=rank, step=_choose_step(seed), during=seed.choice(phases))]]
 
 
 def _kill_rank_0(seed: random.Random, layout: str) -> list[Schedule]:
-    return [[fail(rank=0, step=seed.randint(FIRST_STEP, LAST_STEP), during=seed.choice(PHASES[layout]))]]
+    return [[fail(rank=0, step=_choose_step(seed), during=seed.choice(PHASES[layout]))]]
+
+
+def _kill_supervisor(seed: random.Random, _: str) -> list[Schedule]:
+    return [[kill_supervisor(step=_choose_step(seed), restart_after_s=5.0)]]
+
+
+def _kill_all_the_time(seed: random.Random, _: str) -> list[Schedule]:
+    schedules = []
+    for _run in range(KILL_SEEDS):
+        schedule, after_s = Schedule(), seed.expovariate(1 / KILL_GAP_S)
+        while after_s < judges.KILL_LOOP_S:
+            schedule.append(fail(rank=seed.randrange(WORLD_SIZE), after_s=round(after_s, 2)))
+            after_s += seed.expovariate(1 / KILL_GAP_S)
+        schedules.append(schedule)
+    return schedules
+
+
+def _stop_ranks(seed: random.Random, layout: str) -> list[Schedule]:
+    return [
+        [
+            stop(
+                rank=seed.randrange(WORLD_SIZE),
+                step=FIRST_STEP + number * STOP_GAP_STEPS,
+                for_s=STOP_S,
+                during=seed.choice(PHASES[layout]),
+            )
+            for number in range(STOPS)
+        ]
+    ]
+
+
+def _stop_supervisor(seed: random.Random, _: str) -> list[Schedule]:
+    return [[stop_supervisor(step=_choose_step(seed), for_s=20.0)]]
 
 
 def _call_wrongly(seed: random.Random, _: str) -> list[Schedule]:
@@ -53,29 +107,118 @@ def _call_wrongly(seed: random.Random, _: str) -> list[Schedule]:
     ]
 
 
+def _shift_clocks(seed: random.Random, _: str) -> list[Schedule]:
+    """Behind, a jump ahead, and then a kill: the ranks join again with clocks that differ."""
+    shifted, killed = seed.sample(range(1, WORLD_SIZE), 2)
+    step = seed.randint(4, FIRST_STEP)
+    return [
+        [
+            shift_clock(rank=shifted, step=step, by_s=-60.0),
+            shift_clock(rank=shifted, step=step + 10, by_s=60.0),
+            fail(rank=killed, step=step + 20),
+        ]
+    ]
+
+
+def _connect(seed: random.Random, _: str) -> list[Schedule]:
+    return [[connect(step=_choose_step(seed), connections=600)]]
+
+
+def _choose_step(seed: random.Random) -> int:
+    return seed.randint(FIRST_STEP, LAST_STEP)
+
+
 TESTS = (
     FaultTest(
         1,
         "kill-rank",
         "kill -9 of one of 4 ranks: noticed <= 1 s, next step <= 10 s, same losses and parameters",
         _kill_one_rank,
-        judge_kills,
+        judges.judge_kills,
     ),
     FaultTest(
         2,
         "kill-rank-0",
         "kill -9 of rank 0: noticed <= 1 s, next step <= 10 s, same losses and parameters",
         _kill_rank_0,
-        judge_kills,
+        judges.judge_kills,
+    ),
+    FaultTest(
+        3,
+        "kill-supervisor",
+        "kill -9 of the command, resumed after 5 s: no rank dies, stall <= 15 s, no step lost",
+        _kill_supervisor,
+        judges.judge_killed_supervisor,
+        is_over=judges.is_adopted,
+        seconds=12.0,
+    ),
+    FaultTest(
+        4,
+        "kill-loop",
+        "kill -9 of random ranks every 9 s on average, 100 s, 3 times: >= 80% of the fault-free steps",
+        _kill_all_the_time,
+        judges.judge_kill_loop,
+        is_over=judges.is_kill_loop_over,
+        seconds=judges.KILL_LOOP_S,
+        calm_s=judges.KILL_LOOP_S,
+    ),
+    FaultTest(
+        5,
+        "stop-rank",
+        "SIGSTOP of ranks in 10 phases, 60 s each: named <= 5 s, next step <= 10 s, nothing committed twice",
+        _stop_ranks,
+        judges.judge_stopped_ranks,
+        seconds=STOPS * 8.0 + STOP_S,
+    ),
+    FaultTest(
+        6,
+        "stop-supervisor",
+        "SIGSTOP of the command for 20 s: no restart, stall <= 22 s",
+        _stop_supervisor,
+        judges.judge_stopped_supervisor,
+        seconds=21.0,
     ),
     FaultTest(
         9,
         "wrong-call",
         "another op, another shape, a skipped call: rank, op and source line named <= 5 s",
         _call_wrongly,
-        judge_wrong_call,
+        judges.judge_wrong_call,
         is_over=lambda _: False,
         seconds=6.0,
         ends_run=True,
     ),
+    FaultTest(
+        23,
+        "clock",
+        "clock of a rank 60 s behind, then ahead, then kill -9 of another rank: same ranks and result",
+        _shift_clocks,
+        judges.judge_clocks,
+        seconds=2.0,
+    ),
+    FaultTest(
+        24,
+        "hostile-clients",
+        "600 hostile connections: loopback ports only, no change, RSS growth <= 50 MB, no leak of ours",
+        _connect,
+        judges.judge_attack,
+        seconds=4.0,
+    ),
 )
+
+
+def build_custom_test(schedule: Schedule) -> FaultTest:
+    """The test of a schedule that the user wrote."""
+    ends_run = any(fault.kind == "call_wrongly" for fault in schedule)
+    judge = judges.judge_wrong_call if ends_run else judges.judge_schedule
+    adopted = any(fault.kind == "kill_supervisor" for fault in schedule)
+    return FaultTest(
+        0,
+        "schedule",
+        "the invariants hold, and losses and parameters are those without faults",
+        lambda *_: [list(schedule)],
+        judge,
+        is_over=(lambda _: False) if ends_run else judges.is_adopted if adopted else judges.is_settled,
+        seconds=sum(1.0 + (fault.for_s or 0.0) + (fault.after_s or 0.0) for fault in schedule),
+        ends_run=ends_run,
+    )

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.elastic.faults.clock import ShiftedClocks
+from meshwright.elastic.faults.hostile import Attack, attack
 from meshwright.elastic.faults.injector import FINE_POLL_S, Injection, Injector, is_alive, send_signal
 from meshwright.elastic.faults.invariants import History, check_checkpoints, read_history
 from meshwright.elastic.faults.run_view import RunView
@@ -24,6 +26,8 @@ from meshwright.runs.faults.job import GLOBAL_BATCH, TinyJob
 TRAIN = ("-m", "meshwright", "train", "--json")
 FAULTY_TRAIN = ("-m", "meshwright.runs.faults.faulty_train")
 EVENTS_POLL_S = 0.01
+AFTER_ATTACK_S = 2.0
+"""When the memory and the files of the processes are read again."""
 SETTLE_STEPS = 25
 """New steps after the last fault: at least one checkpoint is among them."""
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 4, 130
@@ -40,7 +44,8 @@ class Trial:
     layout: Sequence[str]
     """Overrides."""
     schedule: Sequence[Fault] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    clocks: ShiftedClocks | None = None
+    """Needed to shift clocks."""
     violations: list[str] = field(default_factory=list)
     status: int | None = None
     """Exit status of the command."""
@@ -50,8 +55,13 @@ class Trial:
     """Of the whole trial."""
     ended_at: float = 0.0
     """Wall-clock time of its end."""
-    continued_at: list[float] = field(default_factory=list)
-    """Wall-clock times at which stopped processes went on."""
+    attack: Attack | None = None
+    """The hostile connections, if the schedule has them."""
+    rss_growth_mb: float = 0.0
+    own_file_growth: int = 0
+    """Of the command and the agent."""
+    rank_file_growth: int = 0
+    """Of the rank that has most; gloo keeps sockets of connections that sent it nothing useful."""
 
     def __post_init__(self) -> None:
         self.view = RunView(self.run_dir)
@@ -61,6 +71,8 @@ class Trial:
         self.injector.actions |= {
             "kill_supervisor": self._kill_supervisor,
             "stop_supervisor": self._stop_supervisor,
+            "shift_clock": self._shift_clock,
+            "connect": self._connect,
         }
         self.history = History({}, ())
         self._commands: list[subprocess.Popen[bytes]] = []
@@ -148,6 +160,7 @@ class Trial:
     def _start(self, *more: str) -> None:
         command = TRAIN if self._wrong_call is None else FAULTY_TRAIN
         environment = {} if self._wrong_call is None else {FAULT_VARIABLE: str(self._wrong_call)}
+        environment |= self.clocks.environment if self.clocks is not None else {}
         number = len(self._commands) + 1
         output, log = (self.run_dir.with_suffix(f".{kind}{number}").open("wb") for kind in ("out", "err"))
         with output, log:
@@ -164,7 +177,7 @@ class Trial:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=log,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment, **self.environment},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                     start_new_session=True,
                 )
             )
@@ -187,13 +200,32 @@ class Trial:
         assert fault.for_s is not None, "an argument of the fault"
         command = self.command
         command.send_signal(signal.SIGSTOP)
-
-        def go_on() -> None:
-            command.send_signal(signal.SIGCONT)
-            self.continued_at.append(time.time())
-
-        self.injector.do_later(fault.for_s, go_on)
+        self.injector.do_later(fault.for_s, lambda: command.send_signal(signal.SIGCONT))
         return command.pid
+
+    def _shift_clock(self, fault: Fault) -> int:
+        assert fault.rank is not None, "an argument of the fault"
+        assert fault.by_s is not None, "an argument of the fault"
+        assert self.clocks is not None, "given with a schedule that shifts clocks"
+        pid = self.view.ranks[fault.rank].pid
+        self.clocks.shift(pid, fault.by_s)
+        return pid
+
+    def _connect(self, fault: Fault) -> int:
+        assert fault.connections is not None, "an argument of the fault"
+        file = AgentFile.read(self.run_dir)
+        pids = [self.command.pid, *sorted(self._list_pids())]
+        self.attack = attack(pids, None if file is None else file.path, fault.connections, fault.connections)
+        self.injector.do_later(AFTER_ATTACK_S, self._measure_attack)
+        return self.command.pid
+
+    def _measure_attack(self) -> None:
+        assert self.attack is not None, "measured after it"
+        ranks = [process.pid for process in self.view.ranks.values()]
+        own = [pid for pid in self.attack.before if pid not in ranks]
+        self.rss_growth_mb = self.attack.rss_growth_mb()
+        self.own_file_growth = self.attack.file_growth(own)
+        self.rank_file_growth = self.attack.file_growth(ranks)
 
     def _stop(self) -> None:
         """Let the run save and stop."""

@@ -1,0 +1,139 @@
+"""The pass criteria of the fault tests: each can fail. Schedules are a function of the seed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from meshwright.core.errors import UserError
+from meshwright.elastic.faults.injector import Injection
+from meshwright.elastic.faults.schedule import connect, fail, parse_fault, shift_clock, stop, stop_supervisor
+from meshwright.runs.faults import judges
+from meshwright.runs.faults.job import LAYOUTS, TinyJob
+from meshwright.runs.faults.judges import Figure, worst
+from meshwright.runs.faults.suite import run_faults
+from meshwright.runs.faults.table import TESTS
+from meshwright.runs.faults.trial import Trial
+from meshwright.runs.reporter import SILENT
+
+
+def event(name, time, rank=0, generation=0, **fields):
+    return {"event": name, "time": time, "rank": rank, "generation": generation, **fields}
+
+
+STARTED = [event("started", 0.0, rank, pid=rank + 10) for rank in range(4)]
+RECOVERY = [
+    event("started", 10.3, 2, 1, pid=20),
+    event("rank_lost", 10.2, failed_rank=2),
+    event("recovered", 10.5, generation=1, seconds=0.4),
+    event("step", 10.6, generation=1, step=6),
+]
+
+
+@pytest.fixture
+def trial(tmp_path):
+    """A trial with a fault at time 10, and the events that a test gives."""
+
+    def build(fault, events):
+        made = Trial(TinyJob(tmp_path), tmp_path / "run", (), [fault])
+        made.view.events = list(events)
+        made.injections.append(Injection(fault, 10.0, 12, 7, "backward", 0, 7))
+        return made
+
+    return build
+
+
+def outcome(figures, trial):
+    return all(figure.ok for figure in figures) and not trial.violations
+
+
+@pytest.mark.parametrize(
+    ("events", "passes"),
+    [
+        ([*STARTED, *RECOVERY], True),
+        ([*STARTED], False),
+        ([*STARTED, *RECOVERY[:3]], False),
+        ([*STARTED, *RECOVERY, event("started", 11.0, 1, 1, pid=30)], False),
+        ([*STARTED, *RECOVERY[:3], event("step", 20.6, generation=1, step=6)], False),
+        (
+            [
+                *STARTED,
+                RECOVERY[0],
+                event("rank_lost", 11.5),
+                event("recovered", 12.0, generation=1, seconds=0.5),
+                event("step", 12.1, generation=1, step=6),
+            ],
+            False,
+        ),
+    ],
+    ids=["recovered", "not recovered", "no step", "a bystander died", "too late", "noticed too late"],
+)
+def test_a_kill_passes_only_if_it_was_noticed_and_recovered_in_time(trial, events, passes):
+    made = trial(fail(rank=2, step=7), events)
+    assert outcome(judges.judge_kills(made), made) == passes
+
+
+@pytest.mark.parametrize(
+    ("cause", "named_at", "passes"),
+    [("stopped", 14.0, True), ("blocked", 14.0, False), ("stopped", 15.5, False)],
+)
+def test_a_stopped_rank_passes_only_if_it_was_named_in_time(trial, cause, named_at, passes):
+    hang = event("hang", named_at, cause=cause, verdict="", rank=2)
+    made = trial(
+        stop(rank=2, step=7, for_s=60), [*STARTED, hang, *[{**e, "time": e["time"] + 5} for e in RECOVERY]]
+    )
+    assert outcome(judges.judge_stopped_ranks(made), made) == passes
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "lost", "passes"), [(21.0, False, True), (23.0, False, False), (1.0, True, False)]
+)
+def test_a_stopped_supervisor_passes_only_without_a_stall_or_a_restart(trial, gap_s, lost, passes):
+    events = [*STARTED, event("step", 10.1, step=8), event("step", 10.1 + gap_s, step=9)]
+    made = trial(stop_supervisor(step=7, for_s=20), [*events, *([RECOVERY[1]] if lost else [])])
+    assert outcome(judges.judge_stopped_supervisor(made), made) == passes
+
+
+@pytest.mark.parametrize(("shifted_s", "passes"), [(60.0, True), (0.0, False)])
+def test_a_clock_test_fails_if_the_shift_had_no_effect(trial, shifted_s, passes):
+    steps = [event("step", 11.0, step=8), event("step", 11.0 + shifted_s, rank=2, step=8)]
+    made = trial(shift_clock(rank=2, step=7, by_s=60), [*STARTED, *steps])
+    assert outcome(judges.judge_clocks(made), made) == passes
+
+
+def test_an_attack_without_a_port_tests_nothing_and_fails(trial):
+    made = trial(connect(step=7, connections=600), STARTED)
+    judges.judge_attack(made)
+    assert made.violations == ["no listening port was found: nothing was tested"]
+
+
+def test_the_worst_figure_of_each_name_counts():
+    found = worst(
+        [
+            Figure("a", 1, 2),
+            Figure("a", 3, 2),
+            Figure("b", 90, 80, at_least=True),
+            Figure("b", 70, 80, at_least=True),
+        ]
+    )
+    assert [(figure.value, figure.ok) for figure in found] == [(3, False), (70, False)]
+
+
+@pytest.mark.parametrize("test", TESTS, ids=lambda test: test.name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_schedules_are_a_function_of_the_seed_and_can_be_replayed_from_their_text(test, layout):
+    first, again, other = (test.build(random.Random(seed), layout) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert [[parse_fault(str(fault)) for fault in run] for run in first] == first
+
+
+@pytest.mark.parametrize(
+    "lines", ["fail(rank=4, step=3)", 'call_wrongly(rank=1, step=4, call="skip")\nfail(rank=1, step=3)']
+)
+def test_a_schedule_that_the_tiny_job_cannot_run_is_refused(tmp_path, lines):
+    path = tmp_path / "faults.txt"
+    path.write_text(lines)
+    with pytest.raises(UserError, match="faults-schedule"):
+        run_faults([], 0, 100.0, path, SILENT)
