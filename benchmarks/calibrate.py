@@ -50,10 +50,11 @@ PRIORS: Tables = {
         "host_s": 4e-4,
         "expert_host_s": 1e-3,
         "link": 0.8,
-        # NCCL's all-reduce on 2 to 8 A100s (published curves): 45 to 75 microseconds; 229 of 300 GB/s.
-        "link_latency_s": 3.5e-5,
+        # NCCL's all-reduce on 2 to 8 A100s (published curves): 45 to 75 microseconds; 229 of 300 GB/s. The presets
+        # of GPUs have 20 microseconds within a node and 40 between nodes.
+        "link_latency": 1.75,
         "nic": 0.9,
-        "nic_latency_s": 1e-5,
+        "nic_latency": 0.25,
         "overlap": 0.8,
         "tp_overlap": 0.5,
         "all_to_all": 0.7,
@@ -74,7 +75,9 @@ PRIORS: Tables = {
         "host_s": 5e-4,
         "expert_host_s": 0.0,
         "link": 1.0,
+        "link_latency": 1.0,
         "nic": 1.0,
+        "nic_latency": 1.0,
         "overlap": 0.5,
         "all_to_all": 1.0,
         "contention": 0.0,

@@ -84,12 +84,13 @@ def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Gr
     between_racks = nodes > rack
     nic_each = np.where(between_racks, nic / cluster.spine_oversubscription, nic)
     bandwidth = np.where(crossing, np.minimum(link, nic_each * inside), link)
-    far = rates.nic_latency_s * np.log2(np.maximum(nodes, 2))
-    latency = np.where(crossing, rates.link_latency_s + far, rates.link_latency_s)
+    near = cluster.link_latency_s * rates.link_latency
+    far = (cluster.nic_latency_s or cluster.link_latency_s) * rates.nic_latency
+    latency = np.where(crossing, near + far * np.log2(np.maximum(nodes, 2)), near)
     if cluster.spine_latency_s:
         latency = np.where(between_racks, latency + cluster.spine_latency_s, latency)
     members = np.where(crossing, inside, ranks)
-    hops = HOP_LATENCY_SHARE * rates.link_latency_s * (members - 1)
+    hops = HOP_LATENCY_SHARE * near * (members - 1)
     return Group(ranks.astype(float), bandwidth, latency, hops, members, link, nic_each)
 
 

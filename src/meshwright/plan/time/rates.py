@@ -58,12 +58,12 @@ class Rates:
     """Extra Python time of an expert layer."""
     link: float
     """Share of the intra-node link bandwidth that collectives reach."""
-    link_latency_s: float
-    """Latency of a collective on two ranks in a node."""
+    link_latency: float
+    """Latency of a collective on two ranks in a node, over ``cluster.link_latency_s``."""
     nic: float
     """Share of the network bandwidth that collectives reach."""
-    nic_latency_s: float
-    """Latency of a collective between nodes, per doubling of the nodes."""
+    nic_latency: float
+    """Latency of a collective between nodes, per doubling of the nodes, over ``cluster.nic_latency_s``."""
     overlap: float
     """Share of overlappable communication that compute hides."""
     tp_overlap: float
@@ -83,13 +83,11 @@ def calibrated_device(device_name: str) -> str:
 
 
 def rates_of(workload: Workload) -> Rates:
-    """The rates of a workload's device and stack; all CPUs share one set, with the cluster's latencies."""
-    cluster = workload.cluster
-    if cluster.device != "cpu":
-        device = calibrated_device(cluster.device_name)
-        return merge_rates(load_calibration(), workload.profile.calibrations, device)
-    rates, far = merge_rates(load_calibration(), (), CPU), cluster.nic_latency_s or cluster.link_latency_s
-    return dataclasses.replace(rates, link_latency_s=cluster.link_latency_s, nic_latency_s=far)
+    """The rates of a workload's device and stack; all CPUs share one set."""
+    if workload.cluster.device == "cpu":
+        return merge_rates(load_calibration(), (), CPU)
+    device = calibrated_device(workload.cluster.device_name)
+    return merge_rates(load_calibration(), workload.profile.calibrations, device)
 
 
 def ranks_per_core(cluster: Cluster, ranks: Ints) -> Floats:

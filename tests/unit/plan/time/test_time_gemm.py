@@ -92,9 +92,19 @@ def test_latency_grows_with_the_ranks_of_a_node_as_measured(ranks, measured):
 
     It is an all-reduce of 1 MiB minus the time of its bytes at full rate.
     """
-    rates = merge_rates({**load_calibration(), "device.X": {"link_latency_s": 3.5e-5}}, (), "X")
+    rates = merge_rates({**load_calibration(), "device.X": {"link_latency": 1.75}}, (), "X")
     ring = build_group(known_devices()["A100-80GB-SXM"], rates, np.array([ranks]), np.array([1]))
     assert ring.latency_s[0] + ring.hops_s[0] == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("key", "ranks"), [("link_latency_s", 8), ("nic_latency_s", 32)])
+def test_latencies_of_a_gpu_cluster_count(key, ranks):
+    """Twice the latency of the cluster is twice the latency of its collectives, within and between nodes."""
+    usual, cluster, _ = group(ranks, 1)
+    slow, _, _ = group(ranks, 1, **{key: 2 * getattr(cluster, key)})
+    slower, _, _ = group(ranks, 1, **{key: 3 * getattr(cluster, key)})
+    assert slow.latency_s[0] > usual.latency_s[0]
+    assert slower.latency_s[0] - slow.latency_s[0] == pytest.approx(slow.latency_s[0] - usual.latency_s[0])
 
 
 def test_copies_to_one_node_cross_the_network_once():
