@@ -50,8 +50,8 @@ PRIORS: Tables = {
         "host_s": 4e-4,
         "expert_host_s": 1e-3,
         "link": 0.8,
-        # NCCL's all-reduce on 2 to 8 A100s (published curves): 45 to 75 microseconds; 229 of 300 GB/s. The presets
-        # of GPUs have 20 microseconds within a node and 40 between nodes.
+        # NCCL's all-reduce on 2 to 8 A100s (published curves): 45 to 75 microseconds; 229 of 300 GB/s.
+        # The presets of GPUs have 20 microseconds within a node and 40 between nodes.
         "link_latency": 1.75,
         "nic": 0.9,
         "nic_latency": 0.25,
