@@ -369,7 +369,7 @@ def _record_text(record: dict[str, Any], text_field: str) -> str:
         raise BadDataError("data-field-missing", reason, "Set text_field to the field with the text")
     text = record[text_field]
     if not isinstance(text, str):
-        kind = "null" if text is None else f"a {type(text).__name__}"
+        kind = "null" if text is None else f"of type {type(text).__name__}"
         raise BadDataError("data-field-not-text", f"the field {text_field!r} is {kind}, not text")
     try:
         text.encode("utf-8")

@@ -281,11 +281,21 @@ def _large_record() -> BadDataError:
 
 
 def _records_of(content: dict[str, Any], record_fields: tuple[str, ...]) -> Iterator[Any]:
-    """The records of an object: of its only array of objects, or by name; else it is the record."""
-    arrays = [value for value in content.values() if value and isinstance(value, list)]
-    arrays = [array for array in arrays if all(isinstance(item, dict) for item in array)]
-    if len(arrays) == 1 and not any(field in content for field in record_fields):
-        yield from arrays[0]
+    """The records of an object: of its only array of objects, or by name; else it is the record.
+
+    Raises:
+        BadDataError: It has several arrays of objects, and is no record itself.
+    """
+    lists = {key: value for key, value in content.items() if value and isinstance(value, list)}
+    arrays = {key: array for key, array in lists.items() if all(isinstance(item, dict) for item in array)}
+    if arrays and not any(field in content for field in record_fields):
+        if len(arrays) > 1:
+            reason = f"an object with several arrays of records: {', '.join(arrays)}"
+            longest = max(arrays, key=lambda key: len(arrays[key]))
+            fix = f"Write the records of one as JSON Lines: jq -c '.{longest}[]'"
+            raise BadDataError("data-bad-json", reason, fix)
+        (records,) = arrays.values()
+        yield from records
     elif content and all(isinstance(value, dict) for value in content.values()):
         yield from content.values()
     else:

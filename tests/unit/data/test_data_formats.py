@@ -98,6 +98,18 @@ def test_metadata_beside_the_array_of_records_are_ignored(tmp_path, monkeypatch,
     assert texts(tmp_path / "a.json") == TEXTS
 
 
+def test_several_arrays_of_records_are_refused(tmp_path):
+    """Which of them to read is not clear; their names are listed."""
+    content = {"authors": [{"name": "me"}], "data": RECORDS}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        texts(tmp_path / "a.json")
+    (problem,) = caught.value.problems
+    assert problem.code == "data-bad-json"
+    assert "authors, data" in problem.rule
+    assert "jq -c '.data[]'" in problem.fix
+
+
 def test_a_single_record_is_a_document(tmp_path):
     (tmp_path / "one.json").write_text(json.dumps(RECORDS[0]))
     assert texts(tmp_path / "one.json") == TEXTS[:1]
