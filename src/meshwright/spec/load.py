@@ -194,15 +194,7 @@ def read_tree(source: str) -> Tree:
         elif isinstance(fields, dict) and fields.get("positions") == "learned":
             tree["data"]["seq_len"] = min(PRESET_JOB["data"]["seq_len"], fields["max_positions"])
         return tree
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(_missing_file(source)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(Problem("job-unreadable", f"cannot be read: {reason}", path=source)) from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(_bad_toml(path, error)) from None
+    tree = _read_toml(path)
     if PLAN_KEY in tree:
         if not isinstance(tree.get("job"), dict):
             raise UserError(Problem("plan-unreadable", "is not a complete plan: it has no job", path=source))
@@ -216,6 +208,22 @@ def read_tree(source: str) -> Tree:
     return tree
 
 
+def _read_toml(path: Path) -> Tree:
+    if path.is_file() and (problem := other_format_problem(path)):
+        raise UserError(problem)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(_missing_file(str(path))) from None
+    except IsADirectoryError:
+        raise UserError(_is_folder(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(Problem("job-unreadable", f"cannot be read: {reason}", path=str(path))) from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(Problem("job-bad-toml", f"is not TOML: {error}", path=str(path))) from None
+
+
 def _missing_file(source: str) -> Problem:
     """A path is a file that is not there; a bare name may be meant as a model preset."""
     if Path(source).suffix in (".toml", *OTHER_FORMATS) or Path(source).name != source:
@@ -225,9 +233,11 @@ def _missing_file(source: str) -> Problem:
     return Problem("job-missing-file", rule, path=source, fix=fix)
 
 
-def _bad_toml(path: Path, error: tomllib.TOMLDecodeError) -> Problem:
-    """What is wrong in a job file; of a file in another format, only that."""
-    return other_format_problem(path) or Problem("job-bad-toml", f"is not TOML: {error}", path=str(path))
+def _is_folder(path: Path) -> Problem:
+    """A folder was given; it may hold job files, or the plan of a run."""
+    files = [str(file) for file in sorted(path.glob("*.toml"))][:3]
+    fix = f"Name a file: {' or '.join(files)}" if files else "Name a job file"
+    return Problem("job-unreadable", "is a folder, not a job file", path=str(path), fix=fix)
 
 
 def other_format_problem(path: Path) -> Problem | None:

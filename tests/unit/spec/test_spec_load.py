@@ -380,12 +380,23 @@ def test_unknown_job_name_lists_similar_presets(source, named):
     assert all(name in str(caught.value) for name in named)
 
 
-@pytest.mark.parametrize(("name", "text"), [("job.yaml", "train:\n  lr: 3e-4\n"), ("job.json", "{}")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("job.yaml", "train:\n  lr: 3e-4\n"), ("job.yml", "# valid TOML too\n"), ("job.json", "{}")],
+)
 def test_yaml_and_json_files_are_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError) as caught:
         load_job(str(tmp_path / name))
     assert codes(caught) == ["job-not-toml"]
+
+
+def test_a_folder_is_refused_with_the_files_in_it(tmp_path):
+    (tmp_path / "plan.toml").write_text("")
+    with pytest.raises(UserError) as caught:
+        load_job(str(tmp_path))
+    assert codes(caught) == ["job-unreadable"]
+    assert str(tmp_path / "plan.toml") in str(caught.value)
 
 
 def test_on_option_ignores_case(job_file):
