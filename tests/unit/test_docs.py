@@ -1,7 +1,7 @@
 """The documentation matches the code: keys, rules, error codes, events, modules, examples and links.
 
-The tables of the pages `job-file`, `legality` and `architecture` are generated from the code.
-After a change, regenerate them with ``python tests/unit/test_docs.py``.
+The tables of `job-file`, `legality`, `architecture` and `other-frameworks` are generated from the code. After
+a change, regenerate them with ``python tests/unit/test_docs.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pytest
 from meshwright.cli.app import app
 from meshwright.core.errors import CheckFailedError, InterruptedRunError, RunFailedError, UserError
 from meshwright.data.corpus_spec import load_corpus_spec
+from meshwright.spec.key_hints import HINTS
 from meshwright.spec.legality.table import RULES
 from meshwright.spec.load import load_job
 from meshwright.spec.paths import PATH_KEYS
@@ -61,7 +62,17 @@ def test_every_preset_is_listed() -> None:
 
 
 def generated(name: str) -> str:
-    return {"job-file": job_tables, "legality": legality_tables, "architecture": module_tables}[name]()
+    tables = {"job-file": job_tables, "legality": legality_tables, "architecture": module_tables}
+    return {**tables, "other-frameworks": hint_table}[name]()
+
+
+def hint_table() -> str:
+    rows = ["| key elsewhere | here |", "|---|---|"]
+    for hint in HINTS:
+        names, keys = (", ".join(f"`{name}`" for name in text.split()) for text in (hint.names, hint.keys))
+        note = f" ({hint.note})" if keys and hint.note else hint.note
+        rows.append(f"| {names} | {keys}{note} |")
+    return "\n".join(rows)
 
 
 def job_tables() -> str:
@@ -175,7 +186,7 @@ def rewrite(text: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}\n{generated(match[2])}\n\n{match[3]}", text)
 
 
-GENERATED = ("architecture", "job-file", "legality")
+GENERATED = ("architecture", "job-file", "legality", "other-frameworks")
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -351,7 +351,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user message, in the model's chat template.")
     ] = False,
-    template: Annotated[str | None, typer.Option(help="The same, in this chat template.")] = None,
+    template: Annotated[str | None, typer.Option(help="Chat template of the prompt; implies --chat.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy.")

@@ -57,7 +57,7 @@ def describe_answer(output: Output, plan: PlanContract, verbose: bool) -> None:
     output.print(f"  step    {step}")
     exact = "" if plan.exact else " (estimated)"
     if plan.exact and uses_torch_compile(job) and not has_exact_peak(job):
-        exact = " (as eager blocks: at most, with compile)"
+        exact = " (upper bound: compiled blocks need less)"
     output.print(f"  memory  {format_bytes(needed)} of {format_bytes(plan.usable_bytes)} per device{exact}")
     output.print(f"  cost    {_describe_cost(plan)}")
     output.print()

@@ -160,9 +160,9 @@ class _NormQkvRope(torch.autograd.Function):
             normed=not saved,
         )
         (normed_ND,) = saved or (grads.normed_ND,)
-        masters = gemms.weight_grads(grad_NW, normed_ND)
+        weight_grads = gemms.weight_grads(grad_NW, normed_ND)
         delta_BTD = grads.delta_ND.view_as(grad_BTD) if ctx.added else None
-        return grads.residual_ND.view_as(grad_BTD), delta_BTD, grads.weight_D, None, None, *masters
+        return grads.residual_ND.view_as(grad_BTD), delta_BTD, grads.weight_D, None, None, *weight_grads
 
 
 class _Linear(torch.autograd.Function):
@@ -235,9 +235,9 @@ class _FeedForward(torch.autograd.Function):
             normed=not saved,
         )
         normed_ND = normed_ND if saved else grads.normed_ND
-        both = block.gate_up.weight_grads(grad_NG, normed_ND, grad_amax_O=grad_amax_G)
+        gate_up = block.gate_up.weight_grads(grad_NG, normed_ND, grad_amax_O=grad_amax_G)
         grad_residual, grad_delta = grads.residual_ND.view_as(grad_BTD), grads.delta_ND.view_as(grad_BTD)
-        return grad_residual, grad_delta, grads.weight_D, None, *both, *down
+        return grad_residual, grad_delta, grads.weight_D, None, *gate_up, *down
 
 
 class _FinalNorm(torch.autograd.Function):

@@ -77,8 +77,9 @@ def apply_fsdp(decoder: Decoder, stage: StageSpec, job: Job, mesh: Mesh, weights
 def _set_prefetch(decoder: Decoder, depth: int) -> None:
     """All-gather the next ``depth`` blocks while a group computes, in forward and backward passes.
 
-    Without asynchronous all-gathers FSDP2 waits for each one where there are no streams. With them a buffer
-    is freed as soon as its block is copied out, on every device. Uses a private method (torch 2.11, 2.13).
+    On CPU, without streams, FSDP2 blocks on each all-gather unless it is asynchronous. With asynchronous
+    ones a buffer is freed as soon as its block is copied out, on every device. Uses a private method
+    (torch 2.11, 2.13).
     """
     root, blocks = cast("FSDPModule", decoder), [_list_units(block) for block in decoder.list_blocks()]
     root._set_unshard_async_op(True)

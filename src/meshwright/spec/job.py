@@ -248,13 +248,13 @@ class Elastic:
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     collective_timeout_s: Positive = 600.0
-    """Timeout of a collective; the run fails after it."""
+    """Timeout of a collective. After it the rank fails, and the run recovers (`restarts`)."""
     heartbeat_timeout_s: NonNegative = 5.0
     """Time within which a silent or stuck rank is named; 0 to wait for `collective_timeout_s` instead."""
     stop_grace_s: Positive = 10.0
     """Time that the other ranks have to leave their collectives after one failed; then they are killed."""
     restarts: Natural = 3
-    """Failures in a row without a new step after which the run fails; 0: the first failure ends the run."""
+    """Consecutive failures without a new step that a run survives; 0: the first failure ends it."""
     spares: Natural = 0
     """Warm processes that wait to take over the rank of a failed one; without one, a process is started."""
     orphan_s: NonNegative = 60.0

@@ -1,4 +1,4 @@
-"""Keys of other frameworks, and former keys, with the job key that does the same.
+"""Keys of other frameworks, with the job key that does the same.
 
 The names are those of Hugging Face Trainer, Accelerate, torchtitan, Megatron-LM, DeepSpeed and nanoGPT. A
 name with a dot is matched against the whole path that the user wrote, any other one against its last part.
@@ -196,13 +196,7 @@ HINTS = (
     KeyHint("push_to_hub hub_model_id", "", "meshwright checkpoint export writes a Hugging Face folder"),
     KeyHint("early_stopping early_stopping_patience", "", "early stopping is not built"),
     KeyHint("nccl_timeout ddp_timeout distributed_timeout_minutes timeout", "elastic.collective_timeout_s"),
-    # former keys
-    KeyHint("train.gradients", "train.grad_dtype"),
-    KeyHint("train.residual", "train.residual_dtype"),
-    KeyHint("train.weight_gradients", "train.fp8_weight_grads"),
-    KeyHint("train.products", "train.gemm_autotune"),
     # tables
-    KeyHint("survive", "elastic"),
     KeyHint("training", "train"),
     KeyHint("parallelism parallel", "layout"),
 )

@@ -162,8 +162,8 @@ class Trainer:
     ) -> StepResult:
         """Run one optimizer step and write its event.
 
-        The step time ends when the loss is known. If the loss is read early, the optimizer step counts in the
-        time of the next step: of consecutive steps, the first has no optimizer step and the last has two.
+        The step time ends when the loss is known. If the loss is read before the optimizer step has finished,
+        the time of this step excludes its optimizer step and the time of the next step includes it.
 
         Args:
             meter: Computes tokens/s and MFU.

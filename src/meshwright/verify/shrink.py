@@ -78,7 +78,7 @@ def shrink_to_fit(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -
     if not reasons:
         return ShrunkJob(job)
     small = shrink(job)
-    return ShrunkJob(small, tuple(reasons), tuple(list_neighbours(job, small)))
+    return ShrunkJob(small, tuple(reasons), tuple(list_changed_keys(job, small)))
 
 
 def find_reasons(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -> list[str]:
@@ -123,7 +123,7 @@ def is_legal(job: Job) -> bool:
     return all(problem.code.endswith("-not-built") for problem in find_problems(job))
 
 
-def list_neighbours(before: Job, after: Job) -> Iterator[Change]:
+def list_changed_keys(before: Job, after: Job) -> Iterator[Change]:
     """The keys that differ."""
     old, new = job_tree(before), job_tree(after)
     for section in ("layout", "model", "data", "train"):

@@ -28,7 +28,7 @@ def test_the_first_lines_answer_and_the_reasons_are_at_most_twelve(cli):
     assert re.fullmatch(r"  layout  .*micro_batch=\d+", layout)
     assert re.fullmatch(r"  step    \S+ m?s \(\S+ m?s to \S+ m?s\), \S+ tok/s, MFU \S+%", step)
     assert re.fullmatch(
-        r"  memory  \S+ GB of 77.6 GB per device \(as eager blocks: at most, with compile\)", memory
+        r"  memory  \S+ GB of 77.6 GB per device \(upper bound: compiled blocks need less\)", memory
     )
     assert re.fullmatch(r"  cost    24.00 USD/h, \S+ USD per billion tokens", cost)
     assert blank == ""

@@ -60,8 +60,8 @@ def test_hint_is_given_in_any_table():
         ({"optimizer": {"name": "adamw"}}, "optimizer.name", "train.optimizer"),
         ({"parallelism": {"tensor_parallel_degree": 2}}, "parallelism.tensor_parallel_degree", "layout.tp"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage", "layout.zero"),
-        ({"survive": {"some": 1}}, "survive.some", "elastic"),
-        ({"survive": {"stop_grace_s": 1.0}}, "survive.stop_grace_s", "elastic.stop_grace_s"),
+        ({"parallel": {"some": 1}}, "parallel.some", "layout"),
+        ({"fault": {"stop_grace_s": 1.0}}, "fault.stop_grace_s", "elastic.stop_grace_s"),
         ({"train": {"compile": True}}, "train.compile", "train.block_backend"),
     ],
 )

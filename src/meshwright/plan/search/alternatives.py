@@ -92,14 +92,18 @@ def _list_changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
 
 def _moved_data(layout: Layout) -> Iterator[tuple[str, Layout]]:
     """Half of dp_shard moved to dp_replicate, and back; all of dp_replicate moved to dp_shard."""
-    for giver, taker in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
-        if getattr(layout, giver) % 2 == 0:
-            changes = {giver: getattr(layout, giver) // 2, taker: getattr(layout, taker) * 2}
-            yield _describe_change(layout, taker, changes[taker]), dataclasses.replace(layout, **changes)
     if layout.dp_replicate > 1:
         for stage in (1, 2, 3):
             sharded = dataclasses.replace(layout, dp_replicate=1, dp_shard=layout.data_degree, zero=stage)
             yield f"dp_shard={sharded.dp_shard} zero={stage} (instead of dp_replicate)", sharded
+    for giver, taker in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
+        if getattr(layout, giver) % 2 == 0:
+            changes = {giver: getattr(layout, giver) // 2, taker: getattr(layout, taker) * 2}
+            words = _describe_change(layout, taker, changes[taker])
+            if taker == "dp_shard" and layout.zero == 0:  # without it dp_shard means ZeRO-3
+                changes["zero"] = 1
+                words = words.replace(" (", " zero=1 (")
+            yield words, dataclasses.replace(layout, **changes)
 
 
 def _moved_degree(layout: Layout, axis: str) -> Iterator[tuple[str, Layout]]:

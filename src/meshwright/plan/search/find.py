@@ -1,8 +1,7 @@
 """Searches the layouts of a job: a vectorised stage prunes and ranks, the exact prediction decides.
 
 1. **Prune and rank.** Every layout of the space gets a lower bound of its peak memory (``memory_bound.py``)
-and
-   an estimated step time, vectorised. Layouts whose memory bound does not fit are pruned, and those whose
+   and an estimated step time, vectorised. Layouts whose memory bound does not fit are pruned, and those whose
    time bound (``time_bound.py``) is above the shortlist. The fastest of the rest are the shortlist.
 2. **Check.** The shortlist is predicted exactly, fastest first (``plan.predict``: memory, collectives, time),
    until enough layouts fit. Only these are shown and written.
@@ -51,7 +50,7 @@ OFFLOADING = ("optimizer", "all")
 OFFLOAD_MARGIN = 0.05
 """Speed-up over full activation checkpointing from which offloading is chosen."""
 SIMPLICITY_MARGIN = {"cuda": 0.01, "cpu": 0.1}
-"""The simplest layout within this share of the best is recommended. Times on CPUs are a guess."""
+"""The simplest layout within this share of the best is recommended. CPU times are rough."""
 CHECKED = 64
 """Number of layouts that fit exactly after which a search ends."""
 SHORTLIST = 2048

@@ -134,7 +134,7 @@ def explain_stages(requested: Job, best: Prediction) -> list[str]:
     name = layout.schedule_file or layout.schedule
     return [
         f"layers per stage {layers}: {why}",
-        f"{name} with {best.micro_batches} micro-batches: pipeline bubble {planned.bubble:.1%}",
+        f"{name} with {best.micro_batches} micro-batches: pipeline ranks idle {planned.bubble:.1%}",
     ]
 
 
