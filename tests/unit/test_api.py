@@ -9,28 +9,15 @@ import sys
 import pytest
 
 import meshwright as mw
+from job_texts import TINY_ON_H100
 from meshwright.api import load_job
-
-JOB = """
-name = "small"
-[model]
-preset = "tiny"
-[cluster]
-preset = "h100-sxm"
-[data]
-path = "text"
-seq_len = 32
-[train]
-steps = 4
-global_batch = 8
-"""
 
 
 @pytest.fixture
 def job_path(tmp_path):
     """A small job file."""
     path = tmp_path / "job.toml"
-    path.write_text(JOB)
+    path.write_text(f'name = "small"\n{TINY_ON_H100}')
     return path
 
 

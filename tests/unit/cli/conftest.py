@@ -12,21 +12,10 @@ from typing import Any
 
 import pytest
 
+from job_texts import TINY_ON_H100
 from meshwright.cli import main
 
 GOLDEN_RUN = Path(__file__).parents[2] / "golden" / "run-v1"
-GOOD = """
-[model]
-preset = "tiny"
-[cluster]
-preset = "h100-sxm"
-[data]
-path = "text"
-seq_len = 32
-[train]
-steps = 4
-global_batch = 8
-"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ def cli(
 def good(tmp_path) -> str:
     """A valid job file."""
     path = tmp_path / "good.toml"
-    path.write_text(GOOD)
+    path.write_text(TINY_ON_H100)
     return str(path)
 
 

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import tomli_w
 
+from job_texts import TINY_ON_H100
 from meshwright.core.errors import UserError
 from meshwright.spec import cluster as cluster_module
 from meshwright.spec import load as load_module
@@ -22,25 +23,12 @@ from meshwright.spec.load import (
 )
 from meshwright.spec.presets import preset_names
 
-VALID = """
-[model]
-preset = "tiny"
-[cluster]
-preset = "h100-sxm"
-[data]
-path = "text"
-seq_len = 32
-[train]
-steps = 4
-global_batch = 8
-"""
-
 
 @pytest.fixture
 def job_file(tmp_path):
     """The valid job, written to mine.toml."""
     path = tmp_path / "mine.toml"
-    path.write_text(VALID)
+    path.write_text(TINY_ON_H100)
     return str(path)
 
 
@@ -59,7 +47,7 @@ def test_job_name_defaults_to_the_file_name(job_file):
 
 def test_overrides_replace_file_keys_and_file_keys_replace_the_preset(tmp_path):
     path = tmp_path / "job.toml"
-    path.write_text(VALID.replace('preset = "tiny"', 'preset = "tiny"\nnum_layers = 3\nffn_size = 96'))
+    path.write_text(TINY_ON_H100.replace('preset = "tiny"', 'preset = "tiny"\nnum_layers = 3\nffn_size = 96'))
     job = load_job(str(path), ["model.ffn_size=160", "model.ffn_size=192"])
     assert job.model.hidden_size == 64, "from the preset"
     assert job.model.num_layers == 3, "the file wins over the preset"
