@@ -263,7 +263,7 @@ def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[PlanContract]:
+def plan_adapter() -> TypeAdapter[PlanContract]:
     """Built when a plan is first read: it takes 0.1 s, and planning does not need it."""
     return TypeAdapter(PlanContract)
 
@@ -354,7 +354,7 @@ def read_plan(path: Path, *, to_run: bool = True) -> PlanContract:
         **predicted,
     }
     try:
-        return _adapter().validate_python(content)
+        return plan_adapter().validate_python(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])

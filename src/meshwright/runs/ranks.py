@@ -24,6 +24,7 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "meshwright.train.worker",
+    "meshwright.plan.contract_preload",
 )
 """Modules that the fork server imports before it forks ranks."""
 PRELOAD_SHARED = ("torch._dynamo", "torch.distributed.fsdp")

@@ -75,14 +75,21 @@ def test_a_kill_passes_only_if_it_was_noticed_and_recovered_in_time(trial, event
 
 
 @pytest.mark.parametrize(
-    ("cause", "named_at", "passes"),
-    [("stopped", 14.0, True), ("blocked", 14.0, False), ("stopped", 15.5, False)],
+    ("cause", "named_at", "rejoined", "passes"),
+    [
+        ("stopped", 14.0, True, True),
+        ("stopped", 14.0, False, False),
+        ("blocked", 14.0, True, False),
+        ("stopped", 15.5, True, False),
+    ],
 )
-def test_a_stopped_rank_passes_only_if_it_was_named_in_time(trial, cause, named_at, passes):
-    hang = event("hang", named_at, cause=cause, verdict="", rank=2)
-    made = trial(
-        stop(rank=2, step=7, for_s=60), [*STARTED, hang, *[{**e, "time": e["time"] + 5} for e in RECOVERY]]
-    )
+def test_a_stopped_rank_passes_only_if_it_was_named_in_time_and_rejoins(
+    trial, cause, named_at, rejoined, passes
+):
+    later = [{**e, "time": e["time"] + 5, "how": "stopped for 4.0 s, then fenced"} for e in RECOVERY]
+    hang = event("hang", named_at, 2, cause=cause, verdict="")
+    woke = [event("rejoined", 70.0, pid=12)] if rejoined else []
+    made = trial(stop(rank=2, step=7, for_s=60), [*STARTED, hang, *later, *woke])
     assert outcome(judges.judge_stopped_ranks(made), made) == passes
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.core.events import Event
-from meshwright.elastic.faults.injector import Injection
+from meshwright.elastic.faults.injector import Injection, is_alive
 from meshwright.runs.faults.job import WORLD_SIZE
 from meshwright.runs.faults.trial import EXIT_FAILED, SETTLE_STEPS, Trial
 
@@ -70,6 +70,13 @@ def is_kill_loop_over(trial: Trial) -> bool:
     return first is not None and time.time() >= first + KILL_LOOP_S and is_settled(trial)
 
 
+def is_rejoined(trial: Trial) -> bool:
+    """Whether every stopped process has gone on and rejoined, or was killed meanwhile."""
+    rejoined = {event["pid"] for event in trial.view.of("rejoined")}
+    waiting = [one.pid for one in trial.injections if one.pid not in rejoined and is_alive(one.pid)]
+    return not waiting and is_settled(trial)
+
+
 def judge_kills(trial: Trial) -> list[Figure]:
     """Every killed rank was noticed, and training went on; no other rank died."""
     figures = []
@@ -119,21 +126,26 @@ def judge_stopped_supervisor(trial: Trial) -> list[Figure]:
 
 
 def judge_stopped_ranks(trial: Trial) -> list[Figure]:
-    """Every stopped rank was named, and the others went on."""
-    figures = []
+    """Every stopped rank was named, the others went on, and its process rejoined when it woke up.
+
+    A process that is stopped inside a commit is killed: it cannot be fenced.
+    """
+    figures, rejoined = [], {event["pid"]: event for event in trial.view.of("rejoined")}
     for injection in trial.injections:
         named, recovered = (_next_event(trial, injection, name) for name in ("hang", "recovered"))
         step = None if recovered is None else _next_step(trial, injection, recovered["generation"])
-        if named is None or step is None:
+        if named is None or recovered is None or step is None:
             trial.violations.append(f"no recovery from {injection.fault}")
             continue
         if (named["rank"], named["cause"]) != (injection.fault.rank, "stopped"):
             trial.violations.append(f"{injection.fault} was reported as: {named['verdict']}")
+        if injection.pid not in rejoined and "killed" not in recovered["how"]:
+            trial.violations.append(f"process {injection.pid} did not rejoin after {injection.fault}")
         figures += [
             Figure("named after", named["time"] - injection.time, NAMED_S),
             Figure("next step after", step["time"] - injection.time, GOES_ON_S),
         ]
-    return worst(figures)
+    return [*worst(figures), Figure("rejoined", len(rejoined), unit="")]
 
 
 def judge_clocks(trial: Trial) -> list[Figure]:

@@ -165,9 +165,10 @@ TESTS = (
     FaultTest(
         5,
         "stop-rank",
-        "SIGSTOP of ranks in 10 phases, 60 s each: named <= 5 s, next step <= 10 s, nothing committed twice",
+        "SIGSTOP of ranks in 10 phases, 60 s each: named <= 5 s, next step <= 10 s, rejoin, no double commit",
         _stop_ranks,
         judges.judge_stopped_ranks,
+        is_over=judges.is_rejoined,
         seconds=STOPS * 8.0 + STOP_S,
     ),
     FaultTest(
