@@ -169,7 +169,14 @@ class Job:
         require_argument(limits, "deadline_s", None, "or max_cost must be given")
         return size_job(self.loaded, Goal(tokens, deadline_s, max_cost), reporter)
 
-    def train(self, *, resume: bool = False, reporter: Reporter = SILENT) -> Run:
+    def train(
+        self,
+        *,
+        resume: bool = False,
+        listen: str | None = None,
+        token_file: Path | None = None,
+        reporter: Reporter = SILENT,
+    ) -> Run:
         """Plan if needed, train, audit, and write the run's report page.
 
         Starts one process per rank on this machine. Under torchrun this process is one of the ranks: rank 0
@@ -177,6 +184,8 @@ class Job:
 
         Args:
             resume: Continue from the newest checkpoint.
+            listen: ``HOST:PORT`` where agents of other nodes join, with ``cluster.nodes > 1``.
+            token_file: The token that agents must have; written with mode 0600 if it does not exist.
             reporter: Receives messages, progress and the events of the ranks.
 
         Raises:
@@ -184,9 +193,10 @@ class Job:
             RunFailedError: A rank died; ``error.run_dir`` is the folder of the run.
             InterruptedRunError: The run was stopped at once, without a checkpoint.
         """
+        from meshwright.launch.network import ListenOptions  # noqa: PLC0415
         from meshwright.runs.start import start_training  # noqa: PLC0415
 
-        trained = start_training(self.loaded, resume, reporter)
+        trained = start_training(self.loaded, resume, reporter, listen=ListenOptions(listen, token_file))
         return Run(trained.run_dir, trained.plan, trained.record, trained.audit, trained.page, trained.rank)
 
     def prove(self, *, reporter: Reporter = SILENT) -> Proof:

@@ -2,57 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-
-class Command:
-    """A running ``meshwright`` subprocess; ``wait_for`` waits for an event."""
-
-    def __init__(self, arguments: list[str], folder: Path) -> None:
-        self.folder = folder
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "meshwright", *arguments],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def events(self, run_dir: Path) -> list[dict[str, Any]]:
-        try:
-            lines = (run_dir / "events.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-
-    def wait_for(
-        self, run_dir: Path, wanted: Callable[[dict[str, Any]], bool], limit_s: float = 60
-    ) -> dict[str, Any]:
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            for event in self.events(run_dir):
-                if wanted(event):
-                    return event
-            if self.process.poll() is not None:
-                raise AssertionError(f"ended with {self.process.returncode}: {self.process.communicate()[1]}")
-            time.sleep(0.02)  # polls the file
-        raise AssertionError(f"no such event within {limit_s} s")
-
-    def finish(self, limit_s: float = 90) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=limit_s)
-        return self.process.returncode, out, err
+from network_nodes import Nodes, find_obstacle
+from running_command import Command
 
 
 @pytest.fixture
@@ -71,3 +26,21 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
             one.process.communicate()
         for stream in (one.process.stdout, one.process.stderr):
             stream.close()
+
+
+@pytest.fixture
+def make_nodes(tmp_path: Path) -> Iterator[Callable[[int], Nodes]]:
+    """Make machines, as network namespaces; they are removed at the end, with all their processes."""
+    obstacle = find_obstacle()
+    if obstacle is not None:
+        pytest.skip(obstacle)
+    made: list[Nodes] = []
+
+    def make(count: int) -> Nodes:
+        made.append(Nodes(count, tmp_path))
+        made[-1].create()
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.remove()

@@ -28,6 +28,7 @@ COMMANDS = {
     "eval",
     "faults",
     "generate",
+    "agent",
     "hang",
     "init",
     "prepare",

@@ -187,6 +187,13 @@ def train(
     job: JobSource,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint.")] = False,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Address for the agents of other nodes (cluster.nodes > 1).", metavar="HOST:PORT"),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Token that agents must have; written if it does not exist.")
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print all tables of the plan and the audit.")
     ] = False,
@@ -199,7 +206,26 @@ def train(
     from meshwright.cli.train import run_training  # noqa: PLC0415
 
     output = Output(as_json, _choose_verbosity(verbose, quiet))
-    guarded(output, lambda: run_training(output, job, overrides or [], resume))
+    guarded(output, lambda: run_training(output, job, overrides or [], resume, listen, token_file))
+
+
+@app.command()
+def agent(
+    join: Annotated[
+        str, typer.Option(help="Address of the run: --listen of meshwright train.", metavar="HOST:PORT")
+    ],
+    token_file: Annotated[Path, typer.Option(help="Copy of the token file of the run, with mode 0600.")],
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder for logs of this node. Default: runs/NAME-node-N.")
+    ] = None,
+    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the run to listen.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Join a run on several nodes: start and watch the ranks of this node."""
+    from meshwright.cli.agent import run_agent  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: run_agent(output, join, token_file, run_dir, wait_s))
 
 
 @app.command()

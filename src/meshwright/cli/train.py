@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshwright.api import Run, load_job
 from meshwright.cli.output import Output, Verbosity
@@ -10,11 +11,19 @@ from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import CheckFailedError, InterruptedRunError, MeshwrightError, RunFailedError
 
 
-def run_training(output: Output, source: str, overrides: Sequence[str], resume: bool) -> int:
+def run_training(
+    output: Output,
+    source: str,
+    overrides: Sequence[str],
+    resume: bool,
+    listen: str | None = None,
+    token_file: Path | None = None,
+) -> int:
     """Train a job and print its audit; returns the exit status."""
     job = load_job(source, *overrides, to_run=True)
+    reporter = ConsoleReporter(output)
     try:
-        run = job.train(resume=resume, reporter=ConsoleReporter(output))
+        run = job.train(resume=resume, listen=listen, token_file=token_file, reporter=reporter)
     except (RunFailedError, InterruptedRunError) as error:
         return _report_failure(output, error)
     if run.rank != 0:  # rank 0 prints

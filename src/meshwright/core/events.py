@@ -68,6 +68,11 @@ class EventWriter:
                 self._lose()
         return record
 
+    def relay(self, record: Event) -> None:
+        """Append an event that another machine wrote."""
+        if not self._append(record):
+            self._lose()
+
     def close(self) -> None:
         """Close the file; a later write opens it again. Reports lost lines to the listener."""
         if self.lost and self._listener is not None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,58 @@ class FlightMemory:
     def read(self) -> Flight | None:
         """Header and records; None before the rank has written any."""
         return read_flight(self._map[:])
+
+    def copy(self, records: bool) -> bytes:
+        """The header, or everything, to be sent to another machine."""
+        return self._map[:] if records else self._map[:TEXTS_AT]
+
+
+class RemoteFlight:
+    """The flight recorder of a rank on another machine, as its agent last sent it.
+
+    The age of a time at the other machine counts: ``read`` converts times to this machine's monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._data = bytearray(SIZE)
+        self._offset_ns = 0
+
+    def update(self, data: bytes, now_ns: int) -> None:
+        """Take over the beginning of the memory, or all of it.
+
+        Args:
+            data: Header, or header and records.
+            now_ns: The other machine's monotonic clock.
+        """
+        if len(data) in (TEXTS_AT, SIZE):
+            self._data[: len(data)] = data
+            self._offset_ns = time.monotonic_ns() - now_ns
+
+    def progress(self) -> RankProgress | None:
+        """The header, with times of the other machine; None before the rank has written one."""
+        return read_progress(bytes(self._data[:TEXTS_AT]))
+
+    def read(self) -> Flight | None:
+        """Header and records; None before the rank has written any."""
+        found = read_flight(bytes(self._data))
+        if found is None:
+            return None
+        records = tuple(
+            replace(r, begin_ns=self._shift(r.begin_ns), end_ns=self._shift(r.end_ns)) for r in found.records
+        )
+        progress = replace(
+            found.progress,
+            heartbeat_ns=self._shift(found.progress.heartbeat_ns),
+            phase_begin_ns=self._shift(found.progress.phase_begin_ns),
+            wait_begin_ns=self._shift(found.progress.wait_begin_ns),
+        )
+        return Flight(progress, records, found.issued)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _shift(self, time_ns: int) -> int:
+        return max(1, time_ns + self._offset_ns) if time_ns else 0
 
 
 def read_progress(data: bytes) -> RankProgress | None:

@@ -14,8 +14,9 @@ class Failure:
     """The failure of one rank, which ended a generation."""
 
     rank: int
-    kind: Literal["exited", "raised", "silent"]
-    """``raised``: an exception. ``exited``: the process ended. ``silent``: it no longer answers."""
+    kind: Literal["exited", "raised", "silent", "node"]
+    """``raised``: an exception. ``exited``: the process ended. ``silent``: it no longer answers. ``node``:
+    the agent of its node is lost, with its ranks and their snapshots."""
     message: str
     step: int
     """Steps that the run had done at most."""
@@ -27,17 +28,18 @@ class Failure:
 class Decision:
     """The decision and its reason."""
 
-    action: Literal["regroup", "give up"]
+    action: Literal["regroup", "wait for a node", "give up"]
     reason: str
 
 
-def decide(failure: Failure, earlier: Sequence[Failure], restarts: int) -> Decision:
+def decide(failure: Failure, earlier: Sequence[Failure], restarts: int, node_wait_s: float = 0.0) -> Decision:
     """Decide whether the run goes on.
 
     Args:
         failure: The newest.
         earlier: Those before it in this run, oldest first.
         restarts: Failures in a row that are allowed without a new step.
+        node_wait_s: How long the run may wait for another agent of a lost node.
     """
     if failure.refused:
         return Decision("give up", "another attempt would fail alike")
@@ -52,6 +54,10 @@ def decide(failure: Failure, earlier: Sequence[Failure], restarts: int) -> Decis
         in_a_row += 1
     if in_a_row > restarts:
         return Decision("give up", f"{in_a_row} failures without a new step; elastic.restarts={restarts}")
+    if failure.kind == "node" and node_wait_s == 0:
+        return Decision("give up", "elastic.node_wait_s is 0")
+    if failure.kind == "node":
+        return Decision("wait for a node", f"another agent may join within {node_wait_s:g} s")
     return Decision("regroup", f"failure {in_a_row} of at most {restarts} without a new step")
 
 

@@ -1,17 +1,22 @@
-"""Watches the ranks of this machine from outside: flight recorders, process state and CPU time.
+"""Watches ranks from outside: flight recorders, process state and CPU time.
 
 Ages are measured here, as the time since a value was seen to change. A clock that jumps in a rank changes
-nothing. If the watcher itself was paused, the pause counts as one poll.
+nothing. If the watcher itself was paused, the pause counts as one poll. Ranks of another machine are watched
+there (``NodeWatch``), by that machine's clock; while its agent sends no report, they do not age.
 """
 
 from __future__ import annotations
 
+import base64
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from meshwright.core.flight_ring import HEARTBEAT_S, FlightMemory, RankProgress
+from meshwright.core.flight_ring import HEARTBEAT_S, SIZE, FlightMemory, RankProgress, RemoteFlight
 from meshwright.elastic.hang import RankState, Verdict, find_hang
 
 LONGEST_POLL_S = 2.0
@@ -89,13 +94,15 @@ class RankWatch:
             read_status: Reads the status of a process.
         """
         self._timeout_s, self._clock, self._read_status = timeout_s, clock, read_status
-        self._memories: dict[int, FlightMemory] = {}
+        self._memories: dict[int, FlightMemory | RemoteFlight] = {}
+        self._remote_progress = False
+        """Whether a rank of another machine made progress since the last poll."""
         self._seen: dict[int, _Seen] = {}
         self._polled_at = clock()
         self._stalled_s = 0.0
         self._reported: set[tuple[str, int | None, int]] = set()
 
-    def add(self, rank: int, memory: FlightMemory) -> None:
+    def add(self, rank: int, memory: FlightMemory | RemoteFlight) -> None:
         """Watch a rank, or its replacement."""
         if rank in self._memories:
             self._memories[rank].close()
@@ -128,12 +135,10 @@ class RankWatch:
         if now - self._polled_at < HEARTBEAT_S:
             return None
         passed_s, self._polled_at = min(now - self._polled_at, LONGEST_POLL_S), now
-        changed = False
+        changed, self._remote_progress = self._remote_progress, False
         for rank, memory in self._memories.items():
-            seen = self._seen[rank]
-            progress = memory.progress()
-            if progress is not None and progress.phase != "finished" and not seen.exit:
-                changed |= self._update(seen, progress, passed_s)
+            if isinstance(memory, FlightMemory):
+                changed |= self._look(rank, passed_s, self._read_status)
         self._stalled_s = 0.0 if changed else self._stalled_s + passed_s
         limit_s = self.limit_s
         silent = any(seen.silent_s >= limit_s for seen in self._seen.values())
@@ -166,15 +171,37 @@ class RankWatch:
         ]
         return find_hang(states, time.monotonic_ns(), limit_s)
 
-    def _update(self, seen: _Seen, progress: RankProgress, passed_s: float) -> bool:
-        """Compare with the last poll; returns whether the recorder made progress."""
+    def receive(self, report: Mapping[str, Any]) -> None:
+        """Take over what the ``NodeWatch`` of another machine saw."""
+        passed_s = min(float(report["passed_s"]), LONGEST_POLL_S)
+        for name, seen in report["ranks"].items():
+            memory = self._memories.get(int(name))
+            if isinstance(memory, RemoteFlight):
+                memory.update(_unpack(seen["flight"]), report["now_ns"])
+                status = ProcessStatus(*seen["status"])
+                self._remote_progress |= self._look(int(name), passed_s, partial(_reported, status))
+
+    def _look(self, rank: int, passed_s: float, read_status: Callable[[int], ProcessStatus]) -> bool:
+        """Compare the recorder of a rank with the last time; returns whether it made progress."""
+        seen, progress = self._seen[rank], self._memories[rank].progress()
+        if progress is None or progress.phase == "finished" or seen.exit:
+            return False
+        return self._update(seen, progress, passed_s, read_status)
+
+    def _update(
+        self,
+        seen: _Seen,
+        progress: RankProgress,
+        passed_s: float,
+        read_status: Callable[[int], ProcessStatus],
+    ) -> bool:
         written = (progress.step, progress.phase_changes, progress.calls, progress.wait_begin_ns)
         changed, seen.written = written != seen.written, written
         beats, seen.heartbeat_ns = progress.heartbeat_ns != seen.heartbeat_ns, progress.heartbeat_ns
         if changed:
             seen.stopped, seen.silent_s, seen.idle_s = False, 0.0, 0.0
             return True
-        status = self._read_status(progress.pid)
+        status = read_status(progress.pid)
         if not status.state:
             seen.exit = "its process is gone"
             return False
@@ -183,3 +210,59 @@ class RankWatch:
         seen.idle_s = 0.0 if busy else seen.idle_s + passed_s
         seen.stopped, seen.cpu_ticks = status.state == "T", status.cpu_ticks
         return False
+
+
+class NodeWatch:
+    """Reports the ranks of this machine to a supervisor on another one."""
+
+    def __init__(self) -> None:
+        self._memories: dict[int, FlightMemory] = {}
+        self._progress: dict[int, tuple[int, int, int]] = {}
+        self._reported_at = time.monotonic()
+
+    def add(self, rank: int, memory: FlightMemory) -> None:
+        """Watch a rank, or its replacement."""
+        if rank in self._memories:
+            self._memories[rank].close()
+        self._memories[rank] = memory
+        self._progress.pop(rank, None)
+
+    def close(self) -> None:
+        """Free the memories."""
+        for memory in self._memories.values():
+            memory.close()
+        self._memories = {}
+
+    @property
+    def next_report_s(self) -> float:
+        """Time until the next report is due."""
+        return max(0.0, self._reported_at + HEARTBEAT_S - time.monotonic())
+
+    def report(self, whole: Collection[int] = ()) -> dict[str, Any]:
+        """What the watch of the supervisor receives.
+
+        Args:
+            whole: Ranks of which all records are sent. Of others they are sent if the rank made no progress.
+        """
+        now = time.monotonic()
+        passed_s, self._reported_at = now - self._reported_at, now
+        ranks = {str(rank): self._describe(rank, memory, whole) for rank, memory in self._memories.items()}
+        return {"is": "watch", "now_ns": time.monotonic_ns(), "passed_s": passed_s, "ranks": ranks}
+
+    def _describe(self, rank: int, memory: FlightMemory, whole: Collection[int]) -> dict[str, Any]:
+        found = memory.progress()
+        written = (0, 0, 0) if found is None else (found.step, found.phase_changes, found.calls)
+        stuck, self._progress[rank] = written == self._progress.get(rank), written
+        status = ProcessStatus("") if found is None else ProcessStatus.read(found.pid)
+        flight = base64.b64encode(zlib.compress(memory.copy(stuck or rank in whole), 1)).decode()
+        return {"flight": flight, "status": [status.state, status.cpu_ticks, status.has_children]}
+
+
+def _reported(status: ProcessStatus, _: int) -> ProcessStatus:
+    """The status that another machine has sent."""
+    return status
+
+
+def _unpack(content: str) -> bytes:
+    """The memory that a node has sent; never more than a flight recorder has."""
+    return zlib.decompressobj().decompress(base64.b64decode(content), SIZE)

@@ -1,8 +1,9 @@
-"""The supervisor of a run: starts its ranks through an agent, and lets them regroup after a failure.
+"""The supervisor of a run: starts its ranks through the agents of its nodes; after a failure they regroup.
 
 A failure of one rank ends the *generation*: all ranks leave their collectives and report. Then the policy
 decides. Either all ranks join a new generation, with a new process for each one that ended, from the newest
-step of which every rank has a snapshot. Or the run fails with the error of the rank that failed first.
+step of which every rank has a snapshot. Or the run fails with the error of the rank that failed first. If the
+agent of a node is lost, its ranks and their snapshots are, too; the run waits for another agent to join.
 """
 
 from __future__ import annotations
@@ -11,31 +12,37 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
-from meshwright.core.errors import Problem, RunFailedError
+from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, Event, EventWriter, warn
-from meshwright.core.flight_ring import FlightMemory
+from meshwright.core.flight_ring import FlightMemory, RemoteFlight
 from meshwright.elastic.hang import WRONG_CALLS, Verdict
 from meshwright.elastic.policy import Failure, decide
+from meshwright.elastic.rank_view import RankView, State, first_failed
 from meshwright.elastic.rank_watch import RankWatch
 from meshwright.elastic.recovery import Recovery
 from meshwright.launch.agent_pool import AgentPool
+from meshwright.launch.caught_signals import caught_signals
 from meshwright.launch.channel import Message
-from meshwright.launch.environment import loopback_interface
-from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
+from meshwright.launch.environment import CALLER_VARIABLES, RELAYED_STORE
+from meshwright.launch.exits import EXIT_OK
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.rank_process import Order
 from meshwright.launch.snapshot_memory import newest_common_step
+from meshwright.launch.store_server import StoreServer
 
 LOGS = "logs"
+ADOPT_WAIT_S = 15.0
+"""How long a new supervisor waits for the agents of other nodes whose ranks it adopts."""
+LOCAL_START_S = 60.0
+"""How long to wait for a new agent on this machine."""
+NODE_LOST = "NodeLost"
+"""Kind of the failure of ranks whose agent is gone."""
 POLL_S = 0.5
 """Interval of looking at signals and deadlines, when no message arrives."""
 SIGNAL_HINTS = {
@@ -43,54 +50,6 @@ SIGNAL_HINTS = {
     "virtual machines): set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or train.precision=fp32. ",
 }
 """Hints for signals with a known cause."""
-CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
-"""Passed to the ranks explicitly: the environment of the fork server is fixed when it starts."""
-
-
-class State(Enum):
-    """State of a run."""
-
-    STARTING = "starting"
-    """Ranks join the first generation."""
-    RUNNING = "running"
-    HALTING = "halting"
-    """A rank failed; the others leave their collectives."""
-    REGROUPING = "regrouping"
-    """Ranks join the next generation."""
-    FAILED = "failed"
-    """The ranks are told to exit."""
-    FINISHED = "finished"
-
-
-@dataclass
-class _Rank:
-    """The supervisor's view of a rank."""
-
-    rank: int
-    alive: bool = True
-    """Whether it has a process."""
-    exit_status: int | None = None
-    fenced: bool = False
-    """Whether its process was fenced: it does not answer, and may wake up."""
-    failure: Message | None = None
-    """Its report, if it left the generation."""
-    failed_at: float = 0.0
-    """Time of its failure, by the supervisor's monotonic clock."""
-    last_event: Event = field(default_factory=dict)
-
-    @property
-    def left(self) -> bool:
-        """Whether it is out of the generation."""
-        return not self.alive or self.failure is not None
-
-    @property
-    def failed(self) -> bool:
-        return self.fenced or self.failure is not None or self.exit_status not in (None, EXIT_OK)
-
-    @property
-    def lost_peer(self) -> bool:
-        """Whether it failed because another rank did."""
-        return self.exit_status == EXIT_PEER_LOST or bool(self.failure and self.failure["peer_lost"])
 
 
 @dataclass
@@ -122,19 +81,30 @@ class Supervisor:
     """Whether a process that does not answer is fenced and may rejoin. On GPUs it is killed: it would hold
     the device memory that its successor needs."""
     agents: AgentPool | None = None
-    """The agents of ranks to adopt; by default a new one on this machine."""
+    """The agents of all nodes; by default a new one on this machine."""
+    adopts: bool = False
+    """Whether the ranks of these agents train already."""
+    join_timeout_s: float = 300.0
+    """How long to wait for the agents of all nodes."""
+    node_wait_s: float = 0.0
+    """How long to wait for another agent after that of a node was lost."""
     furthest_step: int = 0
     """Steps that ranks to adopt have done."""
 
     def __post_init__(self) -> None:
-        self.state = State.STARTING
+        self.state = State.WAITING
         self.saved = False
         """Whether there was an event of a checkpoint."""
-        self._ranks = [_Rank(rank) for rank in range(self.world_size)]
+        self._ranks = [RankView(rank, alive=self.adopts) for rank in range(self.world_size)]
         self._joined: set[int] = set()
         self._failures: list[Failure] = []
         self._deadline = float("inf")
-        """When ranks that did not leave the generation are killed."""
+        """When ranks that did not leave the generation are killed, or no longer waited for an agent."""
+        self._ready: set[int] = set()
+        """Nodes whose agent can start ranks, or was adopted with them."""
+        self._store = StoreServer()
+        self._relayed = EventWriter(self.run_dir / EVENTS_FILE, 0)
+        """Appends the events of other nodes."""
         self._recovery: Recovery | None = None
         """The newest; until all repeated steps are done."""
         self._store_dir = ""
@@ -152,14 +122,17 @@ class Supervisor:
         """
         (self.run_dir / LOGS).mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
-            self._stop = stack.enter_context(_caught_signals(self._show_waits))
+            self._stop = stack.enter_context(caught_signals(self._show_waits))
             stack.callback(self._recorders.close)
+            stack.callback(self._relayed.close)
             self._agents = self.agents or AgentPool(LocalAgent.start(self.preload), self.world_size)
-            stack.callback(self._agents.close)
+            stack.callback(lambda: self._agents.close(ok=self.state is State.FINISHED))
+            if self._agents.count > 1:
+                self._deadline = time.monotonic() + (ADOPT_WAIT_S if self.adopts else self.join_timeout_s)
             self._watch()
         failed = [rank for rank in self._ranks if rank.failed]
         if failed and not self._stop:
-            raise RunFailedError(self._report_failure(_first(failed)))
+            raise RunFailedError(self._report_failure(first_failed(failed)))
         return bool(self._stop)
 
     def _watch(self) -> None:
@@ -168,7 +141,9 @@ class Supervisor:
         while self.state not in (State.FAILED, State.FINISHED) or any(rank.alive for rank in self._ranks):
             for message in self._agents.wait(max(0.0, min(POLL_S, self._deadline - time.monotonic()))):
                 getattr(self, f"_on_{message['is']}")(message)
-            if time.monotonic() >= self._deadline:
+            if time.monotonic() >= self._deadline and self.state is State.WAITING:
+                self._miss_nodes()
+            elif time.monotonic() >= self._deadline:
                 self._deadline = float("inf")
                 self._signal(signal.SIGKILL, [rank for rank in self._ranks if self._is_late(rank)])
             if len(self._stop) > stops_sent:
@@ -200,35 +175,102 @@ class Supervisor:
         self._halt()
 
     def _on_recorder(self, message: Message) -> None:
+        if message["node"] != 0:
+            self._recorders.add(message["rank"], RemoteFlight())
+            return
         with contextlib.suppress(OSError):
             self._recorders.add(message["rank"], FlightMemory.open(message["path"]))
+
+    def _on_watch(self, message: Message) -> None:
+        self._recorders.receive(message)
+
+    def _on_request(self, message: Message) -> None:
+        """A rank uses the rendezvous store."""
+        for rank, reply in self._store.handle(message["rank"], message):
+            self._agents.send(rank, {"do": "reply", "rank": rank, "reply": reply})
 
     def _show_waits(self) -> None:
         """Answer SIGQUIT: what the run waits for now."""
         self._notify({"event": "hang", **self._recorders.judge().as_dict()})
 
-    def _is_late(self, rank: _Rank) -> bool:
+    def _is_late(self, rank: RankView) -> bool:
         return rank.alive and (self.state is State.FAILED or not rank.left)
 
     def _on_hello(self, message: Message) -> None:
-        node, self._store_dir = message["node"], message["store_dir"]
-        if self.orphan_s:
-            configure = {"do": "configure", "run_dir": str(self.run_dir), "orphan_s": self.orphan_s}
-            self._agents.send_to_node(node, configure)
-        for rank in self._on_node(node):
+        """The agent of a node can start ranks."""
+        node = message["node"]
+        self._ready.add(node)
+        if node == 0:
+            self._store_dir = message["store_dir"]
+            if self.orphan_s:
+                configure = {"do": "configure", "run_dir": str(self.run_dir), "orphan_s": self.orphan_s}
+                self._agents.send_to_node(node, configure)
+        self._go_on_if_complete()
+
+    def _go_on_if_complete(self) -> None:
+        """Start the ranks, or let them regroup, when all nodes are there."""
+        if self.state is not State.WAITING or len(self._ready) < self._agents.count:
+            return
+        self._deadline = float("inf")
+        if self._recovery is not None:
+            self._snapshots = {}
+            self._agents.broadcast({"do": "list_snapshots"})
+            return
+        self.state = State.STARTING
+        self._store.begin(self.generation)
+        for rank in self._ranks:
             self._start(rank, self._join_order())
 
-    def _on_node(self, node: int) -> list[_Rank]:
+    def _on_node_joined(self, message: Message) -> None:
+        joined, nodes = len(self._agents.nodes), self._agents.count
+        self._write_event(
+            "node_joined", node=message["node"], host=message["host"], joined=joined, nodes=nodes
+        )
+
+    def _on_node_refused(self, message: Message) -> None:
+        """A node does not reach the data or the checkpoints."""
+        problems = [Problem.from_dict(facts) for facts in message["problems"]]
+        if self._recovery is None:
+            raise UserError(*problems)
+        self._write_event("node_refused", node=message["node"], reason=str(problems[0]))
+
+    def _on_stop(self, message: Message) -> None:
+        """The command on another node received a signal."""
+        self._stop.append(signal.SIGTERM)
+
+    def _miss_nodes(self) -> None:
+        """The agents of some nodes did not come in time."""
+        self._deadline = float("inf")
+        missing = sorted(set(range(self._agents.count)) - self._ready)
+        if self._recovery is not None:
+            self._give_up()
+        elif self.adopts:
+            self.state = State.RUNNING
+            for node in missing:
+                self._on_agent_lost({"node": node})
+        else:
+            joined = f"{len(self._ready)} of {self._agents.count} nodes joined"
+            rule = f"{joined} within elastic.join_timeout_s={self.join_timeout_s:g}"
+            fix = "Run meshwright agent on the other nodes, and check address, firewall and token file"
+            raise RunFailedError(Problem("run-nodes-missing", rule, fix=fix))
+
+    def _on_node(self, node: int) -> list[RankView]:
         return [rank for rank in self._ranks if self._agents.node_of(rank.rank) == node]
 
     def _on_adopted(self, message: Message) -> None:
         """Take over ranks that run. Those that ended meanwhile are reported next."""
-        self._store_dir, self.generation = message["store_dir"], message["generation"]
-        self.state = State.RUNNING
+        if message["node"] == 0:
+            self._store_dir = message["store_dir"]
+        self._ready.add(message["node"])
+        self.generation = max(self.generation, message["generation"])
         self._write_event("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
+        if len(self._ready) == self._agents.count:
+            self.state, self._deadline = State.RUNNING, float("inf")
 
     def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:
         store = f"{self._store_dir}/generation-{self.generation}" if self.world_size > 1 else None
+        if self._agents.count > 1:
+            store = RELAYED_STORE
         return Order("join", self.generation, store, restore_step, resume_from)
 
     def _shared_environment(self) -> dict[str, str]:
@@ -237,10 +279,9 @@ class Supervisor:
             **{name: os.environ[name] for name in CALLER_VARIABLES if name in os.environ},
             **self.environment,
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
         }
         if self.world_size > 1:
-            environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())
+            environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self._agents.interface)
         return environment
 
     def _keep_spares(self) -> None:
@@ -255,8 +296,13 @@ class Supervisor:
             }
         )
 
-    def _start(self, rank: _Rank, order: Order) -> None:
-        number = str(rank.rank)
+    def _start(self, rank: RankView, order: Order) -> None:
+        rank.alive = True
+        own = {
+            "RANK": str(rank.rank),
+            "LOCAL_RANK": str(self._agents.local_rank(rank.rank)),
+            "LOCAL_WORLD_SIZE": str(len(self._on_node(self._agents.node_of(rank.rank)))),
+        }
         self._agents.send(
             rank.rank,
             {
@@ -264,7 +310,7 @@ class Supervisor:
                 "rank": rank.rank,
                 "entry": self.entry,
                 "run_dir": str(self.run_dir),
-                "environment": {**self._shared_environment(), "RANK": number, "LOCAL_RANK": number},
+                "environment": {**self._shared_environment(), **own},
                 "log": str(self._log(rank.rank)),
                 "order": order.as_dict(),
                 "keep_snapshots": self.restarts > 0,
@@ -277,6 +323,8 @@ class Supervisor:
     def _on_event(self, message: Message) -> None:
         rank, event = self._ranks[message["rank"]], message["event"]
         rank.last_event = event
+        if message["node"] != 0:
+            self._relayed.relay(event)
         self.saved |= event["event"] in ("checkpoint", "resumed")
         self._notify(event)
         if event["event"] == "step":
@@ -312,6 +360,7 @@ class Supervisor:
     def _on_exited(self, message: Message) -> None:
         rank = self._ranks[message["rank"]]
         rank.alive, rank.exit_status = False, message["status"]
+        self._store.forget(rank.rank)
         if rank.failure is None:
             rank.failed_at = time.monotonic()
         if rank.exit_status != EXIT_OK or self.state is State.HALTING:
@@ -330,7 +379,7 @@ class Supervisor:
 
     def _halt(self) -> None:
         """End the generation; decide when all ranks have left it."""
-        if self.state is State.FAILED:
+        if self.state in (State.FAILED, State.WAITING):
             return
         if self.state is not State.HALTING:
             self.state = State.HALTING
@@ -343,32 +392,39 @@ class Supervisor:
             self._decide()
 
     def _begin_recovery(self) -> Recovery:
-        first = _first([rank for rank in self._ranks if rank.failed])
+        first = first_failed([rank for rank in self._ranks if rank.failed])
         age_s = self._recorders.age_s(first.rank)
         waited_s = time.monotonic() - first.failed_at
         return Recovery(first.failed_at, None if age_s is None else max(0.0, age_s - waited_s))
 
     def _decide(self) -> None:
-        first = _first([rank for rank in self._ranks if rank.failed])
+        first = first_failed([rank for rank in self._ranks if rank.failed])
         self._find_wrong_call(first)
         failure = self._describe(first)
-        decision = decide(failure, self._failures, 0 if self._stop else self.restarts)
+        decision = decide(failure, self._failures, 0 if self._stop else self.restarts, self.node_wait_s)
         self._failures.append(failure)
         self._deadline = float("inf")
         if decision.action == "give up":
-            self.state = State.FAILED
-            self._deadline = time.monotonic() + self.stop_grace_s
-            for rank in self._ranks:
-                if rank.alive:
-                    self._order(rank, Order("exit", self.generation))
+            self._give_up()
             return
         assert self._recovery is not None, "it began with the failure"
         self._recovery.note_halted(first.rank, self._how(first))
         self._write_event("rank_lost", failed_rank=first.rank, how=self._how(first), reason=decision.reason)
-        self._snapshots = {}
-        self._agents.broadcast({"do": "list_snapshots"})
+        self.state, self._deadline = State.WAITING, time.monotonic() + self.node_wait_s
+        if 0 not in self._agents.nodes:
+            self._agents.add(0, LocalAgent.start(self.preload))
+            self._deadline = max(self._deadline, time.monotonic() + LOCAL_START_S)
+        self._go_on_if_complete()
 
-    def _find_wrong_call(self, first: _Rank) -> None:
+    def _give_up(self) -> None:
+        """Let the ranks exit: the run has failed."""
+        self.state = State.FAILED
+        self._deadline = time.monotonic() + self.stop_grace_s
+        for rank in self._ranks:
+            if rank.alive:
+                self._order(rank, Order("exit", self.generation))
+
+    def _find_wrong_call(self, first: RankView) -> None:
         """Find out whether a rank failed because of a wrong call: gloo aborts the process."""
         if self._hang is None and not first.lost_peer:
             found = self._recorders.judge(exits={first.rank: self._how(first)})
@@ -377,13 +433,14 @@ class Supervisor:
     def _on_snapshots(self, message: Message) -> None:
         """Regroup when all nodes have answered: every rank joins the next generation."""
         self._snapshots[message["node"]] = message["steps"]
-        if self._snapshots.keys() < self._agents.nodes:
+        if self._snapshots.keys() != self._agents.nodes or len(self._ready) < self._agents.count:
             return
         self._hang = None
         steps = {int(rank): kept for node in self._snapshots.values() for rank, kept in node.items()}
         restore_step = newest_common_step(steps, self.world_size)
         resume_from = self.find_checkpoint() if restore_step is None else None
         self.generation += 1
+        self._store.begin(self.generation)
         order = self._join_order(restore_step, resume_from)
         source = "start" if resume_from is None else "checkpoint"
         self.state, self._joined = State.REGROUPING, set()
@@ -397,25 +454,38 @@ class Supervisor:
         assert self._recovery is not None, "it began with the failure"
         self._recovery.note_ordered(source if restore_step is None else "snapshot", self.furthest_step)
 
-    def _order(self, rank: _Rank, order: Order) -> None:
+    def _order(self, rank: RankView, order: Order) -> None:
         self._agents.send(rank.rank, {"do": "order", "rank": rank.rank, "order": order.as_dict()})
 
-    def _signal(self, number: int, ranks: Sequence[_Rank]) -> None:
+    def _signal(self, number: int, ranks: Sequence[RankView]) -> None:
         for rank in ranks:
             self._agents.send(rank.rank, {"do": "signal", "rank": rank.rank, "number": number})
 
     def _forward_stop(self, stops_sent: int) -> None:
         """First signal: the ranks stop after their step. Second: they are killed."""
+        if self.state is State.WAITING:  # the ranks wait, too
+            self._give_up()
+            return
         self._signal(signal.SIGTERM if stops_sent == 1 else signal.SIGKILL, self._ranks)
         if stops_sent == 1:
             self._notify({"event": "stopping", "rank": 0})
 
     def _on_agent_lost(self, message: Message) -> None:
-        """An agent is gone, and its ranks with it."""
-        for rank in self._on_node(message["node"]):
-            if rank.alive:
-                rank.alive, rank.exit_status, rank.failed_at = False, EXIT_PEER_LOST, time.monotonic()
-        self.state = State.FAILED
+        """The agent of a node is gone, and its ranks with it."""
+        node, now = message["node"], time.monotonic()
+        self._ready.discard(node)
+        text = f"the agent of {self._agents.name(node)} is gone"
+        cannot_start = self.state is State.WAITING and node == 0
+        for rank in self._on_node(node):
+            if rank.alive or cannot_start:
+                rank.alive, rank.failed_at = False, now
+                rank.failure = {"kind": NODE_LOST, "message": text, "problems": [], "peer_lost": False}
+        if cannot_start:
+            self._give_up()
+        elif self.state is State.WAITING and self._recovery is not None:
+            self._deadline = min(self._deadline, now + self.node_wait_s)
+        elif any(rank.failed for rank in self._ranks):
+            self._halt()
 
     def _write_event(self, name: str, **fields: Any) -> None:
         """Write an event of the supervisor."""
@@ -430,7 +500,7 @@ class Supervisor:
         except Exception as error:
             warn(f"an event could not be shown ({error!r}): {event}")
 
-    def _describe(self, rank: _Rank) -> Failure:
+    def _describe(self, rank: RankView) -> Failure:
         """The failure of a rank, for the policy."""
         report = rank.failure
         if self._hang is not None and self._hang.cause in WRONG_CALLS:
@@ -438,10 +508,13 @@ class Supervisor:
         if report is None:
             kind: Literal["exited", "silent"] = "silent" if self._is_taken_for_hang(rank) else "exited"
             return Failure(rank.rank, kind, self._how(rank), self.furthest_step)
+        if report["kind"] == NODE_LOST:
+            lost: Literal["node", "exited"] = "node" if self._agents.node_of(rank.rank) else "exited"
+            return Failure(rank.rank, lost, report["message"], self.furthest_step)
         message, refused = f"{report['kind']}: {report['message']}", bool(report["problems"])
         return Failure(rank.rank, "raised", message, self.furthest_step, refused)
 
-    def _is_taken_for_hang(self, rank: _Rank) -> bool:
+    def _is_taken_for_hang(self, rank: RankView) -> bool:
         """Whether its process was fenced or killed because it did not answer."""
         taken = rank.fenced or rank.exit_status == -signal.SIGKILL
         return taken and self._hang is not None and self._hang.ends_run and self._hang.rank == rank.rank
@@ -456,19 +529,21 @@ class Supervisor:
             return "resume the run to continue from the last checkpoint"
         return "there is no checkpoint yet; set checkpoint.every_steps to save them"
 
-    def _how(self, rank: _Rank) -> str:
+    def _how(self, rank: RankView) -> str:
         """How a rank failed, in a few words."""
         status = rank.exit_status
         if self._hang is not None and self._is_taken_for_hang(rank):
             then = "fenced" if rank.fenced else "killed"
             return f"{self._hang.cause} for {self._hang.since_s:.1f} s, then {then}"
+        if rank.failure is not None and rank.failure["kind"] == NODE_LOST:
+            return str(rank.failure["message"])
         if rank.failure is not None:
             what = f"{rank.failure['kind']}: {rank.failure['message'].splitlines()[0]}"
             return what if status is None else f"exit status {status}: {what}"
         assert status is not None, "a rank without a report has ended"
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
-    def _report_failure(self, rank: _Rank) -> Problem:
+    def _report_failure(self, rank: RankView) -> Problem:
         last, report = rank.last_event, rank.failure
         if report is not None and report["problems"]:
             return Problem.from_dict(report["problems"][0])
@@ -484,38 +559,16 @@ class Supervisor:
             if (rank.exit_status or 0) < 0
             else ""
         )
-        where = f"rank {rank.rank} of {self.world_size} on {socket.gethostname()}"
+        node = self._agents.node_of(rank.rank)
+        host = socket.gethostname() if node == 0 else self._agents.name(node)
+        if report is not None and report["kind"] == NODE_LOST:
+            waited = f"no other agent joined within elastic.node_wait_s={self.node_wait_s:g}"
+            rule = f"{report['message']}; {waited if node and self.node_wait_s else 'the run cannot go on'}"
+            fix = f"See the output of its command and its logs; {self._describe_resume()}"
+            return Problem("run-node-lost", rule, fix=fix)
+        where = f"rank {rank.rank} of {self.world_size} on {host}"
         return Problem(
             "run-rank-died",
             f"{where} died ({self._how(rank)}); {seen}",
             fix=f"{hint}Its output is in {self._log(rank.rank)}; {self._describe_resume()}",
         )
-
-
-def _first(failed: Sequence[_Rank]) -> _Rank:
-    """The rank that failed first is the likely cause; others lost their peer."""
-    return min(failed, key=lambda rank: (rank.lost_peer, rank.failed_at))
-
-
-@contextlib.contextmanager
-def _caught_signals(on_quit: Callable[[], None]) -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP; the watch loop acts on them. SIGQUIT calls ``on_quit``."""
-    caught: list[int] = []
-
-    def catch(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not caught:  # a closing terminal may send it twice
-            caught.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, catch) for number in numbers}
-    before[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: on_quit())
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

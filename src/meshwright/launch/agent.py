@@ -193,7 +193,7 @@ class Agent:
             self.selector.modify(self.supervisor, mask, self._read_supervisor)
 
     def _report(self, message: Message) -> None:
-        if message["is"] != "event":  # events are in the run folder, too
+        if message["is"] not in ("event", "request"):  # events are in the run folder, too
             self.unreported.append(message)
         if self.supervisor is not None:
             with _noticing_loss():
@@ -333,6 +333,12 @@ class Agent:
         self.generation = max(self.generation, order["generation"])
         for process in self._of(rank):
             process.send(Order.from_dict(order))
+
+    def _do_reply(self, rank: int, reply: Message) -> None:
+        """Pass on what the supervisor replies to a rank's request."""
+        for process in self._of(rank):
+            with contextlib.suppress(OSError):
+                process.channel.queue({"reply": reply})
 
     def _do_signal(self, rank: int, number: int) -> None:
         for process in self._of(rank):

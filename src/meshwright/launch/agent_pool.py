@@ -10,6 +10,8 @@ import selectors
 from typing import Protocol
 
 from meshwright.launch.channel import Message
+from meshwright.launch.environment import loopback_interface
+from meshwright.launch.remote_nodes import RemoteAgent, RemoteNodes, name_node
 
 
 class AgentConnection(Protocol):
@@ -31,26 +33,56 @@ class AgentConnection(Protocol):
 class AgentPool:
     """Sends messages to the agents of ranks, and collects what the agents report."""
 
-    def __init__(self, local: AgentConnection, ranks_per_node: int) -> None:
+    def __init__(
+        self, local: AgentConnection, ranks_per_node: int, remote: RemoteNodes | None = None
+    ) -> None:
         """Begin with the agent of this machine.
 
         Args:
             local: Of node 0.
             ranks_per_node: Ranks of each node; the last one may have fewer.
+            remote: Accepts the agents of the other nodes; None if there are none.
         """
-        self.ranks_per_node = ranks_per_node
+        self.ranks_per_node, self.remote = ranks_per_node, remote
         self._agents: dict[int, AgentConnection] = {}
+        self._hosts: dict[int, str] = {}
         self._selector = selectors.DefaultSelector()
-        self._add(0, local)
+        if remote is not None:
+            self._selector.register(remote, selectors.EVENT_READ)
+        self._interface: str | None = None
+        self.add(0, local)
 
     @property
     def nodes(self) -> frozenset[int]:
         """Nodes whose agent is connected."""
         return frozenset(self._agents)
 
+    @property
+    def count(self) -> int:
+        """Nodes of the run."""
+        return 1 if self.remote is None else self.remote.count
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every node has an agent."""
+        return len(self._agents) == self.count
+
+    @property
+    def interface(self) -> str:
+        """The network interface of this machine for traffic between ranks."""
+        return self._interface or loopback_interface()
+
     def node_of(self, rank: int) -> int:
         """The node that a rank is assigned to."""
         return rank // self.ranks_per_node
+
+    def local_rank(self, rank: int) -> int:
+        """The number of a rank on its node."""
+        return rank % self.ranks_per_node
+
+    def name(self, node: int) -> str:
+        """A node with its host, for messages."""
+        return name_node(node, self._hosts.get(node, ""))
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to the agent of a rank, if it is connected."""
@@ -60,36 +92,78 @@ class AgentPool:
         """Send a message to the agent of a node, if it is connected."""
         if (agent := self._agents.get(node)) is not None:
             agent.send(message)
+            self._update_events(node)
 
     def broadcast(self, message: Message) -> None:
         """Send a message to all agents."""
-        for agent in self._agents.values():
-            agent.send(message)
+        for node in self._agents:
+            self.send_to_node(node, message)
 
     def wait(self, timeout_s: float) -> list[Message]:
-        """What the agents report within a time, each with its ``node``; ``agent_lost`` for one that ended."""
+        """What the agents report within a time, each with its ``node``.
+
+        The pool adds ``node_joined`` and ``node_refused`` for an agent that joins, and ``agent_lost`` for one
+        that is gone.
+        """
         messages: list[Message] = []
         for key, _ in self._selector.select(timeout_s):
-            messages += self._receive(key.data)
+            if key.data is not None:
+                messages += self._receive(key.data)
+        if self.remote is not None:
+            messages += self._poll_remote(self.remote)
         return messages
 
-    def _receive(self, node: int) -> list[Message]:
-        agent = self._agents[node]
-        try:
-            return [{**message, "node": node} for message in agent.receive()]
-        except EOFError:
-            self._selector.unregister(agent)
-            del self._agents[node]
-            agent.close()
-            return [{"is": "agent_lost", "node": node}]
+    def _poll_remote(self, remote: RemoteNodes) -> list[Message]:
+        joined, reports = remote.poll(self.nodes)
+        for one in joined:
+            node, host = one.node, one.agent.host
+            self.add(node, one.agent)
+            self._hosts[node], self._interface = host, self._interface or one.agent.interface
+            reports.append({"is": "node_joined", "node": node, "host": host})
+            reports += [{**message, "node": node} for message in one.messages]
+        return reports
 
-    def close(self) -> None:
-        """End all agents and their ranks, and wait for them."""
+    def _receive(self, node: int) -> list[Message]:
+        try:
+            messages = self._agents[node].receive()
+        except EOFError:
+            self.drop(node)
+            return [{"is": "agent_lost", "node": node}]
+        self._update_events(node)
+        return [{**message, "node": node} for message in messages]
+
+    def _update_events(self, node: int) -> None:
+        """Wait for room to send, where messages are queued."""
+        agent = self._agents[node]
+        if isinstance(agent, RemoteAgent):
+            self._selector.modify(agent, agent.events, node)
+
+    def add(self, node: int, agent: AgentConnection) -> None:
+        """Add the agent of a node that has none."""
+        self._agents[node] = agent
+        self._selector.register(agent, selectors.EVENT_READ, node)
+
+    def drop(self, node: int) -> None:
+        """Close the connection to an agent that is gone."""
+        agent = self._agents.pop(node)
+        self._selector.unregister(agent)
+        if isinstance(agent, RemoteAgent):
+            agent.drop()
+        else:
+            agent.close()
+
+    def close(self, ok: bool = True) -> None:
+        """End all agents and their ranks, and wait for them.
+
+        Args:
+            ok: Whether the run succeeded.
+        """
+        if self.remote is not None:
+            self.remote.close()
+        for agent in self._agents.values():
+            if isinstance(agent, RemoteAgent):
+                agent.end(ok)
         for agent in self._agents.values():
             agent.close()
         self._agents = {}
         self._selector.close()
-
-    def _add(self, node: int, agent: AgentConnection) -> None:
-        self._agents[node] = agent
-        self._selector.register(agent, selectors.EVENT_READ, node)

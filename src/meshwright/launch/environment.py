@@ -13,6 +13,10 @@ from pathlib import Path
 SAFE_ISA = "AVX512_CORE_FP16"
 STORE_VARIABLE = "MESHWRIGHT_STORE"
 """File of the rendezvous store; every generation has its own."""
+RELAYED_STORE = "relayed"
+"""In place of the file: the store of a run on several nodes, which the supervisor holds."""
+CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
+"""Passed to the ranks explicitly: the environment of the fork server is fixed when it starts."""
 
 
 def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.environ) -> list[str]:

@@ -25,6 +25,7 @@ from meshwright.launch.channel import Channel, Message
 from meshwright.launch.environment import STORE_VARIABLE
 from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.fence import CommitGuard, HaltedError
+from meshwright.launch.requests import Requests
 from meshwright.launch.snapshot_memory import SnapshotMemory
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -100,6 +101,8 @@ class RankLink:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._abort: Callable[[], None] | None = None
+        self.requests = Requests(channel)
+        """To the supervisor, for the rendezvous store."""
 
     def start(self) -> None:
         """Start reading orders."""
@@ -178,12 +181,16 @@ class RankLink:
             except EOFError:  # the agent is gone
                 os._exit(EXIT_PEER_LOST)
             for message in messages:
+                if "reply" in message:
+                    self.requests.answer(message["reply"])
+                    continue
                 self._obey(Order.from_dict(message))
 
     def _obey(self, order: Order) -> None:
         if order.action in ("halt", "fence"):
             with self._lock:
                 self.commit.halt(order.generation)
+                self.requests.end(order.generation)
                 if self._abort is not None:
                     self._abort()
         if order.action != "halt":

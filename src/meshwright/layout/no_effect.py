@@ -157,6 +157,10 @@ def _explain_spares(job: Job) -> str | None:
     return "the first failure ends the run (elastic.restarts=0)" if job.elastic.restarts == 0 else None
 
 
+def _explain_one_node(job: Job) -> str | None:
+    return "the run has one node" if job.cluster.nodes == 1 else None
+
+
 def _explain_preparation(job: Job) -> str | None:
     """Prepared folders are used where they are."""
     paths = [job.data.path, *(one.path for one in job.data.eval)]
@@ -183,6 +187,8 @@ REASONS: dict[str, Reason] = {
     "elastic.collective_timeout_s": _explain_timeout,
     "elastic.stop_grace_s": _explain_timeout,
     "elastic.spares": _explain_spares,
+    "elastic.join_timeout_s": _explain_one_node,
+    "elastic.node_wait_s": _explain_one_node,
     "data.cache": _explain_preparation,
     "data.on_bad_records": _explain_preparation,
 }

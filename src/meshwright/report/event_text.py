@@ -94,6 +94,13 @@ class EventText:
     def _describe_rank_lost(self, event: Event) -> str:
         return f"warning: rank {event['failed_rank']} failed ({event['how']}); regrouping: {event['reason']}"
 
+    def _describe_node_joined(self, event: Event) -> str:
+        node = f"node {event['node']} ({event['host']})"
+        return f"{node} joined: {event['joined']} of {event['nodes']} nodes"
+
+    def _describe_node_refused(self, event: Event) -> str:
+        return f"warning: node {event['node']} was refused: {event['reason']}"
+
     def _describe_recovered(self, event: Event) -> str:
         again = format_plural(event["replayed_steps"], "step")
         went_on = f"went on from step {event['restored_step']} ({event['source']}), {again} to do again"

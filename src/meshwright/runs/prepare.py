@@ -28,6 +28,7 @@ from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan
 from meshwright.runs.data import prepare_data
 from meshwright.runs.held_out import check_paths, prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.nodes import count_ranks_per_node
 from meshwright.runs.planning import warn_of_snapshots
 from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
@@ -52,7 +53,11 @@ class PreparedRun:
 
 
 def prepare_run(
-    job: LoadedJob, resume: ResumeMode, reporter: Reporter, started: int | None = None
+    job: LoadedJob,
+    resume: ResumeMode,
+    reporter: Reporter,
+    started: int | None = None,
+    with_agents: bool = False,
 ) -> PreparedRun:
     """Check everything, plan, and write the run folder.
 
@@ -61,6 +66,7 @@ def prepare_run(
         resume: Whether to continue from a checkpoint.
         reporter: Receives messages and the plan.
         started: Ranks that a launcher has already started, if one has.
+        with_agents: Whether the agents of other nodes join.
     """
     path, spec = Path(job.source), job.spec
     given = read_plan(path) if not job.overrides and job.on is None and is_plan(path) else None
@@ -74,7 +80,8 @@ def prepare_run(
         fix = "Start as many ranks as the layout has"
         raise UserError(Problem("launch-world-size", rule, path="layout", fix=fix))
     if started is None:
-        require_devices(spec, plan.world_size)
+        require_devices(spec, plan.world_size, with_agents)
+        count_ranks_per_node(plan)  # every node has a rank
     weights = InitialWeights(spec)
     if resume == "no":
         _ = weights.found  # errors come before data are prepared, which may take long

@@ -69,6 +69,8 @@ def build_launch(
         spares=0 if find_checkpoint is None else job.elastic.spares,
         keeps_silent=job.cluster.device == "cpu",
         orphan_s=0.0 if find_checkpoint is None else job.elastic.orphan_s,
+        join_timeout_s=job.elastic.join_timeout_s,
+        node_wait_s=job.elastic.node_wait_s,
     )
 
 
@@ -89,15 +91,30 @@ def apply_environment(job: Job, reporter: Reporter) -> None:
             reporter.message(notice)
 
 
-def require_devices(job: Job, world_size: int) -> None:
-    """Check that the devices of the job's cluster are on this machine."""
+def refuse_nodes(nodes: int) -> UserError:
+    """The error of a run on several nodes that has no agents."""
+    rule = f"needs an agent on {nodes - 1} other node{'s' if nodes > 2 else ''}"
+    fix = (
+        "Train with --listen HOST:PORT --token-file FILE, and run meshwright agent on the other nodes; "
+        "or use torchrun on every node, or cluster.nodes=1"
+    )
+    return UserError(Problem("cluster-not-here", rule, path="cluster.nodes", value=nodes, fix=fix))
+
+
+def require_devices(job: Job, world_size: int, with_agents: bool = False) -> None:
+    """Check that the devices of the job's cluster are on this machine.
+
+    Args:
+        job: The job.
+        world_size: Ranks of its layout.
+        with_agents: Whether the agents of other nodes join.
+    """
     cluster = job.cluster
-    if cluster.nodes > 1:
-        rule = f"needs a launcher: {cluster.nodes} nodes cannot be started from one"
-        fix = "Use torchrun on every node, or cluster.nodes=1"
-        raise UserError(Problem("cluster-not-here", rule, path="cluster.nodes", value=cluster.nodes, fix=fix))
-    if cluster.device == "cuda" and (found := len(find_gpus())) < world_size:
-        rule = f"needs {world_size} GPUs on this machine, which has {found}"
+    if cluster.nodes > 1 and not with_agents:
+        raise refuse_nodes(cluster.nodes)
+    needed = min(world_size, cluster.devices_per_node) if with_agents else world_size
+    if cluster.device == "cuda" and (found := len(find_gpus())) < needed:
+        rule = f"needs {needed} GPUs on this machine, which has {found}"
         fix = "Use cluster.preset=local, or cluster.device=cpu"
         raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.core.packages import require_packages
 from meshwright.launch.local import end_server, start_server
+from meshwright.launch.network import ListenOptions
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.ranks import apply_environment, list_preload
 from meshwright.runs.reporter import Reporter
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
     from meshwright.runs.train import TrainedRun
 
 
-def start_training(job: LoadedJob, resume: bool, reporter: Reporter, entry: str | None = None) -> TrainedRun:
+def start_training(
+    job: LoadedJob,
+    resume: bool,
+    reporter: Reporter,
+    entry: str | None = None,
+    listen: ListenOptions = ListenOptions(),  # noqa: B008  (immutable)
+) -> TrainedRun:
     """Train on this machine, or as one rank of a launcher that has set torchrun's variables.
 
     Args:
@@ -27,6 +34,7 @@ def start_training(job: LoadedJob, resume: bool, reporter: Reporter, entry: str 
         resume: Whether to continue from the newest checkpoint.
         reporter: Receives messages and events.
         entry: ``module:function`` of a rank, for fault tests; None for training.
+        listen: Where the agents of other nodes join.
     """
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="training")
     job.require_runnable()
@@ -39,7 +47,7 @@ def start_training(job: LoadedJob, resume: bool, reporter: Reporter, entry: str 
         start_server(list_preload(job.spec))
         from meshwright.runs.train import train_locally  # noqa: PLC0415  (the planner: a third of a second)
 
-        return train_locally(job, resume, reporter, entry)
+        return train_locally(job, resume, reporter, entry, listen)
     except BaseException:
         end_server()  # it holds our output pipes open
         raise

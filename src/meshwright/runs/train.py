@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,20 +12,22 @@ from typing import Any
 from meshwright.audit.compare import Audit, audit_run
 from meshwright.audit.record import RunRecord, read_record
 from meshwright.checkpoint.manifest import find_newest
-from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError
+from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.diagnose.out_of_memory import explain_oom
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.lock import RunLock
+from meshwright.launch.network import ListenOptions
 from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
 from meshwright.report.html import write_page
 from meshwright.report.run_report import PAGE_FILE, read_report
 from meshwright.report.tensorboard import TensorBoardSink
 from meshwright.report.trackers import RunOutcome, build_trackers
 from meshwright.runs.loaded_job import LoadedJob
-from meshwright.runs.prepare import find_orphans, prepare_run
+from meshwright.runs.nodes import NodeListener, count_ranks_per_node, make_absolute, remove_nonces
+from meshwright.runs.prepare import PreparedRun, find_orphans, prepare_run
 from meshwright.runs.ranks import build_launch, list_preload
 from meshwright.runs.reporter import Reporter
 from meshwright.runs.summary import summarize_run
@@ -99,8 +102,14 @@ class EventListeners:
             tracker.close(outcome)
 
 
-def train_locally(job: LoadedJob, resume: bool, reporter: Reporter, entry: str | None = None) -> TrainedRun:
-    """Prepare the run and train it in processes of this machine.
+def train_locally(
+    job: LoadedJob,
+    resume: bool,
+    reporter: Reporter,
+    entry: str | None = None,
+    listen: ListenOptions = ListenOptions(),  # noqa: B008  (immutable)
+) -> TrainedRun:
+    """Prepare the run and train it in processes of this machine, and of others whose agents join.
 
     A run to resume whose ranks still train, because only their supervisor has died, is adopted.
 
@@ -109,19 +118,39 @@ def train_locally(job: LoadedJob, resume: bool, reporter: Reporter, entry: str |
         resume: Whether to continue from the newest checkpoint.
         reporter: Receives messages and events.
         entry: ``module:function`` of a rank, for fault tests; None for training.
+        listen: Where the agents of other nodes join.
     """
-    run_dir = find_orphans(job.spec) if resume else None
-    if run_dir is not None:
-        with RunLock.take(run_dir):
-            adopted = _adopt(job, run_dir, reporter)
-        if adopted is not None:
-            return adopted
-    prepared = prepare_run(job, "must" if resume else "no", reporter)
-    with prepared.lock:
-        return _supervise(prepared.plan, prepared.assignment, reporter, entry=entry)
+    with NodeListener.opened(job.spec.cluster, listen, reporter) as nodes:
+        run_dir = find_orphans(job.spec) if resume else None
+        if run_dir is not None:
+            with RunLock.take(run_dir):
+                adopted = _adopt(job, run_dir, reporter, nodes)
+            if adopted is not None:
+                return adopted
+        prepared = prepare_run(job, "must" if resume else "no", reporter, with_agents=nodes is not None)
+        with prepared.lock:
+            if nodes is None:
+                return _supervise(prepared.plan, prepared.assignment, reporter, entry=entry)
+            return _supervise_nodes(prepared, nodes, reporter)
 
 
-def _adopt(job: LoadedJob, run_dir: Path, reporter: Reporter) -> TrainedRun | None:
+def _supervise_nodes(prepared: PreparedRun, nodes: NodeListener, reporter: Reporter) -> TrainedRun:
+    """Train on several nodes. If one is refused before training, the run folder is deleted."""
+    plan, assignment = prepared.plan, make_absolute(prepared.assignment)
+    local, remote = LocalAgent.start(list_preload(plan.job)), nodes.serve(plan, assignment)
+    try:
+        return _supervise(plan, assignment, reporter, AgentPool(local, count_ranks_per_node(plan), remote))
+    except UserError:
+        if assignment.generation == 0:
+            shutil.rmtree(assignment.run_dir, ignore_errors=True)
+        raise
+    finally:
+        remove_nonces(assignment)
+
+
+def _adopt(
+    job: LoadedJob, run_dir: Path, reporter: Reporter, nodes: NodeListener | None
+) -> TrainedRun | None:
     """Become the supervisor of ranks that train; None if they have ended."""
     agent = LocalAgent.adopt(run_dir)
     if agent is None:
@@ -130,8 +159,10 @@ def _adopt(job: LoadedJob, run_dir: Path, reporter: Reporter) -> TrainedRun | No
         reporter.warning(
             "the ranks of this run still train: they go on as they were started, without overrides"
         )
-    plan = read_plan(run_dir / PLAN_FILE)
-    return _supervise(plan, Assignment.read(run_dir), reporter, AgentPool(agent, plan.world_size))
+    plan, assignment = read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir)
+    remote = None if nodes is None else nodes.serve(plan, assignment, adopting=True)
+    agents = AgentPool(agent, count_ranks_per_node(plan), remote)
+    return _supervise(plan, assignment, reporter, agents, adopts=True)
 
 
 def _supervise(
@@ -139,9 +170,10 @@ def _supervise(
     assignment: Assignment,
     reporter: Reporter,
     agents: AgentPool | None = None,
+    adopts: bool = False,
     entry: str | None = None,
 ) -> TrainedRun:
-    """Start the ranks, or adopt those of the given agents, and follow them to the end."""
+    """Start the ranks, or adopt them, and follow them to the end."""
     job, run_dir = plan.job, Path(assignment.run_dir)
     listeners = EventListeners(job, run_dir, reporter)
     supervisor = build_launch(
@@ -153,16 +185,17 @@ def _supervise(
         list_preload(job),
         lambda: _find_checkpoint(assignment),
     )
-    if agents is not None:
+    supervisor.agents, supervisor.adopts = agents, adopts
+    if adopts:
         before = read_record(run_dir)
-        supervisor.agents, supervisor.furthest_step = agents, before.first_step + len(before.losses)
+        supervisor.furthest_step = before.first_step + len(before.losses)
     try:
         with listeners.attached():
             interrupted = supervisor.run()
     except RunFailedError as error:
         raise fail_run(plan, error, listeners, run_dir, reporter) from None
     # Events of adopted ranks went to the file before.
-    record = listeners.record if agents is None else read_record(run_dir)
+    record = read_record(run_dir) if adopts else listeners.record
     if interrupted and record.status == "unfinished":
         rule = "was stopped at once, before the step was finished and saved"
         stopped = TrainingInterruptedError(Problem("run-ended-at-once", rule, path=str(run_dir)))

@@ -260,6 +260,10 @@ class Elastic:
     orphan_s: NonNegative = 60.0
     """How long ranks go on when the command has died. Then they save and stop. `train --resume` adopts them
     meanwhile; 0: they are killed at once."""
+    join_timeout_s: Positive = 300.0
+    """How long a run on several nodes waits for the agents of the other nodes to join."""
+    node_wait_s: NonNegative = 60.0
+    """How long a run waits for a new agent after the agent of a node is lost; 0: the run fails at once."""
     snapshot_every: Natural = 10
     """Steps between in-memory snapshots of the state, from which ranks go on after a failure; 0: none."""
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import EVENTS_FILE, Commit, EventWriter, Listener
 from meshwright.core.flight_ring import FLIGHT_VARIABLE
 from meshwright.launch.assignment import Assignment
+from meshwright.launch.environment import RELAYED_STORE
 from meshwright.launch.exits import EXIT_ERROR, EXIT_OK, EXIT_PEER_LOST
 from meshwright.launch.fence import FencedError
 from meshwright.launch.rank_process import Order, RankLink
@@ -27,8 +29,10 @@ from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.flight_recorder import FlightRecorder
 from meshwright.parallel.abort import GroupAborter
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
+from meshwright.parallel.relayed_store import RelayedStore
 from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.spec.execution import uses_torch_compile
+from meshwright.spec.job import Job
 from meshwright.train.build import build_trainer
 from meshwright.train.compiler_import import skip_compiler_import
 from meshwright.train.loop import report_collectives, train
@@ -193,7 +197,7 @@ class _Generation:
                 skip_compiler_import()
             counter.install()
             with self._aborting(aborter):
-                mesh = init_mesh(plan.job, counter, store)
+                mesh = init_mesh(plan.job, counter, store or self._relayed_store(plan.job))
                 setup.end("join")
                 free = measure_free_memory(plan)
                 memory = None if self.link is None else self.link.snapshots
@@ -228,6 +232,13 @@ class _Generation:
         if self.link is None:
             return nullcontext()
         return self.link.aborting(self.order.generation, aborter.abort)
+
+    def _relayed_store(self, job: Job) -> dist.Store | None:
+        """The rendezvous store of a run on several nodes; None on one."""
+        if self.link is None or self.order.store != RELAYED_STORE:
+            return None
+        timeout = timedelta(seconds=job.elastic.collective_timeout_s)
+        return RelayedStore(self.link, self.order.generation, timeout)
 
     def _is_halted(self) -> bool:
         return self.link is not None and self.link.is_halted(self.order.generation)

@@ -169,6 +169,8 @@ READERS = {
     "elastic.collective_timeout_s": "parallel",
     "elastic.heartbeat_timeout_s": "runs",
     "elastic.restarts": "runs",
+    "elastic.join_timeout_s": "runs",
+    "elastic.node_wait_s": "runs",
     "elastic.orphan_s": "runs",
     "elastic.snapshot_every": "train",
     "elastic.spares": "runs",
@@ -321,6 +323,8 @@ CASES = [
     ("elastic.collective_timeout_s", "60.0", "one process"),
     ("elastic.stop_grace_s", "60.0", "one process"),
     ("elastic.spares", "1 elastic.restarts=0", "replicas"),
+    ("elastic.join_timeout_s", "60.0", "replicas"),
+    ("elastic.node_wait_s", "10.0", "replicas"),
     ("data.cache", "elsewhere", "one process"),
     ("data.on_bad_records", "skip", "one process"),
 ]

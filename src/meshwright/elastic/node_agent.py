@@ -1,0 +1,301 @@
+"""The agent of a node that is not the supervisor's: ``meshwright agent``.
+
+It joins the run over TCP and starts a local agent, which starts and watches the ranks as on one machine. This
+process is that agent's supervisor: it passes on orders and reports, sets the paths and the network interface
+of this node, and reports the flight recorders. If this process dies, the local agent kills its ranks.
+
+When the connection is lost, the ranks go on for ``orphan_s`` seconds, in which this process dials the same
+address again. A new supervisor adopts the ranks; one that has given up this node gets a new local agent.
+Otherwise the ranks save a checkpoint and stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
+from meshwright.core.flight_ring import FlightMemory
+from meshwright.core.version import __version__
+from meshwright.elastic.rank_watch import NodeWatch
+from meshwright.launch.channel import Channel, Message
+from meshwright.launch.environment import CALLER_VARIABLES
+from meshwright.launch.join import local_address
+from meshwright.launch.local import LocalAgent
+from meshwright.launch.network import find_interface
+
+REDIAL_S = 1.0
+"""Between two attempts to reach the supervisor again."""
+STOP_GRACE_S = 30.0
+"""How long ranks without a supervisor have to save and stop."""
+MOST_UNSENT = 100_000
+"""Reports that are kept for a new supervisor."""
+
+
+class NodeSetup(Protocol):
+    """What a node does besides running ranks."""
+
+    def prepare(self, order: Message) -> tuple[Path, Sequence[Problem]]:
+        """Write the run folder of this node and check what it must reach."""
+
+    def notify(self, text: str) -> None:
+        """Show a line to the user."""
+
+
+@dataclass
+class NodeAgent:
+    """Connects the supervisor with the local agent of this node."""
+
+    dial: Callable[[], Channel]
+    """Tries once to join the run again."""
+    start_agent: Callable[[], LocalAgent]
+    setup: NodeSetup
+    torch: str
+    """Version of torch on this node."""
+    stops: list[int] = field(default_factory=list)
+    """Signals that were caught."""
+
+    def __post_init__(self) -> None:
+        self._supervisor: Channel | None = None
+        self._agent: LocalAgent | None = None
+        self._run_dir = Path()
+        self._run, self._node = "", -1
+        self._ranks: set[int] = set()
+        """Ranks with a process."""
+        self._generation = 0
+        self._orphan_s = 0.0
+        self._deadline = math.inf
+        """When ranks without a supervisor are told to stop; then, when they are killed."""
+        self._stopping = False
+        self._next_dial = 0.0
+        self._stops_sent = 0
+        self._unsent: list[Message] = []
+        self._watch = NodeWatch()
+        self._selector = selectors.DefaultSelector()
+        self._outcome: bool | None = None
+        """Whether the run succeeded, when it is over."""
+
+    def run(self, supervisor: Channel) -> bool:
+        """Take part in a run to its end; returns whether it succeeded.
+
+        Args:
+            supervisor: The connection that has joined.
+
+        Raises:
+            RunFailedError: The supervisor or the local agent is gone.
+            UserError: The supervisor refused this node.
+        """
+        self._attach(supervisor)
+        try:
+            while self._outcome is None:
+                self._serve()
+        finally:
+            self._end_agent()
+            self._watch.close()
+            if self._supervisor is not None:
+                self._supervisor.close()
+            self._selector.close()
+        return self._outcome
+
+    def _attach(self, supervisor: Channel) -> None:
+        self._supervisor, self._deadline = supervisor, math.inf
+        supervisor.setblocking(False)
+        self._selector.register(supervisor, selectors.EVENT_READ, "supervisor")
+        self._send(
+            {
+                "is": "join",
+                "host": socket.gethostname(),
+                "meshwright": __version__,
+                "torch": self.torch,
+                "run": self._run,
+                "node": self._node,
+            }
+        )
+
+    def _serve(self) -> None:
+        """Handle what has happened."""
+        timeout_s = min(self._watch.next_report_s, max(0.0, self._deadline - time.monotonic()))
+        for key, _ in self._selector.select(timeout_s):
+            if key.data == "agent":
+                self._read_agent()
+            elif self._supervisor is not None:
+                self._read_supervisor(self._supervisor)
+        if self._watch.next_report_s == 0:
+            report = self._watch.report()
+            if self._supervisor is not None and report["ranks"]:
+                self._send(report)
+        self._flush()
+        if len(self.stops) > self._stops_sent:
+            self._stop()
+        if self._supervisor is None:
+            self._go_on_alone()
+
+    def _stop(self) -> None:
+        """A signal: the first one asks the supervisor to stop the run, the second one ends this node."""
+        self._stops_sent = len(self.stops)
+        if self._stops_sent > 1 or self._supervisor is None or self._agent is None:
+            self._outcome = False
+            return
+        self.setup.notify(
+            "asked the run to stop after this step; press Ctrl-C again to end this node at once"
+        )
+        self._send({"is": "stop"})
+
+    def _read_supervisor(self, supervisor: Channel) -> None:
+        try:
+            messages = supervisor.receive()
+        except EOFError:
+            self._lose_supervisor()
+            return
+        for message in messages:
+            handle = getattr(self, f"_do_{message['do']}", None)
+            if handle is not None:
+                handle(message)
+            elif self._agent is not None:
+                self._agent.send(message)
+            if self._supervisor is None or self._outcome is not None:
+                return
+
+    def _do_prepare(self, message: Message) -> None:
+        """Join as a node: write the run folder, check what must be reached, start a local agent."""
+        self._end_agent()
+        self._run, self._node, self._orphan_s = message["run"], message["node"], message["orphan_s"]
+        self._run_dir, problems = self.setup.prepare(message)
+        self._send({"is": "prepared", "problems": [problem.as_dict() for problem in problems]})
+        if problems:
+            raise UserError(*problems)
+        self.setup.notify(f"joined {message['name']} as node {self._node}; run folder: {self._run_dir}")
+        self._agent = self.start_agent()
+        self._selector.register(self._agent, selectors.EVENT_READ, "agent")
+
+    def _do_adopt(self, message: Message) -> None:
+        """A new supervisor takes over the ranks; it also gets what it has missed."""
+        missed, self._unsent = self._unsent, []
+        ranks, generation = sorted(self._ranks), self._generation
+        self._send({"is": "adopted", "generation": generation, "ranks": ranks, "store_dir": ""})
+        for rank in ranks:
+            self._send({"is": "recorder", "rank": rank})
+        for one in missed:
+            self._send(one)
+        self.setup.notify("a new supervisor has adopted the ranks")
+
+    def _do_configure(self, message: Message) -> None:
+        """For the agent of node 0 only: this process waits for a new supervisor itself."""
+
+    def _do_refuse(self, message: Message) -> None:
+        rule, fix = f"refused this node: {message['reason']}", "Check the command of the run"
+        raise UserError(Problem("node-refused", rule, "the supervisor", fix=fix))
+
+    def _do_end(self, message: Message) -> None:
+        self._outcome = bool(message["ok"])
+
+    def _do_start(self, message: Message) -> None:
+        self._ranks.add(message["rank"])
+        self._generation = max(self._generation, message["order"]["generation"])
+        self._pass_on(message)
+
+    def _do_keep_spares(self, message: Message) -> None:
+        self._pass_on(message)
+
+    def _do_order(self, message: Message) -> None:
+        self._generation = max(self._generation, message["order"]["generation"])
+        if self._agent is not None:
+            self._agent.send(message)
+
+    def _pass_on(self, message: Message) -> None:
+        """Pass on an order to start processes, with the paths and the environment of this node."""
+        assert self._agent is not None, "a node starts ranks after it has joined"
+        assert self._supervisor is not None, "it gave the order"
+        here = {name: os.environ[name] for name in CALLER_VARIABLES if name in os.environ}
+        environment = {k: v for k, v in message["environment"].items() if k not in CALLER_VARIABLES} | here
+        interface = find_interface(local_address(self._supervisor.socket))
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or interface or ""
+        log = str(self._run_dir / "logs" / Path(message["log"]).name)
+        self._agent.send({**message, "run_dir": str(self._run_dir), "log": log, "environment": environment})
+
+    def _read_agent(self) -> None:
+        assert self._agent is not None, "it is read only while it is there"
+        try:
+            messages = self._agent.receive()
+        except EOFError:
+            rule = "the process that starts the ranks of this node has ended"
+            fix = f"See {self._run_dir / 'logs'}; run the command again to join as a new node"
+            raise RunFailedError(Problem("node-agent-died", rule, fix=fix)) from None
+        for message in messages:
+            if message["is"] == "recorder":
+                with contextlib.suppress(OSError, ValueError):
+                    self._watch.add(message["rank"], FlightMemory.open(message.pop("path")))
+            elif message["is"] in ("failed", "exited"):
+                self._send(self._watch.report(whole=[message["rank"]]))
+                if message["is"] == "exited":
+                    self._ranks.discard(message["rank"])
+            if self._supervisor is not None:
+                self._send(message)
+            elif message["is"] not in ("request", "hello", "recorder"):
+                self._unsent = [*self._unsent[-MOST_UNSENT:], message]
+
+    def _send(self, message: Message) -> None:
+        if self._supervisor is not None:
+            try:
+                self._supervisor.queue(message)
+            except OSError:
+                self._lose_supervisor()
+
+    def _flush(self) -> None:
+        if self._supervisor is None:
+            return
+        try:
+            self._supervisor.flush()
+        except OSError:
+            self._lose_supervisor()
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._supervisor.has_output else 0)
+        self._selector.modify(self._supervisor, events, "supervisor")
+
+    def _lose_supervisor(self) -> None:
+        """The connection is lost. Without ranks there is nothing to wait for."""
+        assert self._supervisor is not None, "it is lost once"
+        self._selector.unregister(self._supervisor)
+        self._supervisor.close()
+        self._supervisor = None
+        if not self._ranks or self._orphan_s == 0:
+            raise self._describe_loss()
+        self._deadline = time.monotonic() + self._orphan_s
+        self.setup.notify(f"lost the supervisor; its ranks go on for {self._orphan_s:.0f} s")
+
+    def _go_on_alone(self) -> None:
+        """Dial the supervisor again; after ``orphan_s`` let the ranks save and stop."""
+        now = time.monotonic()
+        if not self._ranks or (self._stopping and now >= self._deadline):
+            raise self._describe_loss()
+        if now >= self._deadline:
+            self._stopping, self._deadline = True, now + STOP_GRACE_S
+            for rank in self._ranks:
+                if self._agent is not None:
+                    self._agent.send({"do": "signal", "rank": rank, "number": int(signal.SIGTERM)})
+        elif not self._stopping and now >= self._next_dial:
+            self._next_dial = now + REDIAL_S
+            with contextlib.suppress(MeshwrightError):
+                self._attach(self.dial())
+
+    def _describe_loss(self) -> RunFailedError:
+        rule = "the connection to the supervisor is lost"
+        fix = "Resume the run there, and run this command again"
+        return RunFailedError(Problem("node-supervisor-lost", rule, fix=fix))
+
+    def _end_agent(self) -> None:
+        """End the local agent and its ranks."""
+        if self._agent is not None:
+            self._selector.unregister(self._agent)
+            self._agent.close()
+            self._agent, self._ranks = None, set()
+            self._watch.close()

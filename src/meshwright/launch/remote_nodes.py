@@ -1,0 +1,201 @@
+"""The nodes of a run besides the supervisor's: accepts their agents and lets each prepare its run folder.
+
+An agent that has proved the token is assigned a node, gets the files that its ranks need, and checks that it
+reaches the data and the checkpoints. It counts as joined when it reports no problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meshwright.core.version import __version__
+from meshwright.launch.channel import Channel, Message
+from meshwright.launch.join import JoinListener, local_address
+from meshwright.launch.network import find_interface
+
+END_S = 15.0
+"""How long an agent has to end its ranks at the end of the run."""
+
+
+class RemoteAgent:
+    """The supervisor's connection to the agent of another node. Sending never blocks."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.host = ""
+
+    def fileno(self) -> int:
+        """For ``selectors``."""
+        return self._channel.fileno()
+
+    @property
+    def interface(self) -> str | None:
+        """The network interface of this machine over which the agent is connected."""
+        return find_interface(local_address(self._channel.socket))
+
+    @property
+    def events(self) -> int:
+        """What to wait for with ``selectors``."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.has_output else 0)
+
+    def send(self, message: Message) -> None:
+        """Queue a message; an agent that is gone is noticed by ``receive``."""
+        with contextlib.suppress(OSError):
+            self._channel.queue(message)
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived; also sends what is queued.
+
+        Raises:
+            EOFError: The agent is gone.
+        """
+        with contextlib.suppress(OSError):
+            self._channel.flush()
+        return self._channel.receive()
+
+    def end(self, ok: bool) -> None:
+        """Tell the agent that the run is over."""
+        self.send({"do": "end", "ok": ok})
+
+    def close(self) -> None:
+        """Wait until the agent has ended its ranks, for a limited time, and close the connection."""
+        connection = self._channel.socket
+        with contextlib.suppress(OSError, EOFError):
+            connection.settimeout(END_S)
+            self._channel.flush()
+            while True:  # until it closes its end
+                self._channel.receive()
+        self._channel.close()
+
+    def drop(self) -> None:
+        """Close the connection at once."""
+        self._channel.close()
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An agent that has joined."""
+
+    node: int
+    agent: RemoteAgent
+    messages: list[Message]
+    """That came with it."""
+
+
+@dataclass
+class RemoteNodes:
+    """Accepts the agents of nodes 1, 2, ..."""
+
+    listener: JoinListener
+    count: int
+    """Nodes of the run, with node 0."""
+    run: str
+    """Identity of the run: an agent that was part of it before has the same one."""
+    describe: Callable[[int], Message]
+    """The order to prepare a node: files, and what to check."""
+    adopting: bool = False
+    """Whether agents whose ranks still train are taken over with them."""
+    torch: str = ""
+    """Version on this machine; other nodes must have the same."""
+    _joining: dict[int, RemoteAgent] = field(default_factory=dict)
+    """Agents that have proved the token, by file descriptor."""
+    _nodes: dict[int, int] = field(default_factory=dict)
+    """The node of each agent that prepares it."""
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def __post_init__(self) -> None:
+        self._selector.register(self.listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """For ``selectors``."""
+        return self._selector.fileno()  # type: ignore[attr-defined, no-any-return]  # epoll and kqueue have it
+
+    def poll(self, present: frozenset[int]) -> tuple[list[Joined], list[Message]]:
+        """Go on with all agents that join, without blocking.
+
+        Args:
+            present: Nodes that have an agent.
+
+        Returns:
+            Agents that have joined; and what to report.
+        """
+        joined: list[Joined] = []
+        reports: list[Message] = []
+        for channel in self.listener.accept():
+            agent = RemoteAgent(channel)
+            self._joining[agent.fileno()] = agent
+            self._selector.register(agent, selectors.EVENT_READ)
+        for key, _ in self._selector.select(0):
+            if key.fd in self._joining:
+                self._go_on(key.fd, present, joined, reports)
+        return joined, reports
+
+    def _go_on(self, fd: int, present: frozenset[int], joined: list[Joined], reports: list[Message]) -> None:
+        """Go on with one agent."""
+        agent = self._joining[fd]
+        try:
+            messages = agent.receive()
+        except EOFError:
+            self._forget(fd)
+            agent.drop()
+            return
+        while messages and fd in self._joining:
+            message = messages.pop(0)
+            if message.get("is") == "join":
+                self._assign(fd, message, present)
+            elif message.get("is") in ("prepared", "adopted") and fd in self._nodes:
+                node = self._nodes[fd]
+                if problems := message.get("problems"):
+                    reports.append({"is": "node_refused", "node": node, "problems": problems})
+                    self._refuse(fd, "this node cannot take part in the run")
+                else:
+                    self._forget(fd)
+                    first = [message] if message["is"] == "adopted" else []
+                    joined.append(Joined(node, agent, [*first, *messages]))
+
+    def _assign(self, fd: int, message: Message, present: frozenset[int]) -> None:
+        """Assign a node to an agent, or refuse it."""
+        agent = self._joining[fd]
+        agent.host = str(message.get("host", ""))[:100]
+        versions = [("meshwright", __version__), ("torch", self.torch)]
+        for name, here in versions:
+            if message.get(name) != here:
+                self._refuse(fd, f"{name} {message.get(name)} there, {here} at the supervisor")
+                return
+        free = [n for n in range(1, self.count) if n not in present and n not in self._nodes.values()]
+        known = message.get("run") == self.run and message.get("node") in free
+        if self.adopting and not known:
+            self._refuse(fd, "the supervisor takes over the ranks of another run")
+        elif not free:
+            self._refuse(fd, f"all {self.count} nodes of the run have an agent")
+        else:
+            node = message["node"] if known else free[0]
+            self._nodes[fd] = node
+            agent.send({"do": "adopt"} if self.adopting else self.describe(node))
+
+    def _refuse(self, fd: int, reason: str) -> None:
+        agent = self._joining[fd]
+        agent.send({"do": "refuse", "reason": reason})
+        self._forget(fd)
+        agent.drop()
+
+    def _forget(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        del self._joining[fd]
+        self._nodes.pop(fd, None)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for fd, agent in list(self._joining.items()):
+            self._forget(fd)
+            agent.drop()
+        self._selector.close()
+        self.listener.close()
+
+
+def name_node(node: int, host: str) -> str:
+    """``node 1 (worker-b)``."""
+    return f"node {node} ({host})" if host else f"node {node}"

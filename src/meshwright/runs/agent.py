@@ -1,0 +1,142 @@
+"""``meshwright agent``: runs the ranks of this node in a run that another machine supervises."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from meshwright.core.errors import Problem
+from meshwright.core.packages import require_packages
+from meshwright.data.fingerprint import MISSING, fingerprint_folder
+from meshwright.elastic.node_agent import NodeAgent
+from meshwright.launch.assignment import ASSIGNMENT_FILE, Assignment
+from meshwright.launch.caught_signals import caught_signals
+from meshwright.launch.channel import Message
+from meshwright.launch.environment import prepare_environment
+from meshwright.launch.join import join
+from meshwright.launch.local import LocalAgent, end_server, start_server
+from meshwright.launch.lock import RunLock
+from meshwright.launch.network import Address
+from meshwright.launch.remote_nodes import name_node
+from meshwright.launch.token_file import read_token
+from meshwright.plan.contract import PLAN_FILE
+from meshwright.runs.ranks import PRELOAD, PRELOAD_SHARED
+from meshwright.runs.reporter import SILENT, Reporter
+
+RUNS = Path("runs")
+"""Folder of the run folders, if none is given."""
+NONCE_WAIT_S = 3.0
+"""How long a file that the supervisor wrote may take to appear on a network file system."""
+
+
+def join_run(
+    address: str,
+    token_file: Path,
+    run_dir: Path | None = None,
+    wait_s: float = 60.0,
+    reporter: Reporter = SILENT,
+) -> bool:
+    """Run the ranks of this node until the run ends; returns whether it succeeded.
+
+    Args:
+        address: ``HOST:PORT`` of the supervisor.
+        token_file: A copy of the token file of the run, with mode 0600.
+        run_dir: Folder for the files and logs of this node; by default ``runs/NAME-node-N``.
+        wait_s: How long to wait for the supervisor.
+        reporter: Receives messages.
+
+    Raises:
+        UserError: The token file cannot be used, or the supervisor refused this node.
+        RunFailedError: The supervisor did not answer, or is gone.
+    """
+    where, token = Address.parse(address, "join"), read_token(token_file)
+    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="training")
+    prepare_environment(threads=1)
+    preload = (*PRELOAD, *PRELOAD_SHARED)
+    start_server(preload)
+    setup = _NodeFolder(run_dir, reporter)
+    try:
+        reporter.progress(f"joining the run at {where}")
+        supervisor = join(where, token, wait_s)
+        with caught_signals(lambda: None) as stops, setup:
+            agent = NodeAgent(
+                dial=lambda: join(where, token, 0.0),
+                start_agent=lambda: LocalAgent.start(preload),
+                setup=setup,
+                torch=version("torch"),
+                stops=stops,
+            )
+            return agent.run(supervisor)
+    finally:
+        end_server()
+
+
+@dataclass
+class _NodeFolder:
+    """The run folder of this node."""
+
+    run_dir: Path | None
+    reporter: Reporter
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _locked: Path | None = None
+
+    def __enter__(self) -> _NodeFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def notify(self, text: str) -> None:
+        """Show a line."""
+        self.reporter.progress(text)
+
+    def prepare(self, order: Message) -> tuple[Path, Sequence[Problem]]:
+        """Check what this node must reach, and write its run folder."""
+        name = re.sub(r"[^A-Za-z0-9.-]", "-", str(order["name"])).lstrip(".")[:100]
+        node = int(order["node"])
+        folder = (self.run_dir or RUNS / f"{name}-node-{node}").resolve()
+        problems = check_reach(order, name_node(node, socket.gethostname()))
+        if problems:
+            return folder, problems
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        if self._locked != folder:
+            self._locked = folder
+            self._stack.enter_context(RunLock.take(folder))
+        (folder / PLAN_FILE).write_text(order["files"][PLAN_FILE], encoding="utf-8")
+        assignment = Assignment(**json.loads(order["files"][ASSIGNMENT_FILE]))
+        replace(assignment, run_dir=str(folder)).write()
+        return folder, []
+
+
+def check_reach(order: Message, node: str) -> list[Problem]:
+    """What keeps a node from taking part: checkpoints or data that it does not reach."""
+    checkpoints, problems = order["checkpoints"], []
+    if not _reads(Path(checkpoints["path"]) / checkpoints["file"], checkpoints["nonce"]):
+        rule = f"is not reached by {node}: it does not see the file that the supervisor wrote there"
+        fix = "Set checkpoint.dir to a folder of a file system that all nodes share"
+        problems.append(Problem("node-checkpoints", rule, "checkpoint.dir", checkpoints["path"], fix))
+    for folder, expected in order["data"].items():
+        found = fingerprint_folder(Path(folder))
+        if found != expected:
+            what = "has no such folder" if found == MISSING else "has other data there"
+            fix = "Share the folder of prepared data with all nodes, or copy it to the same path"
+            problems.append(Problem("node-data", f"differs: {node} {what}", folder, fix=fix))
+    return problems
+
+
+def _reads(path: Path, nonce: str) -> bool:
+    deadline = time.monotonic() + NONCE_WAIT_S
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            if path.read_text(encoding="utf-8") == nonce:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)

@@ -1,0 +1,151 @@
+"""The supervisor's side of a run on several nodes: where agents join, and what they get and check."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.data.fingerprint import fingerprint_folder
+from meshwright.launch.assignment import ASSIGNMENT_FILE, Assignment
+from meshwright.launch.channel import Message
+from meshwright.launch.join import JoinListener
+from meshwright.launch.network import Address, ListenOptions
+from meshwright.launch.remote_nodes import RemoteNodes
+from meshwright.launch.token_file import create_token
+from meshwright.plan.contract import PLAN_FILE, PlanContract
+from meshwright.runs.ranks import refuse_nodes
+from meshwright.runs.reporter import Reporter
+from meshwright.spec.cluster import Cluster
+
+NONCE_FILE = ".node-check"
+"""In ``checkpoint.dir``: agents read it, to show that they reach the folder."""
+
+
+@dataclass(frozen=True)
+class NodeListener:
+    """Where the agents of the other nodes join."""
+
+    listener: JoinListener
+    token_file: Path
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(
+        cls, cluster: Cluster, options: ListenOptions, reporter: Reporter
+    ) -> Iterator[NodeListener | None]:
+        """Listen for agents, if the cluster has several nodes; None otherwise.
+
+        Raises:
+            UserError: The address or the token file cannot be used, or one is missing.
+        """
+        if cluster.nodes == 1:
+            if options.address is not None:
+                rule, fix = "has no effect with cluster.nodes=1", "Set cluster.nodes"
+                raise UserError(
+                    Problem("node-address", rule, "listen", options.address, fix, is_argument=True)
+                )
+            yield None
+            return
+        if options.address is None or options.token_file is None:
+            raise refuse_nodes(cluster.nodes)
+        found = cls._open(cluster, options.address, options.token_file, reporter)
+        try:
+            yield found
+        finally:
+            found.listener.close()
+
+    @classmethod
+    def _open(cls, cluster: Cluster, listen: str, token_file: Path, reporter: Reporter) -> NodeListener:
+        address = Address.parse(listen, "listen")
+        found = cls(JoinListener(address, create_token(token_file)), token_file)
+        others = "another node" if cluster.nodes == 2 else f"{cluster.nodes - 1} other nodes"
+        reporter.progress(f"run on {others}, with a copy of the token file (mode 0600):")
+        reporter.progress(f"  meshwright agent --join {found.listener.address} --token-file {token_file}")
+        return found
+
+    def serve(self, plan: PlanContract, assignment: Assignment, adopting: bool = False) -> RemoteNodes:
+        """Accept the agents of a run.
+
+        Args:
+            plan: Of the run.
+            assignment: Of the run, with absolute paths.
+            adopting: Whether their ranks still train and are taken over.
+        """
+        order = _NodeOrder(plan, assignment)
+        count, torch = plan.job.cluster.nodes, version("torch")
+        return RemoteNodes(self.listener, count, order.run, order.describe, adopting, torch)
+
+
+def count_ranks_per_node(plan: PlanContract) -> int:
+    """Ranks of each node; the last one may have fewer.
+
+    Raises:
+        UserError: A node would have no rank.
+    """
+    cluster, ranks = plan.job.cluster, plan.world_size
+    per_node = max(cluster.devices_per_node, -(-ranks // cluster.nodes)) if cluster.nodes > 1 else ranks
+    if (cluster.nodes - 1) * per_node >= ranks:
+        rule = f"leaves a node without a rank: {ranks} ranks, {per_node} per node"
+        fix = f"Use cluster.nodes={-(-ranks // per_node)}, or set cluster.devices_per_node"
+        raise UserError(Problem("node-idle", rule, path="cluster.nodes", value=cluster.nodes, fix=fix))
+    return per_node
+
+
+def make_absolute(assignment: Assignment) -> Assignment:
+    """The assignment with absolute paths: other nodes have another working folder."""
+    found = replace(
+        assignment,
+        checkpoint_dir=str(Path(assignment.checkpoint_dir).resolve()),
+        resume_from=str(Path(assignment.resume_from).resolve()) if assignment.resume_from else None,
+        eval_sets={name: str(Path(folder).resolve()) for name, folder in assignment.eval_sets.items()},
+    )
+    found.write()
+    return found
+
+
+def remove_nonces(assignment: Assignment) -> None:
+    """Delete the files that showed the agents that they reach the checkpoints."""
+    for path in Path(assignment.checkpoint_dir).glob(f"{NONCE_FILE}-*"):
+        path.unlink(missing_ok=True)
+
+
+class _NodeOrder:
+    """What an agent gets when it joins: the files of its ranks, and what it must reach."""
+
+    def __init__(self, plan: PlanContract, assignment: Assignment) -> None:
+        self._plan, self._assignment = plan, assignment
+        run_dir = Path(assignment.run_dir).resolve()
+        self.run = f"{socket.gethostname()}:{run_dir}"
+        data = [assignment.data_dir, *assignment.eval_sets.values()]
+        hf = getattr(plan.job.model, "hf", None)
+        if assignment.hf_weights and hf is not None:
+            data.append(hf)
+        self._data = {folder: fingerprint_folder(Path(folder)) for folder in data}
+
+    def describe(self, node: int) -> Message:
+        """The order for one node."""
+        run_dir = Path(self._assignment.run_dir)
+        nonce, where = secrets.token_hex(16), Path(self._assignment.checkpoint_dir)
+        with contextlib.suppress(OSError):  # then the agent reports that it does not find it
+            where.mkdir(parents=True, exist_ok=True)
+            (where / f"{NONCE_FILE}-{node}").write_text(nonce, encoding="utf-8")
+        return {
+            "do": "prepare",
+            "run": self.run,
+            "node": node,
+            "name": run_dir.resolve().name,
+            "orphan_s": self._plan.job.elastic.orphan_s,
+            "files": {
+                PLAN_FILE: (run_dir / PLAN_FILE).read_text(encoding="utf-8"),
+                ASSIGNMENT_FILE: json.dumps(asdict(self._assignment)),
+            },
+            "checkpoints": {"path": str(where), "file": f"{NONCE_FILE}-{node}", "nonce": nonce},
+            "data": self._data,
+        }
