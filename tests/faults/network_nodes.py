@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -86,24 +87,28 @@ class Nodes:
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
         return [int(pid) for pid in listed.stdout.split()]
 
-    def start(self, node: int, *arguments: str, folder: Path | None = None) -> Command:
-        """Start ``meshwright`` on a node, in a working folder of its own."""
-        where = folder or self.folder / f"node-{node}"
+    def set_cable(self, node: int, connected: bool) -> None:
+        """Connect a node with the bridge, or disconnect it."""
+        ip("-n", self._switch, "link", "set", f"port{node}", "up" if connected else "down")
+
+    def run_python(self, node: int, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Python code on a node."""
+        command = ["ip", "netns", "exec", self.names[node], sys.executable, "-c", code, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    def start(self, node: int, *arguments: Any, hidden: Path | None = None) -> Command:
+        """Start ``meshwright`` on a node, in a working folder of its own.
+
+        Args:
+            node: Of the namespaces.
+            arguments: Of the command.
+            hidden: A folder that the node does not see.
+        """
+        where = self.folder / f"node-{node}"
         where.mkdir(exist_ok=True)
-        name = self.names[node]
-        prefix = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            WITH_HOST_NAME,
-            "sh",
-            f"host-{node}",
-        ]
+        hide = f'mount -t tmpfs none "{hidden}" && ' if hidden else ""
+        prefix = ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "--mount", "sh", "-c"]
+        prefix += [hide + WITH_HOST_NAME, "sh", f"host-{node}"]
         command = Command([*map(str, arguments)], where, [*prefix, *PROGRAM])
         self.commands.append(command)
         return command
@@ -122,11 +127,11 @@ class Nodes:
     def token(self) -> Path:
         return self.folder / "token"
 
-    def join(self, node: int, *options: str) -> Command:
+    def join(self, node: int, *options: str, hidden: Path | None = None) -> Command:
         """Start the agent of a node, when the supervisor has written the token."""
         wait_until(self.token.exists)
         join = ("--join", f"{self.address(0)}:{PORT}", "--token-file", self.token)
-        return self.start(node, "agent", *join, *options)
+        return self.start(node, "agent", *join, *options, hidden=hidden)
 
     def events(self) -> list[dict[str, Any]]:
         return self.commands[0].events(self.run_dir)

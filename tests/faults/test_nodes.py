@@ -6,10 +6,31 @@ import os
 import signal
 
 import pytest
-from network_nodes import result_of, wait_until
+from network_nodes import PORT, result_of, wait_until
+
+from meshwright.elastic.faults.processes import Resources
 
 STEPS = ("train.steps=30", "elastic.snapshot_every=5", "checkpoint.every_steps=10")
 ONE_EACH = ("layout.dp_replicate=2", "cluster.devices_per_node=1", *STEPS)
+
+ATTACK = """
+import os, socket, struct, sys
+contents = [b"", os.urandom(64), struct.pack("!I", 2**31), struct.pack("!I", 900) + b"{"]
+order = b'{"do": "start", "rank": 0, "entry": "os:system"}'
+contents.append(struct.pack("!I", len(order)) + order)
+for batch in range(12):
+    strangers = []
+    for number in range(50):
+        stranger = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
+        try:
+            stranger.sendall(contents[number % len(contents)])
+        except OSError:
+            pass  # refused: too many at once
+        strangers.append(stranger)
+    for stranger in strangers:
+        stranger.close()
+"""
+"""600 connections: silence, noise, a huge length, half a message, an order."""
 
 
 def step_is_done(nodes, step, generation=0):
@@ -92,4 +113,134 @@ def test_a_node_that_does_not_join_ends_the_run(make_nodes, job_file):
     assert status == 4
     assert "1 of 2 nodes joined within elastic.join_timeout_s=1" in err
     assert "[run-nodes-missing]" in err
+    nodes.require_empty()
+
+
+def test_a_stopped_rank_of_another_node_is_found(make_nodes, train, job_file):
+    """The verdict comes from flight recorders on two machines; the run goes on with another process."""
+    alone = train(*ONE_EACH, "run_dir=alone")
+    nodes = make_nodes(2)
+    running = nodes.train(job_file, *ONE_EACH, "elastic.heartbeat_timeout_s=3")
+    nodes.join(1)
+    wait_until(step_is_done(nodes, 8))
+    stopped = nodes.rank_pid(1)
+    os.kill(stopped, signal.SIGSTOP)
+    result = result_of(running)
+    assert result["losses"] == alone.losses
+    (hang,) = [e for e in nodes.events() if e["event"] == "hang"]
+    assert (hang["cause"], hang["rank"], hang["waiting"]) == ("stopped", 1, [0])
+    assert 1 < hang["since_s"] < 10
+    nodes.require_empty()
+
+
+def test_hostile_connections_do_not_disturb_a_run(make_nodes, train, job_file):
+    """600 strangers at the supervisor's port: nothing is leaked, and the run ends as it would alone."""
+    alone = train(*ONE_EACH, "run_dir=alone")
+    nodes = make_nodes(2)
+    running = nodes.train(job_file, *ONE_EACH)
+    agent = nodes.join(1)
+    wait_until(step_is_done(nodes, 2))
+    assert all(port.startswith("10.77.0.1:") for port in nodes.listening(0)), "the given address only"
+    assert all(port.startswith("10.77.0.2:") for port in nodes.listening(1)), "gloo's"
+    before = Resources.read(running.process.pid)
+    attacker = nodes.run_python(1, ATTACK, nodes.address(0), str(PORT))
+    assert attacker.returncode == 0, attacker.stderr
+    wait_until(lambda: is_released(running.process.pid, before), 15)
+    result = result_of(running)
+    assert result["losses"] == alone.losses
+    assert agent.finish()[0] == 0
+    nodes.require_empty()
+
+
+def is_released(pid, before):
+    """The supervisor holds no more sockets than before, and little more memory. It may have ended."""
+    now = Resources.read(pid)
+    return now is None or (now.sockets <= before.sockets and now.rss_bytes - before.rss_bytes < 50e6)
+
+
+def test_agents_without_the_token_do_not_join(make_nodes, job_file):
+    nodes = make_nodes(2)
+    running = nodes.train(job_file, *ONE_EACH, "elastic.join_timeout_s=60")
+    wait_until(nodes.token.exists)
+    wrong = nodes.folder / "wrong"
+    wrong.write_text("0" * 64)
+    wrong.chmod(0o600)
+    join = ("agent", "--join", f"{nodes.address(0)}:{PORT}", "--token-file")
+    status, _, err = nodes.start(1, *join, wrong).finish()
+    assert (status, "[node-token]" in err) == (2, True), err
+    wrong.chmod(0o644)
+    status, _, err = nodes.start(1, *join, wrong).finish()
+    assert (status, "[token-file-mode]" in err) == (2, True), err
+    status, _, err = nodes.start(1, *join, nodes.folder / "none").finish()
+    assert (status, "[token-file-missing]" in err) == (2, True), err
+    assert running.process.poll() is None, "the run still waits"
+    running.process.send_signal(signal.SIGTERM)
+    running.finish()
+    nodes.require_empty()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "code"), [("run/checkpoints", "node-checkpoints"), ("prepared", "node-data")]
+)
+def test_a_node_that_does_not_reach_a_folder_is_named(make_nodes, job_file, prepared, hidden, code):
+    nodes = make_nodes(2)
+    running = nodes.train(job_file, *ONE_EACH)
+    folder = prepared if hidden == "prepared" else nodes.folder / hidden
+    wait_until(folder.exists)
+    agent = nodes.join(1, hidden=folder)
+    status, _, err = running.finish()
+    assert status == 2
+    assert "node 1 (host-1)" in err
+    assert f"[{code}]" in err
+    status, _, err = agent.finish()
+    assert (status, f"[{code}]" in err) == (2, True), err
+    assert not nodes.run_dir.exists(), "nothing was trained"
+    nodes.require_empty()
+
+
+def test_ranks_of_all_nodes_are_adopted(make_nodes, train, job_file):
+    """The supervisor is killed. The ranks of both nodes go on, and a new supervisor takes them over."""
+    options = (*ONE_EACH, "train.steps=400", "checkpoint.every_steps=0")
+    alone = train(*options, "run_dir=alone")
+    nodes = make_nodes(2)
+    first = nodes.train(job_file, *options)
+    agent = nodes.join(1)
+    wait_until(step_is_done(nodes, 20))
+    pids = [nodes.rank_pid(rank) for rank in (0, 1)]
+    first.process.kill()
+    first.process.wait()
+    second = nodes.train(job_file, *options, options=("--resume",))
+    result = result_of(second)
+    assert result["losses"] == alone.losses
+    assert result["audit_ok"], result["differences"]
+    assert [nodes.rank_pid(rank) for rank in (0, 1)] == pids, "no rank was restarted"
+    assert agent.finish()[0] == 0
+    nodes.require_empty()
+
+
+def test_ranks_without_a_supervisor_save_and_stop(make_nodes, job_file):
+    nodes = make_nodes(2)
+    running = nodes.train(job_file, *ONE_EACH, "train.steps=100000", "elastic.orphan_s=2")
+    agent = nodes.join(1)
+    wait_until(step_is_done(nodes, 5))
+    running.process.kill()
+    status, _, err = agent.finish(60)
+    assert (status, "[node-supervisor-lost]" in err) == (4, True), err
+    nodes.require_empty(40)
+    assert list((nodes.run_dir / "checkpoints").glob("step-*")), "the ranks have saved"
+
+
+def test_a_broken_connection_is_repaired(make_nodes, train, job_file):
+    """The cable of node 1 is pulled for 15 s: the run waits for its agent and goes on from the checkpoint."""
+    alone = train(*ONE_EACH, "run_dir=alone")
+    nodes = make_nodes(2)
+    running = nodes.train(job_file, *ONE_EACH, "elastic.node_wait_s=60")
+    agent = nodes.join(1)
+    wait_until(step_is_done(nodes, 12))
+    nodes.set_cable(1, connected=False)
+    wait_until(lambda: any(e["event"] == "rank_lost" for e in nodes.events()), 30)
+    nodes.set_cable(1, connected=True)
+    result = result_of(running)
+    assert result["losses"] == alone.losses
+    assert agent.finish()[0] == 0
     nodes.require_empty()

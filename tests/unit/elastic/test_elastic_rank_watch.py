@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 
 import pytest
 
 from meshwright.core import flight_ring as ring
-from meshwright.core.flight_ring import FlightMemory
-from meshwright.elastic.rank_watch import ProcessStatus, RankWatch
+from meshwright.core.flight_ring import FlightMemory, RemoteFlight
+from meshwright.elastic.rank_watch import NodeWatch, ProcessStatus, RankWatch
 
 
 class Machine:
@@ -109,3 +111,76 @@ def test_a_finished_rank_is_not_watched(machine):
     machine.enters("finished", 9)
     machine.status = ProcessStatus("")
     assert machine.runs(20)[0] is None
+
+
+class OtherMachine:
+    """A rank on another machine, whose monotonic clock is an hour ahead, and the supervisor's watch."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+        self.memory = FlightMemory.create(0)
+        self.there, self.watch = NodeWatch(), RankWatch(5.0, lambda: self.now_s)
+        self.there.add(0, self.memory)
+        self.watch.add(0, RemoteFlight())
+        os.pwrite(self.memory.fd, ring.IDENTITY.pack(ring.MAGIC, ring.VERSION, os.getpid(), 0, 0), 0)
+        self.clock_ns, self.status = time.monotonic_ns() + 3600 * 10**9, ["S", 0, False]
+        self.beats()
+
+    def beats(self):
+        os.pwrite(self.memory.fd, ring.BEAT.pack(self.clock_ns, 1), ring.BEAT_AT)
+
+    def runs(self, seconds, beat, reports=True):
+        """Half a second at a time; returns the first verdict."""
+        for _ in range(int(seconds * 2)):
+            self.now_s += 0.5
+            self.clock_ns += 500_000_000
+            if beat:
+                self.beats()
+            if reports:
+                report = json.loads(json.dumps(self.there.report()))
+                report |= {"now_ns": self.clock_ns, "passed_s": 0.5}
+                report["ranks"]["0"]["status"] = self.status
+                self.watch.receive(report)
+            if (found := self.watch.poll()) is not None:
+                return found
+        return None
+
+    def close(self):
+        self.there.close()
+        self.watch.close()
+
+
+@pytest.fixture
+def other_machine():
+    made = OtherMachine()
+    yield made
+    made.close()
+
+
+def test_a_rank_of_another_machine_that_beats_is_alive(other_machine):
+    assert other_machine.runs(4, beat=True) is None
+
+
+def test_a_stopped_rank_of_another_machine_is_found(other_machine):
+    """Its age is measured there: the clocks of the machines differ by an hour."""
+    other_machine.runs(2, beat=True)
+    other_machine.status = ["T", 0, False]
+    found = other_machine.runs(20, beat=False)
+    assert (found.cause, found.rank) == ("stopped", 0)
+    assert 2 <= found.since_s <= 6
+
+
+def test_a_rank_does_not_age_while_its_agent_sends_nothing(other_machine):
+    """A lost connection is not silence of the rank: nothing is killed."""
+    other_machine.runs(1, beat=True)
+    assert (
+        other_machine.runs(60, beat=False, reports=False) is None
+        or not other_machine.watch.judge(5.0).ends_run
+    )
+
+
+def test_all_records_are_sent_only_of_ranks_without_progress(other_machine):
+    first, second = (len(other_machine.there.report()["ranks"]["0"]["flight"]) for _ in range(2))
+    os.pwrite(other_machine.memory.fd, ring.PROGRESS.pack(7, 1, 1, 3), ring.PROGRESS_AT)
+    third = len(other_machine.there.report()["ranks"]["0"]["flight"])
+    assert first < second > third
