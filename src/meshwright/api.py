@@ -64,6 +64,7 @@ __all__ = [
     "evaluate",
     "export_checkpoint",
     "generate",
+    "join_run",
     "list_checkpoints",
     "list_runs",
     "load_job",
@@ -451,6 +452,33 @@ def prepare_corpus(corpus: str | Path, *, reporter: Reporter = SILENT) -> Prepar
 
     path = Path(corpus)
     return prepare_with_progress(load_corpus_spec(path), path.parent, reporter)
+
+
+def join_run(
+    address: str,
+    token_file: str | Path,
+    *,
+    run_dir: str | Path | None = None,
+    wait_s: float = 60.0,
+    reporter: Reporter = SILENT,
+) -> bool:
+    """Run the ranks of this node in a run that another machine supervises; returns whether it succeeded.
+
+    Args:
+        address: ``HOST:PORT``, where ``train`` listens.
+        token_file: A copy of the token file of the run, with mode 0600.
+        run_dir: Folder for the files and logs of this node; by default ``runs/NAME-node-N``.
+        wait_s: How long to wait until the run listens.
+        reporter: Receives messages.
+
+    Raises:
+        UserError: The token file cannot be used, or the run does not take this node.
+        RunFailedError: No run answered, or its supervisor is gone.
+    """
+    from meshwright.runs.agent import join_run  # noqa: PLC0415
+
+    folder = None if run_dir is None else Path(run_dir)
+    return join_run(address, Path(token_file), folder, wait_s, reporter)
 
 
 def probe(out: str | Path = "probed.toml", *, cpu: bool = False, reporter: Reporter = SILENT) -> ProbeResult:

@@ -143,6 +143,13 @@ class Nodes:
         """No process is left on any node."""
         wait_until(lambda: not any(self.pids(name) for name in self.names), limit_s)
 
+    def listeners(self, node: int) -> set[int]:
+        """Processes of a node that listen on a TCP port."""
+        pids = self.pids(self.names[node])
+        rows = [line.split() for line in Path(f"/proc/{pids[0]}/net/tcp").read_text().splitlines()[1:]]
+        sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+        return {pid for pid in pids if any(str(fd.readlink()) in sockets for fd in list_fds(pid))}
+
     def listening(self, node: int) -> set[str]:
         """Addresses on which processes of a node listen."""
         shown = subprocess.run(
@@ -153,6 +160,11 @@ class Nodes:
         )
         rows = [line.split() for line in shown.stdout.splitlines()[1:]]
         return {decode_address(row[1]) for row in rows if row[3] == "0A"}
+
+
+def list_fds(pid: int) -> list[Path]:
+    """The open files of a process, without those that it closes meanwhile."""
+    return [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
 
 
 def decode_address(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -73,6 +74,7 @@ def test_losses_are_those_of_one_node(make_nodes, train, job_file, layout, per_n
     nodes.require_empty()
 
 
+@pytest.mark.slow
 def test_another_agent_replaces_one_that_was_killed(make_nodes, train, job_file):
     """The agent's ranks end, its snapshots are lost, and the run goes on from the newest checkpoint."""
     alone = train(*ONE_EACH, "run_dir=alone")
@@ -107,6 +109,7 @@ def test_a_run_whose_node_is_lost_ends_and_names_it(make_nodes, job_file):
     nodes.require_empty()
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_join_ends_the_run(make_nodes, job_file):
     nodes = make_nodes(2)
     status, _, err = nodes.train(job_file, *ONE_EACH, "elastic.join_timeout_s=1").finish()
@@ -116,6 +119,7 @@ def test_a_node_that_does_not_join_ends_the_run(make_nodes, job_file):
     nodes.require_empty()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_of_another_node_is_found(make_nodes, train, job_file):
     """The verdict comes from flight recorders on two machines; the run goes on with another process."""
     alone = train(*ONE_EACH, "run_dir=alone")
@@ -133,6 +137,7 @@ def test_a_stopped_rank_of_another_node_is_found(make_nodes, train, job_file):
     nodes.require_empty()
 
 
+@pytest.mark.slow
 def test_hostile_connections_do_not_disturb_a_run(make_nodes, train, job_file):
     """600 strangers at the supervisor's port: nothing is leaked, and the run ends as it would alone."""
     alone = train(*ONE_EACH, "run_dir=alone")
@@ -158,6 +163,7 @@ def is_released(pid, before):
     return now is None or (now.sockets <= before.sockets and now.rss_bytes - before.rss_bytes < 50e6)
 
 
+@pytest.mark.slow
 def test_agents_without_the_token_do_not_join(make_nodes, job_file):
     nodes = make_nodes(2)
     running = nodes.train(job_file, *ONE_EACH, "elastic.join_timeout_s=60")
@@ -179,6 +185,7 @@ def test_agents_without_the_token_do_not_join(make_nodes, job_file):
     nodes.require_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "code"), [("run/checkpoints", "node-checkpoints"), ("prepared", "node-data")]
 )
@@ -198,6 +205,7 @@ def test_a_node_that_does_not_reach_a_folder_is_named(make_nodes, job_file, prep
     nodes.require_empty()
 
 
+@pytest.mark.slow
 def test_ranks_of_all_nodes_are_adopted(make_nodes, train, job_file):
     """The supervisor is killed. The ranks of both nodes go on, and a new supervisor takes them over."""
     options = (*ONE_EACH, "train.steps=400", "checkpoint.every_steps=0")
@@ -218,6 +226,7 @@ def test_ranks_of_all_nodes_are_adopted(make_nodes, train, job_file):
     nodes.require_empty()
 
 
+@pytest.mark.slow
 def test_ranks_without_a_supervisor_save_and_stop(make_nodes, job_file):
     nodes = make_nodes(2)
     running = nodes.train(job_file, *ONE_EACH, "train.steps=100000", "elastic.orphan_s=2")
@@ -230,6 +239,7 @@ def test_ranks_without_a_supervisor_save_and_stop(make_nodes, job_file):
     assert list((nodes.run_dir / "checkpoints").glob("step-*")), "the ranks have saved"
 
 
+@pytest.mark.slow
 def test_a_broken_connection_is_repaired(make_nodes, train, job_file):
     """The cable of node 1 is pulled for 15 s: the run waits for its agent and goes on from the checkpoint."""
     alone = train(*ONE_EACH, "run_dir=alone")
@@ -243,4 +253,50 @@ def test_a_broken_connection_is_repaired(make_nodes, train, job_file):
     result = result_of(running)
     assert result["losses"] == alone.losses
     assert agent.finish()[0] == 0
+    nodes.require_empty()
+
+
+@pytest.mark.slow
+def test_three_nodes_train(make_nodes, train, job_file):
+    """Ranks of three machines; one of them dies."""
+    layout = ("layout.dp_replicate=3", *STEPS)
+    alone = train(*layout, "run_dir=alone")
+    nodes = make_nodes(3)
+    running = nodes.train(job_file, *layout, "cluster.devices_per_node=1")
+    agents = [nodes.join(1), nodes.join(2)]
+    wait_until(step_is_done(nodes, 12))
+    os.kill(nodes.rank_pid(1), signal.SIGKILL)
+    result = result_of(running)
+    assert result["losses"] == alone.losses
+    assert result["audit_ok"], result["differences"]
+    assert [agent.finish()[0] for agent in agents] == [0, 0]
+    assert {e["host"] for e in nodes.events() if e["event"] == "started"} == {"host-0", "host-1", "host-2"}
+    nodes.require_empty()
+
+
+@pytest.mark.slow
+def test_a_signal_to_an_agent_stops_the_run_with_a_checkpoint(make_nodes, job_file):
+    nodes = make_nodes(2)
+    running = nodes.train(job_file, *ONE_EACH, "train.steps=100000")
+    agent = nodes.join(1)
+    wait_until(step_is_done(nodes, 5))
+    agent.process.send_signal(signal.SIGTERM)
+    _, out, err = running.finish()
+    assert json.loads(out)["status"] == "interrupted", err
+    assert list((nodes.run_dir / "checkpoints").glob("step-*"))
+    agent.finish()
+    nodes.require_empty()
+
+
+@pytest.mark.slow
+def test_one_machine_listens_on_loopback_only(make_nodes, job_file):
+    """The namespace has no other process: these are all ports of a run without ``--listen``."""
+    nodes = make_nodes(1)
+    options = ("layout.dp_replicate=2", "train.steps=100000", f"run_dir={nodes.run_dir}")
+    running = nodes.start(0, "train", job_file, *options)
+    wait_until(step_is_done(nodes, 2))
+    assert {port.partition(":")[0] for port in nodes.listening(0)} == {"127.0.0.1"}
+    assert nodes.listeners(0) == {nodes.rank_pid(0), nodes.rank_pid(1)}, "gloo's, in the ranks"
+    running.process.send_signal(signal.SIGTERM)
+    running.finish()
     nodes.require_empty()

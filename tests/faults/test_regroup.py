@@ -154,3 +154,20 @@ def test_ranks_that_were_killed_at_random_times_cost_no_loss(command, train, job
         os.kill(last_pid(running, run_dir, kills % 2), signal.SIGKILL)
         kills, generation = kills + 1, generation + 1
     assert result_of(running)["losses"] == undisturbed.losses
+
+
+@pytest.mark.slow
+def test_a_killed_agent_is_replaced(command, train, job_file, tmp_path):
+    """Its ranks end and their snapshots are lost: new ones go on from the newest checkpoint."""
+    options = ("layout.dp_replicate=2", *STEPS)
+    undisturbed = train(*options, "run_dir=calm")
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *options, f"run_dir={run_dir}", "--json")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 27)
+    os.kill(json.loads((run_dir / "agent.json").read_text())["pid"], signal.SIGKILL)
+    result = result_of(running)
+    assert result["losses"] == undisturbed.losses
+    assert result["audit_ok"], result["differences"]
+    (recovered,) = [e for e in running.events(run_dir) if e["event"] == "recovered"]
+    assert (recovered["source"], recovered["restored_step"]) == ("checkpoint", 20)
+    assert recovered["how"] == "the agent of node 0 is gone"

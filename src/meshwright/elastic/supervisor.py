@@ -21,6 +21,7 @@ from typing import Any, Literal
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, Event, EventWriter, warn
 from meshwright.core.flight_ring import FlightMemory, RemoteFlight
+from meshwright.core.units import format_plural
 from meshwright.elastic.hang import WRONG_CALLS, Verdict
 from meshwright.elastic.policy import Failure, decide
 from meshwright.elastic.rank_view import RankView, State, first_failed
@@ -251,6 +252,8 @@ class Supervisor:
         else:
             joined = f"{len(self._ready)} of {self._agents.count} nodes joined"
             rule = f"{joined} within elastic.join_timeout_s={self.join_timeout_s:g}"
+            if refused := self._agents.refused:
+                rule += f"; {format_plural(refused, 'connection')} did not prove the token"
             fix = "Run meshwright agent on the other nodes, and check address, firewall and token file"
             raise RunFailedError(Problem("run-nodes-missing", rule, fix=fix))
 

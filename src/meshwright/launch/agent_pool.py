@@ -63,9 +63,9 @@ class AgentPool:
         return 1 if self.remote is None else self.remote.count
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every node has an agent."""
-        return len(self._agents) == self.count
+    def refused(self) -> int:
+        """Connections that did not prove the token."""
+        return 0 if self.remote is None else self.remote.listener.refused
 
     @property
     def interface(self) -> str:

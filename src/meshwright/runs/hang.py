@@ -40,7 +40,8 @@ def _find_ranks(run_dir: Path) -> dict[int, Event]:
     started = {event["rank"]: event for event in log.of("started")}
     hosts = {event["host"] for event in started.values()} - {socket.gethostname()}
     if hosts:
-        rule, fix = f"runs on {', '.join(sorted(hosts))}", "Run the command there"
+        rule = f"has ranks on {', '.join(sorted(hosts))}"
+        fix = "Run the command there; for several nodes, send SIGQUIT to meshwright train: it prints the same"
         raise UserError(Problem("hang-other-host", rule, path=str(run_dir), fix=fix))
     if not started or not is_held(run_dir):
         rule = "is not running" if started else "has not started its ranks"

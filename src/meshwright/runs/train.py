@@ -14,6 +14,7 @@ from meshwright.audit.record import RunRecord, read_record
 from meshwright.checkpoint.manifest import find_newest
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
+from meshwright.core.units import format_plural
 from meshwright.diagnose.out_of_memory import explain_oom
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.assignment import Assignment
@@ -137,6 +138,8 @@ def train_locally(
 def _supervise_nodes(prepared: PreparedRun, nodes: NodeListener, reporter: Reporter) -> TrainedRun:
     """Train on several nodes. If one is refused before training, the run folder is deleted."""
     plan, assignment = prepared.plan, make_absolute(prepared.assignment)
+    others, limit = plan.job.cluster.nodes - 1, plan.job.elastic.join_timeout_s
+    reporter.progress(f"waiting for {format_plural(others, 'agent')} to join, for at most {limit:g} s")
     local, remote = LocalAgent.start(list_preload(plan.job)), nodes.serve(plan, assignment)
     try:
         return _supervise(plan, assignment, reporter, AgentPool(local, count_ranks_per_node(plan), remote))
