@@ -339,7 +339,7 @@ class Run:
     contract: PlanContract
     """The plan that the run was started with: ``plan.toml`` of the folder."""
     record: RunRecord
-    """What the ranks of the newest attempt reported."""
+    """What the ranks reported, over all attempts in the folder."""
     _audit: Audit
     page: Path | None = None
     """The report page, if it was written."""
@@ -353,7 +353,10 @@ class Run:
 
     @property
     def losses(self) -> list[float | None]:
-        """Training loss of each step; None for a step without target tokens."""
+        """Training loss of each step of all attempts, as the last one that did the step has it.
+
+        None for a step without target tokens.
+        """
         return self.record.losses
 
     @property
@@ -425,13 +428,13 @@ def load_run(run_dir: str | Path) -> Run:
         UserError: It is not a run folder.
     """
     from meshwright.audit.compare import audit_run  # noqa: PLC0415
-    from meshwright.audit.record import read_record  # noqa: PLC0415
-    from meshwright.plan.contract import PLAN_FILE, read_plan  # noqa: PLC0415
+    from meshwright.audit.event_scan import read_record  # noqa: PLC0415
+    from meshwright.plan.contract import PLAN_FILE, read_earlier_plans, read_plan  # noqa: PLC0415
 
     folder = Path(run_dir)
     record = read_record(folder)
     plan = read_plan(folder / PLAN_FILE)
-    return Run(folder, plan, record, audit_run(plan, record))
+    return Run(folder, plan, record, audit_run(plan, record, read_earlier_plans(folder)))
 
 
 def list_runs(folder: str | Path = "runs") -> list[RunSummary]:

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from meshwright import load_run
+
 STEPS = ("train.steps=60", "elastic.snapshot_every=5", "train.eval_every=20", "checkpoint.every_steps=20")
 LAYOUTS = [
     pytest.param(("layout.dp_replicate=2",), id="ddp"),
@@ -66,6 +68,10 @@ def test_losses_are_bit_identical_after_a_kill(command, train, job_file, tmp_pat
         assert min(parts) > 0, event
         assert sum(parts) <= event["seconds"], "the parts are parts of the whole"
         assert event["detect_s"] <= 1, "a killed process is noticed within a second"
+    run = load_run(run_dir)
+    assert (run.audit().generations, run.audit().ok, len(run.record.recoveries)) == (3, True, 2)
+    assert run.record.steps.replayed == sum(e["replayed_steps"] for e in recovered)
+    assert 0 < run.record.goodput.share < 1
     replayed = [(e["restored_step"], e["steps"]) for e in events if e["event"] == "replayed"]
     assert replayed == [(e["restored_step"], e["replayed_steps"]) for e in recovered]
     started = [e["rank"] for e in events if e["event"] == "started"]

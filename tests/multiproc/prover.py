@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from meshwright.audit.compare import audit_run
-from meshwright.audit.record import RunRecord, read_record
+from meshwright.audit.event_scan import read_record
+from meshwright.audit.record import RunRecord
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.layout.stages import StageSpec, local_parameters, local_stages, pp_rank_of
 from meshwright.plan.build import build_plan

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from meshwright.audit.compare import audit_run
-from meshwright.audit.record import read_record
+from meshwright.audit.event_scan import read_record
 from meshwright.cli.audit import audit_folder
 from meshwright.cli.output import Output
 from meshwright.plan.contract import read_plan

@@ -51,7 +51,7 @@ def test_train_generate_and_audit_work_end_to_end(job_file, tmp_path):
 
 
 def test_a_resumed_run_prints_as_much_as_it_is_asked_to(job_file, tmp_path):
-    """``--quiet``: the result only. ``-v``: the tables, which count collectives since the resume."""
+    """``--quiet``: the result only. ``-v``: the tables, which count the collectives of both attempts."""
     job = ("train", job_file, "layout.dp_replicate=2", "run_dir=r")
     quiet = run(*job, "train.steps=2", "--quiet", cwd=tmp_path)
     assert quiet.returncode == 0, quiet.stderr
@@ -59,7 +59,7 @@ def test_a_resumed_run_prints_as_much_as_it_is_asked_to(job_file, tmp_path):
     assert len(quiet.stdout.splitlines()) <= 4
     verbose = run(*job, "train.steps=4", "--resume", "-v", cwd=tmp_path)
     assert verbose.returncode == 0, verbose.stderr
-    for table in ("Memory of every rank", "Memory in bytes", "since the resume at step 2"):
+    for table in ("Memory of every rank", "Memory in bytes", "whole run, 2 generations"):
         assert table in verbose.stdout
 
 

@@ -15,7 +15,7 @@ from reference_runs import (
     require_equal_losses_and_plan,
 )
 
-from meshwright.audit.record import read_record
+from meshwright.audit.event_scan import read_record
 from meshwright.layout.ring_chunks import HEAD_CHUNKS, list_head_chunks
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel import ring_attention as ring

@@ -55,7 +55,7 @@ def test_one_and_two_ranks_start_from_the_weights_of_the_folder(from_folder, fol
         path.unlink()
     shutil.rmtree(one.run_dir / "checkpoints" / "step-00000003")
     resumed = from_folder("name=one", "layout.dp_replicate=1", *common, resume=True)
-    assert resumed.losses == one.losses[2:]
+    assert resumed.losses == one.losses
 
 
 DEEP = "model.num_layers=8"
@@ -84,7 +84,7 @@ def test_a_rank_never_holds_the_full_model_during_startup(
     shutil.rmtree(read.run_dir / "checkpoints" / "step-00000002")
     startup_peaks = [read_startup_peaks(run) for run in (random, read)]
     resumed = train("name=read", *sharded, resume=True)
-    assert resumed.losses == read.losses[1:]
+    assert resumed.losses == read.losses
     startup_peaks.append(read_startup_peaks(resumed))
     weights = sum(t.nbytes for path in folder.glob("*.safetensors") for t in load_file(path).values())
     groups = list_groups(list_stages(load_job(str(job_file), []))[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright import load_run
 from meshwright.checkpoint.resume import require_finite
 from meshwright.core.errors import UserError
 
@@ -43,11 +44,17 @@ def test_a_resume_on_another_number_of_ranks_keeps_losses_and_sample_order(train
 
 
 def test_resume_continues_the_newest_run_as_a_new_generation(train):
-    """`--resume` without a folder. The audit covers the new attempt only."""
-    first = train("train.steps=4")
-    second = train("train.steps=6", resume=True)
+    """`--resume` without a folder. Losses and audit cover both attempts, the first with its own plan."""
+    first = train("train.steps=4", "layout.dp_replicate=2")
+    second = train("train.steps=6", "layout.dp_replicate=1", resume=True)
     assert second.run_dir == first.run_dir
-    assert len(second.losses) == 2
+    assert second.losses[:4] == first.losses
+    assert len(second.losses) == 6
+    run = load_run(second.run_dir)
+    assert run.losses == second.losses
+    assert (run.audit().generations, run.audit().coverage) == (2, ())
+    counted = {(row.axis, row.phase): row.calls for row in run.audit().collectives}
+    assert counted["control", "step"] == 4, "the collectives of the first attempt, which had two ranks"
     events = (first.run_dir / "events.jsonl").read_text()
     assert '"generation":0' in events
     assert '"generation":1' in events
@@ -61,7 +68,8 @@ def test_a_damaged_checkpoint_is_skipped(train):
     damaged[-1] ^= 1
     newest.write_bytes(damaged)
     resumed = train("train.steps=6", resume=True)
-    assert resumed.losses == first.losses[4:]
+    assert resumed.losses == first.losses
+    assert load_run(resumed.run_dir).record.steps.replayed == 2
     assert "skipped: " in resumed.messages
     assert "step-00000006 is damaged" in resumed.messages
 

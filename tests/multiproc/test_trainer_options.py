@@ -44,7 +44,7 @@ def test_an_fp16_overflow_skips_the_step_on_all_ranks_and_resumes_equally(train)
     assert straight.losses[-1] < straight.losses[0]
     train("run_dir=part", *scale, "train.steps=2")
     resumed = train("run_dir=part", *scale, resume=True)
-    assert resumed.losses == straight.losses[2:], "the loss scale was not restored"
+    assert resumed.losses == straight.losses, "the loss scale was not restored"
 
 
 def test_diverging_fp16_stops_with_the_module_whose_output_overflows(train):

@@ -5,18 +5,28 @@ With Triton blocks the peak may differ by 3%. With blocks that torch.compile com
 most** 5% above the prediction: the compiler decides what to keep, and keeps less than eager blocks. With
 experts, they are predicted for the rows that the rank's experts really read; the plan assumes an even load.
 Step time is not audited. A value that was not measured fails the audit.
+
+All generations of all attempts are audited, each for the steps that it did, and an earlier attempt against
+its own plan. A rank that was killed reports nothing of its generation. Steps that are done again must have
+equal losses, where the run is deterministic.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.audit.expert_load import describe_load, find_effect
-from meshwright.audit.record import MeasuredTraffic, RunRecord
+from meshwright.audit.record import (
+    GenerationRecord,
+    MeasuredCollectives,
+    MeasuredMemory,
+    MeasuredTraffic,
+    RunRecord,
+)
 from meshwright.core.units import format_bytes
 from meshwright.layout.stages import pp_rank_of
 from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
@@ -49,6 +59,8 @@ class CollectiveRow(CollectiveTraffic):
     """Without the rows that the router dropped."""
     dropped_rows: int = 0
     """Rows that the router dropped for lack of capacity; the plan assumes none."""
+    generation: int | None = None
+    """The generation that differs from the plan; None: the sum of all."""
 
     @property
     def equal(self) -> bool:
@@ -71,6 +83,8 @@ class StateRow:
     """The part of the prediction due to uneven expert load; the plan does not have it."""
     slack: int = 0
     """Bytes that are allowed whatever the tolerance is."""
+    generation: int | None = None
+    """An earlier generation, which differs from the plan; None: the newest."""
 
     @property
     def ok(self) -> bool:
@@ -107,6 +121,10 @@ class Audit:
     """One sentence per value that does not match."""
     load: tuple[str, ...] = ()
     """Sentences about ranks with uneven expert load."""
+    generations: int = 1
+    """How many were audited."""
+    coverage: tuple[str, ...] = ()
+    """Sentences about what earlier generations did not report."""
 
     @property
     def ok(self) -> bool:
@@ -124,19 +142,34 @@ class Audit:
             "audit_ok": self.ok,
             "differences": list(self.differences),
             "load": list(self.load),
+            "generations": self.generations,
+            "coverage": list(self.coverage),
             "state": [{**asdict(row), "ok": row.ok} for row in self.state],
             "collectives": [row.as_dict() for row in self.collectives],
         }
 
 
-def audit_run(plan: PlanContract, record: RunRecord) -> Audit:
-    """Compare a run with its plan."""
-    state = _state_rows(plan, record)
-    collectives = _collective_rows(plan, record)
+def audit_run(
+    plan: PlanContract, record: RunRecord, earlier: Mapping[int, PlanContract] | None = None
+) -> Audit:
+    """Compare a run with its plan.
+
+    Args:
+        plan: Of the newest attempt.
+        record: Of all attempts.
+        earlier: The plans of earlier attempts, by the first generation of the attempt.
+    """
+    audited = _list_generations(plan, record, earlier or {})
+    state = [
+        *_earlier_state_rows(audited, record),
+        *_state_rows(plan, record.state, record.newest.snapshots_off),
+    ]
+    collectives = _collective_rows(audited)
     incomplete = _describe_incomplete(plan, record)
     judged = [row for row in state if row.measured is not None] if incomplete else state
     differences = [_state_difference(row) for row in judged if not row.ok]
     differences += [_collective_difference(row) for row in collectives if not row.equal]
+    differences += _list_replay_differences(plan, record)
     unreported = [rank for rank in range(plan.world_size) if rank not in record.collectives]
     if incomplete:
         differences.append(incomplete)
@@ -144,13 +177,65 @@ def audit_run(plan: PlanContract, record: RunRecord) -> Audit:
         ranks = ", ".join(str(r) for r in unreported)
         differences.append(f"rank {ranks} did not report its collectives: it did not finish")
     load = describe_load(plan, record)
-    return Audit(tuple(state), tuple(collectives), tuple(differences), tuple(load))
+    coverage = _describe_coverage(audited, record)
+    return Audit(
+        tuple(state), tuple(collectives), tuple(differences), tuple(load), len(audited), tuple(coverage)
+    )
+
+
+AuditedGenerations = list[tuple[PlanContract, GenerationRecord]]
+
+
+def _list_generations(
+    plan: PlanContract, record: RunRecord, earlier: Mapping[int, PlanContract]
+) -> AuditedGenerations:
+    """The generations whose plan is known, oldest first, with their plan."""
+    found: AuditedGenerations = []
+    for number in sorted(record.generations):
+        generation = record.generations[number]
+        newest = generation.attempt == record.newest.attempt
+        own = plan if newest else earlier.get(generation.attempt_start)
+        if own is not None:
+            found.append((own, generation))
+    return found
+
+
+def _describe_coverage(audited: AuditedGenerations, record: RunRecord) -> list[str]:
+    """What earlier generations did not report."""
+    numbers = {generation.generation for _, generation in audited}
+    found = [
+        f"generation {number} is not audited: its plan is not in the run folder"
+        for number in sorted(record.generations)
+        if number not in numbers
+    ]
+    for plan, generation in audited:
+        missing = [str(rank) for rank in range(plan.world_size) if rank not in generation.collectives]
+        if generation is not record.newest and missing:
+            ranks = f"rank {', '.join(missing)}"
+            found.append(
+                f"generation {generation.generation}: {ranks} ended without a report of its collectives"
+            )
+    return found
+
+
+def _list_replay_differences(plan: PlanContract, record: RunRecord) -> list[str]:
+    """Steps that were done again with another loss, where the job promises equal ones."""
+    if plan.job.cluster.device != "cpu" and not plan.job.train.deterministic:
+        return []
+    return [
+        f"replayed step {found.step} has another loss: {found.loss!r} in generation {found.generation}, "
+        f"{found.before!r} before"
+        for found in record.steps.differences
+        if record.changed_curves.isdisjoint(range(found.before_generation + 1, found.generation + 1))
+    ]
 
 
 def audit_rank(plan: PlanContract, rank: int, record: RunRecord) -> Audit:
     """Compare the one rank of a dry run with the plan; phases that did not run are left out."""
-    state = _state_rows(dataclasses.replace(plan, ranks=(plan.ranks[rank],)), record)
-    collectives = [row for row in _collective_rows(plan, record) if row.calls or row.predicted_calls]
+    state = _state_rows(dataclasses.replace(plan, ranks=(plan.ranks[rank],)), record.state, set())
+    collectives = [
+        row for row in _collective_rows([(plan, record.newest)]) if row.calls or row.predicted_calls
+    ]
     differences = [_state_difference(row) for row in state if not row.ok]
     differences += [_collective_difference(row) for row in collectives if not row.equal]
     return Audit(tuple(state), tuple(collectives), tuple(differences))
@@ -182,10 +267,33 @@ def _describe_incomplete(plan: PlanContract, record: RunRecord) -> str:
     return ""
 
 
-def _state_rows(plan: PlanContract, record: RunRecord) -> list[StateRow]:
+def _earlier_state_rows(audited: AuditedGenerations, record: RunRecord) -> list[StateRow]:
+    """Memory that earlier generations measured, where it differs from their plan."""
+    rows: list[StateRow] = []
+    for plan, generation in audited:
+        if generation is not record.newest:
+            found = _state_rows(plan, generation.state, generation.snapshots_off)
+            rows += [
+                dataclasses.replace(row, generation=generation.generation)
+                for row in found
+                if row.measured is not None and not row.ok
+            ]
+    return rows
+
+
+def _state_rows(
+    plan: PlanContract, state: Mapping[int, MeasuredMemory], snapshots_off: Collection[int]
+) -> list[StateRow]:
+    """Predicted and measured memory of every rank.
+
+    Args:
+        plan: The prediction.
+        state: What was measured, by rank.
+        snapshots_off: Ranks that found too little memory for snapshots.
+    """
     rows: list[StateRow] = []
     for expected in plan.ranks:
-        found = record.state.get(expected.rank)
+        found = state.get(expected.rank)
         for kind, predicted in expected.state_bytes.items():
             measured = found.state_bytes.get(kind) if found else None
             rows.append(StateRow(expected.rank, kind, predicted, measured))
@@ -194,7 +302,7 @@ def _state_rows(plan: PlanContract, record: RunRecord) -> list[StateRow]:
             measured = found.offloaded_bytes.get(kind, 0) if found else None
             if offloaded or measured:
                 rows.append(StateRow(expected.rank, f"{kind} in CPU memory", offloaded, measured))
-        snapshots = _snapshot_row(plan, expected, record)
+        snapshots = _snapshot_row(plan, expected, found, expected.rank in snapshots_off)
         rows += [] if snapshots is None else [snapshots]
         peak = expected.first_peak_bytes if found and found.first_step else expected.peak_bytes
         counted, effect = has_exact_peak(plan.job), find_effect(plan, expected, found)
@@ -224,12 +332,13 @@ def _state_rows(plan: PlanContract, record: RunRecord) -> list[StateRow]:
     return rows
 
 
-def _snapshot_row(plan: PlanContract, expected: RankPrediction, record: RunRecord) -> StateRow | None:
+def _snapshot_row(
+    plan: PlanContract, expected: RankPrediction, found: MeasuredMemory | None, off: bool
+) -> StateRow | None:
     """In-memory snapshots of a rank; None if it has none, or if no agent kept them (torchrun)."""
-    found = record.state.get(expected.rank)
     if plan.host_memory is None or found is None or found.snapshot_bytes is None:
         return None
-    predicted = 0 if expected.rank in record.snapshots_off else expected.snapshot_bytes
+    predicted = 0 if off else expected.snapshot_bytes
     if not predicted and not found.snapshot_bytes:
         return None
     return StateRow(expected.rank, "snapshots in CPU memory", predicted, found.snapshot_bytes)
@@ -243,35 +352,77 @@ Kind = tuple[str, str, str, int]
 """Axis, operation, phase and number of ranks in the group."""
 
 
-def _collective_rows(plan: PlanContract, record: RunRecord) -> list[CollectiveRow]:
-    """For each kind of collective the rank that differs most from the prediction."""
-    rows: dict[tuple[Kind, int | None], CollectiveRow] = {}
-    alone = {(row.axis, row.op, row.phase, row.ranks) for row in plan.collectives if row.pp_rank is not None}
-    for rank, reported in record.collectives.items():
-        times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations, "save": reported.saves}
-        expected, found = _sum_by_kind(plan.collectives_of(rank)), _sum_by_kind(reported.rows)
-        dropped = _sum_dropped_rows(reported.rows)
-        for kind in expected.keys() | found.keys():
-            calls, sent = found.get(kind, (0, 0))
-            expected_calls, expected_bytes = expected.get(kind, (0, 0))
-            occurrences, pp_rank = (
-                times.get(kind[2], 0),
-                pp_rank_of(plan.job, rank) if kind in alone else None,
-            )
-            row = CollectiveRow(
-                *kind,
-                calls,
-                sent,
-                pp_rank,
-                predicted_calls=expected_calls * occurrences,
-                predicted_bytes=expected_bytes * occurrences - _count_dropped_bytes(plan, dropped[kind]),
-                dropped_rows=dropped[kind],
-            )
-            previous = rows.get((kind, pp_rank))
-            if previous is None or (previous.equal and not row.equal):
-                rows[kind, pp_rank] = row
+RowKey = tuple[Kind, int | None]
+"""A kind of collective, and the pp rank if their predictions differ."""
+
+
+def _collective_rows(audited: AuditedGenerations) -> list[CollectiveRow]:
+    """For each kind of collective the rank that differs most from the prediction, over all generations."""
+    rows: dict[RowKey, CollectiveRow] = {}
+    ranks = {rank for _, generation in audited for rank in generation.collectives}
+    for rank in sorted(ranks):
+        for key, row in _sum_generations(audited, rank).items():
+            previous = rows.get(key)
+            more = previous is not None and row.predicted_calls > previous.predicted_calls
+            if previous is None or (previous.equal and (more or not row.equal)):
+                rows[key] = row
     order = {"setup": 0, "step": 1, "eval": 2, "save": 3}
     return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 4), *k[0], k[1] or 0))]
+
+
+def _sum_generations(audited: AuditedGenerations, rank: int) -> dict[RowKey, CollectiveRow]:
+    """The collectives of a rank: the sum of all generations, or the first generation that differs."""
+    sums: dict[RowKey, CollectiveRow] = {}
+    for plan, generation in audited:
+        reported = generation.collectives.get(rank)
+        for key, row in () if reported is None else _compare_rank(plan, rank, reported).items():
+            previous = sums.get(key)
+            if previous is not None and not previous.equal:
+                continue
+            if not row.equal:
+                sums[key] = dataclasses.replace(
+                    row, generation=generation.generation if len(audited) > 1 else None
+                )
+            else:
+                sums[key] = row if previous is None else _add_rows(previous, row)
+    return sums
+
+
+def _add_rows(first: CollectiveRow, second: CollectiveRow) -> CollectiveRow:
+    return dataclasses.replace(
+        first,
+        calls=first.calls + second.calls,
+        bytes=first.bytes + second.bytes,
+        predicted_calls=first.predicted_calls + second.predicted_calls,
+        predicted_bytes=first.predicted_bytes + second.predicted_bytes,
+        dropped_rows=first.dropped_rows + second.dropped_rows,
+    )
+
+
+def _compare_rank(
+    plan: PlanContract, rank: int, reported: MeasuredCollectives
+) -> dict[RowKey, CollectiveRow]:
+    """Predicted and counted collectives of a rank in one generation."""
+    rows: dict[RowKey, CollectiveRow] = {}
+    alone = {(row.axis, row.op, row.phase, row.ranks) for row in plan.collectives if row.pp_rank is not None}
+    times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations, "save": reported.saves}
+    expected, found = _sum_by_kind(plan.collectives_of(rank)), _sum_by_kind(reported.rows)
+    dropped = _sum_dropped_rows(reported.rows)
+    for kind in expected.keys() | found.keys():
+        calls, sent = found.get(kind, (0, 0))
+        expected_calls, expected_bytes = expected.get(kind, (0, 0))
+        occurrences = times.get(kind[2], 0)
+        pp_rank = pp_rank_of(plan.job, rank) if kind in alone else None
+        rows[kind, pp_rank] = CollectiveRow(
+            *kind,
+            calls,
+            sent,
+            pp_rank,
+            predicted_calls=expected_calls * occurrences,
+            predicted_bytes=expected_bytes * occurrences - _count_dropped_bytes(plan, dropped[kind]),
+            dropped_rows=dropped[kind],
+        )
+    return rows
 
 
 def _sum_by_kind(rows: Iterable[CollectiveTraffic]) -> dict[Kind, tuple[int, int]]:
@@ -302,14 +453,19 @@ def _state_difference(row: StateRow) -> str:
     share = (row.measured - row.predicted) / row.predicted if row.predicted else float("inf")
     bound = "at most " if row.compiled else ""
     return (
-        f"rank {row.rank}: {row.kind} is {row.measured} bytes, predicted {bound}{row.predicted} "
+        f"{_name_generation(row.generation)}rank {row.rank}: {row.kind} is {row.measured} bytes, "
+        f"predicted {bound}{row.predicted} "
         f"({share:+.1%}; must be {row.allowed})"
     )
 
 
+def _name_generation(generation: int | None) -> str:
+    return "" if generation is None else f"generation {generation}, "
+
+
 def _collective_difference(row: CollectiveRow) -> str:
     extra = "" if row.predicted_calls else "; the plan has no such call"
-    whose = "" if row.pp_rank is None else f"pp rank {row.pp_rank}, "
+    whose = _name_generation(row.generation) + ("" if row.pp_rank is None else f"pp rank {row.pp_rank}, ")
     return (
         f"{whose}axis {row.axis}, {row.op} in phase {row.phase}: {row.calls} calls and {row.bytes} bytes, "
         f"predicted {row.predicted_calls} and {row.predicted_bytes}{extra}"

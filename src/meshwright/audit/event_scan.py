@@ -7,16 +7,18 @@ parsed as JSON.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.audit.record import RunRecord, feed_checked
-from meshwright.core.events import EVENTS_VERSION, Event, parse_event
+from meshwright.audit.record import RunRecord, feed_checked, reading_events
+from meshwright.core.events import EVENTS_FILE, EVENTS_VERSION, Event, parse_event
 
 _HEAD = re.compile(
-    rb'\{"v":%d,"event":"step","time":[^,]+,"rank":(\d+),"generation":(\d+),"step":(\d+),' % EVENTS_VERSION
+    rb'\{"v":%d,"event":"step","time":([0-9.eE+]+),"rank":(\d+),"generation":(\d+),"step":(\d+),'
+    rb'"loss":(null|[0-9.eE+-]+),' % EVENTS_VERSION
 )
 _STEP_S = re.compile(rb'"step_s":([0-9.eE+-]+)[,}]')
 
@@ -29,22 +31,23 @@ class Scan:
     """Lines that are truncated, not JSON, or of another version."""
 
 
-def scan_events(
-    path: Path, scan: Scan, shortcut: Callable[[bytes, int], bool] | None = None
-) -> Iterator[Event]:
+StepReader = Callable[[re.Match[bytes], bytes], bool]
+"""Takes a step line of rank 0, and its head: time, rank, generation, step and loss."""
+
+
+def scan_events(path: Path, scan: Scan, read_step: StepReader | None = None) -> Iterator[Event]:
     """Events in file order, without the steps of ranks other than 0.
 
     Args:
         path: The file.
         scan: Counts unreadable lines.
-        shortcut: Called with each step line of rank 0 and its generation; if it returns True, the line is not
-            parsed.
+        read_step: Called with each step line of rank 0; if it returns True, the line is not parsed.
     """
     with path.open("rb") as file:
         for line in file:
             head = _HEAD.match(line)
             if head is not None and line.endswith(b"}\n"):
-                if head[1] != b"0" or (shortcut is not None and shortcut(line, int(head[2]))):
+                if head[2] != b"0" or (read_step is not None and read_step(head, line)):
                     continue
             elif not line.strip():
                 continue
@@ -55,11 +58,28 @@ def scan_events(
                 yield event
 
 
+def read_record(run_dir: Path) -> RunRecord:
+    """The record of a run over all attempts in its folder.
+
+    Raises:
+        UserError: It is not a run folder, or cannot be read.
+    """
+    record, scan = RunRecord(), Scan()
+    with reading_events(run_dir):
+        for event in scan_events(run_dir / EVENTS_FILE, scan):
+            feed_checked(record, event)
+    if scan.unreadable:
+        lines = f"{scan.unreadable} lines of {EVENTS_FILE}"
+        record.notes.append(f"{lines} are truncated or of another version, and were skipped")
+    return record
+
+
 @dataclass
 class Attempt:
     """One start of the ranks: the first, or a resume in the same folder."""
 
     generation: int
+    """Its first."""
     began: float | None = None
     ended: float | None = None
     host: str = ""
@@ -108,12 +128,14 @@ class Attempt:
             self.errors.insert(0, sentence)
 
 
-class LastAttempt:
-    """Reads a log and keeps only its newest attempt, with as little parsing as possible."""
+class RunScan:
+    """Reads a log with as little parsing as possible: of all steps but the newest only loss and time."""
 
     def __init__(self) -> None:
-        self.attempt = Attempt(0)
-        self.attempts = 0
+        self.record = RunRecord()
+        """Of all attempts; without MFU."""
+        self.attempt = Attempt(-1)
+        """The newest."""
         self.began: float | None = None
         """When the first attempt began."""
         self._newest_step = b""
@@ -121,34 +143,30 @@ class LastAttempt:
     def read(self, path: Path) -> int:
         """Read a whole file; returns the number of unreadable lines."""
         scan = Scan()
-        for event in scan_events(path, scan, self._note_step):
-            self._select_attempt(event.get("generation", 0))
-            if event.get("generation", 0) == self.attempt.generation:
-                self.attempt.feed(event)
-                self.began = self.attempt.began if self.began is None else self.began
-        self._parse_last_step()
+        for event in scan_events(path, scan, self._read_step):
+            feed_checked(self.record, event)
+            self._follow(event)
+        last = parse_event(self._newest_step) if self._newest_step else None
+        if last is not None and last["generation"] >= self.record.newest.attempt_start:
+            self.record.tokens_per_step = last.get("tokens") or self.record.tokens_per_step
+            self._follow(last)
         return scan.unreadable
 
-    def _select_attempt(self, generation: int) -> None:
-        if generation > self.attempt.generation or not self.attempts:
-            self.attempt = Attempt(generation)
-            self.attempts += 1
-            self._newest_step = b""
+    def _follow(self, event: Event) -> None:
+        """Feed the newest attempt."""
+        if self.record.newest.attempt_start > self.attempt.generation:
+            self.attempt = Attempt(self.record.newest.attempt_start)
+        if event.get("generation", 0) >= self.attempt.generation:
+            self.attempt.feed(event)
+            self.began = self.attempt.began if self.began is None else self.began
 
-    def _note_step(self, line: bytes, generation: int) -> bool:
-        """Record a step's duration and keep the line; only the newest line is parsed."""
+    def _read_step(self, head: re.Match[bytes], line: bytes) -> bool:
         found = _STEP_S.search(line)
         if found is None:
             return False
-        self._select_attempt(generation)
-        if generation == self.attempt.generation:
-            self.attempt.record.step_times_s.append(float(found[1]))
+        generation = int(head[3])
+        loss = math.nan if head[5] == b"null" else float(head[5])
+        self.record.feed_step(generation, float(head[1]), int(head[4]), loss, float(found[1]))
+        if generation >= self.record.newest.generation:
             self._newest_step = line
         return True
-
-    def _parse_last_step(self) -> None:
-        """Parse the newest step line; its duration is already recorded."""
-        event = parse_event(self._newest_step) if self._newest_step else None
-        if event is not None:
-            self.attempt.record.step_times_s.pop()
-            self.attempt.feed(event)

@@ -1,21 +1,31 @@
-"""The record of a run, built from its events: live, or from ``events.jsonl``."""
+"""The record of a run, built from its events: live, or from ``events.jsonl``.
+
+A run has one or more *attempts*: the first start, and each resume in the same folder. An attempt has one or
+more *generations*: after a failure the ranks regroup and go on in the next one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import statistics
+from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from meshwright.audit.goodput import Goodput, RunClock
+from meshwright.audit.steps import StepSeries
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.events import EVENTS_FILE, Event, read_events
+from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.units import format_plural
 from meshwright.plan.contract import CollectiveTraffic, PlanContract
+
+BY_GENERATION = frozenset({"state", "collectives", "rank_lost"})
+"""Events that count in their own generation, however late they are."""
 
 
 @dataclass(frozen=True)
@@ -123,57 +133,83 @@ class Recovery:
     how: str
     """How the rank failed."""
     seconds: float
-    """From the failure to the moment when all ranks were ready to train again."""
-    halt_s: float
-    """Part of it: the other ranks left their collectives."""
-    join_s: float
-    """Part of it: all ranks joined again and restored their state."""
+    """From the moment when the failure was known until all ranks were ready to train again."""
     restored_step: int
     """Step that the ranks went on from."""
     replayed_steps: int
     """Steps that were done again."""
     source: str
     """``snapshot``, ``checkpoint`` or ``start``."""
+    detect_s: float | None = None
+    """From the last sign of life of the rank until the failure was known; None if unknown."""
+    halt_s: float = 0.0
+    decide_s: float = 0.0
+    start_s: float = 0.0
+    join_s: float = 0.0
+    rebuild_s: float = 0.0
+    load_s: float = 0.0
+    replay_s: float | None = None
+    """Time of the repeated steps; None if they are not all done."""
+
+    def parts(self) -> dict[str, float]:
+        """The parts in order, in seconds."""
+        named = ("halt", "decide", "start", "join", "rebuild", "load")
+        found = {name: getattr(self, f"{name}_s") for name in named}
+        ends = {"detect": self.detect_s or 0.0}, {"replay": self.replay_s or 0.0}
+        return {**ends[0], **found, **ends[1]}
 
 
 _RECOVERY: TypeAdapter[Recovery] = TypeAdapter(Recovery)
 
 
 @dataclass
+class GenerationRecord:
+    """What the ranks measured in one generation."""
+
+    generation: int
+    attempt_start: int
+    """First generation of its attempt."""
+    attempt: int = 0
+    """Number of its attempt, from 0."""
+    state: dict[int, MeasuredMemory] = field(default_factory=dict)
+    """Memory by rank."""
+    collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
+    """Counted collectives by rank."""
+    snapshots_off: set[int] = field(default_factory=set)
+    """Ranks that found too little memory for in-memory snapshots."""
+    lost: bool = False
+    """Whether a rank failed, and the run went on in the next generation."""
+
+
+@dataclass
 class RunRecord:
-    """One attempt at a run. Keeps what reports need, not all events."""
+    """A run over all its attempts, or one attempt. Keeps what reports need, not all events."""
 
     status: str = "unfinished"
     failed: bool = False
-    """Whether a rank reported an error."""
+    """Whether a rank reported an error in the newest attempt."""
     oom_reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Out-of-memory reports by error message."""
-    losses: list[float | None] = field(default_factory=list)
-    """Loss of each step from rank 0; NaN if not finite, None for a step without target tokens."""
+    steps: StepSeries = field(default_factory=StepSeries)
+    """Of rank 0."""
     eval_loss: float | None = None
     """Newest loss on the held-out split."""
     eval_losses: dict[str, float | None] = field(default_factory=dict)
     """Newest loss on each set of ``data.eval``."""
-    step_times_s: list[float] = field(default_factory=list)
-    mfus: list[float] = field(default_factory=list)
     tokens_per_step: int = 0
     skipped_steps: int = 0
     """Steps skipped because fp16 gradients overflowed."""
     peak_basis: str = ""
-    first_step: int = 0
-    """Steps done before this attempt."""
-    ready: bool = False
-    """Whether rank 0 has begun to train."""
-    went_on_after: int | None = None
-    """The newest generation in which a rank failed and after which the run went on."""
+    attempt_step: int = 0
+    """Steps done before the newest attempt."""
+    generations: dict[int, GenerationRecord] = field(default_factory=dict)
+    """By number."""
+    newest: GenerationRecord = field(default_factory=lambda: GenerationRecord(-1, -1, -1))
+    clock: RunClock = field(default_factory=RunClock)
     recoveries: list[Recovery] = field(default_factory=list)
     """Failures of ranks after which the run went on."""
-    state: dict[int, MeasuredMemory] = field(default_factory=dict)
-    """Measured memory by rank."""
-    snapshots_off: set[int] = field(default_factory=set)
-    """Ranks that found too little memory for in-memory snapshots."""
-    collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
-    """Counted collectives by rank."""
+    changed_curves: set[int] = field(default_factory=set)
+    """Generations that resumed with a change of the loss curve: another layout, another learning rate."""
     timelines: dict[int, RecordedTimeline] = field(default_factory=dict)
     """Pipeline timelines by rank."""
     experts: ExpertLoads | None = None
@@ -185,14 +221,74 @@ class RunRecord:
     events_lost: dict[int, int] = field(default_factory=dict)
 
     def feed(self, event: Event) -> None:
-        """Take in one event."""
+        """Take in one event. Late events of an older generation count in that generation only."""
+        generation = self._enter(event.get("generation", 0))
+        self.clock.feed(event, generation.generation, generation.attempt)
         handler = getattr(self, f"_on_{event['event']}", None)
-        if handler is not None:
-            handler(event)
+        if handler is not None and (generation is self.newest or event["event"] in BY_GENERATION):
+            handler(event, generation)
+
+    def feed_step(self, generation: int, when: float, step: int, loss: float, seconds: float) -> None:
+        """Take in a step of rank 0 of which only these values were read."""
+        attempt = self._enter(generation).attempt
+        self.clock.feed({"event": "step", "rank": 0, "step": step, "time": when}, generation, attempt)
+        self.steps.add(step, generation, loss, seconds, 0.0)
+
+    def _enter(self, number: int) -> GenerationRecord:
+        """The record of a generation. A new one begins an attempt, unless the one before it lost a rank."""
+        known = self.generations.get(number)
+        if known is not None:
+            return known
+        before = self.newest
+        if before.lost and number > before.generation:
+            known = GenerationRecord(number, before.attempt_start, before.attempt)
+        else:
+            known = GenerationRecord(number, number, before.attempt + 1)
+        self.generations[number] = known
+        if number > before.generation:
+            self.newest = known
+            if known.attempt > before.attempt:
+                self.status, self.failed, self.last_checkpoint_failed = "unfinished", False, False
+                self.oom_reports, self.timelines, self.tokens_per_step = {}, {}, 0
+        return known
+
+    @property
+    def state(self) -> dict[int, MeasuredMemory]:
+        """Measured memory by rank: the newest of the newest attempt."""
+        found: dict[int, MeasuredMemory] = {}
+        for number in sorted(self.generations):
+            if self.generations[number].attempt == self.newest.attempt:
+                found |= self.generations[number].state
+        return found
+
+    @property
+    def collectives(self) -> dict[int, MeasuredCollectives]:
+        """Counted collectives of the newest generation, by rank."""
+        return self.newest.collectives
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Loss of each step; NaN if not finite, None for a step without target tokens."""
+        return self.steps.losses
+
+    @property
+    def first_step(self) -> int:
+        """Steps done before the first one of the run: not 0 if it began from a checkpoint of another run."""
+        return self.steps.numbers[0] - 1 if self.steps.numbers else self.attempt_step
+
+    @property
+    def furthest_step(self) -> int:
+        """The last step that was done."""
+        return self.steps.numbers[-1] if self.steps.numbers else self.attempt_step
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Where the time went; None if nothing was recorded."""
+        return self.clock.measure(sum(self.steps.seconds), self.steps.replayed_s)
 
     @property
     def outcome(self) -> str:
-        """How the attempt ended, according to its events."""
+        """How the newest attempt ended, according to its events."""
         return "failed" if self.failed and self.status == "unfinished" else self.status
 
     @property
@@ -210,8 +306,11 @@ class RunRecord:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Throughput by the median step; the first two steps, one of them audited, do not count."""
-        times = self.step_times_s[2:] or self.step_times_s
+        """Throughput by the median step of the newest attempt.
+
+        The first two steps, one of them audited, do not count.
+        """
+        times = _without_first(self.steps.seconds[self.steps.since(self.attempt_step)])
         return self.tokens_per_step / statistics.median(times) if times else None
 
     def flops_per_s(self, plan: PlanContract) -> float | None:
@@ -221,90 +320,95 @@ class RunRecord:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation by the median step."""
-        values = self.mfus[2:] or self.mfus
+        """Model FLOP utilisation by the median step of the newest attempt."""
+        values = _without_first(self.steps.mfus[self.steps.since(self.attempt_step)])
         return statistics.median(values) if values else None
 
-    def _on_ready(self, event: Event) -> None:
-        if event["rank"] != 0:
-            return
-        self.peak_basis = event["peak_basis"]
-        if not self.ready:
-            self.ready, self.first_step = True, event["step"]
-            return
-        done = event["step"] - self.first_step  # after a failure: later steps are done again
-        for values in (self.losses, self.step_times_s, self.mfus):
-            del values[max(0, done) :]
+    def _on_ready(self, event: Event, generation: GenerationRecord) -> None:
+        if event["rank"] == 0:
+            self.peak_basis = event["peak_basis"]
+            if generation.generation == generation.attempt_start:
+                self.attempt_step = event["step"]
 
-    def _on_rank_lost(self, event: Event) -> None:
-        self.went_on_after = event["generation"]
+    def _on_rank_lost(self, event: Event, generation: GenerationRecord) -> None:
+        generation.lost = True
 
-    def _on_recovered(self, event: Event) -> None:
+    def _on_recovered(self, event: Event, generation: GenerationRecord) -> None:
         self.recoveries.append(_RECOVERY.validate_python(event))
 
-    def _on_step(self, event: Event) -> None:
+    def _on_replayed(self, event: Event, generation: GenerationRecord) -> None:
+        if self.recoveries:
+            self.recoveries[-1] = replace(self.recoveries[-1], replay_s=event["seconds"])
+
+    def _on_step(self, event: Event, generation: GenerationRecord) -> None:
         if event["rank"] == 0:
             loss, targets = event["loss"], event["tokens"]
-            self.losses.append(math.nan if loss is None and targets else loss)  # JSON has no NaN
-            self.step_times_s.append(event["step_s"])
-            self.mfus.append(event["mfu"])
+            loss = math.nan if loss is None and targets else loss  # JSON has no NaN
+            self.steps.add(event["step"], generation.generation, loss, event["step_s"], event["mfu"])
             self.tokens_per_step = targets or self.tokens_per_step
             self.skipped_steps += bool(event.get("skipped"))
 
-    def _on_eval(self, event: Event) -> None:
+    def _on_eval(self, event: Event, generation: GenerationRecord) -> None:
         if (name := event.get("set")) is None:
             self.eval_loss = event["loss"]
         else:
             self.eval_losses[name] = event["loss"]
 
-    def _on_state(self, event: Event) -> None:
-        self.state[event["rank"]] = _MEASURED.validate_python(event)
+    def _on_state(self, event: Event, generation: GenerationRecord) -> None:
+        generation.state[event["rank"]] = _MEASURED.validate_python(event)
 
-    def _on_snapshots_off(self, event: Event) -> None:
+    def _on_snapshots_off(self, event: Event, generation: GenerationRecord) -> None:
         if not event.get("planned"):
-            self.snapshots_off.add(event["rank"])
+            generation.snapshots_off.add(event["rank"])
         self.notes.append(f"no in-memory snapshots on rank {event['rank']}: {event['reason']}")
 
-    def _on_collectives(self, event: Event) -> None:
-        self.collectives[event["rank"]] = _COLLECTIVES.validate_python(event)
+    def _on_collectives(self, event: Event, generation: GenerationRecord) -> None:
+        generation.collectives[event["rank"]] = _COLLECTIVES.validate_python(event)
 
-    def _on_timeline(self, event: Event) -> None:
+    def _on_timeline(self, event: Event, generation: GenerationRecord) -> None:
         self.timelines[event["rank"]] = _RECORDED.validate_python(event)
 
-    def _on_experts(self, event: Event) -> None:
+    def _on_experts(self, event: Event, generation: GenerationRecord) -> None:
         self.experts = _EXPERTS.validate_python(event)
 
-    def _on_checkpoint(self, event: Event) -> None:
+    def _on_checkpoint(self, event: Event, generation: GenerationRecord) -> None:
         self.checkpoint = event["path"]
         self.last_checkpoint_failed = False
 
-    def _on_checkpoint_failed(self, event: Event) -> None:
+    def _on_checkpoint_failed(self, event: Event, generation: GenerationRecord) -> None:
         self.last_checkpoint_failed = True
         self.checkpoint_failures.append(f"step {event['step']}: {event['reason']}")
 
-    def _on_resumed(self, event: Event) -> None:
+    def _on_resumed(self, event: Event, generation: GenerationRecord) -> None:
         if event["rank"] == 0:
             self.notes += event["notes"]
+            if event["notes"]:
+                self.changed_curves.add(generation.generation)
 
-    def _on_no_evaluation(self, event: Event) -> None:
+    def _on_no_evaluation(self, event: Event, generation: GenerationRecord) -> None:
         if event["rank"] == 0:
             self.notes.append(f"no evaluation: {event['reason']}")
 
-    def _on_gemm_autotune_skipped(self, event: Event) -> None:
+    def _on_gemm_autotune_skipped(self, event: Event, generation: GenerationRecord) -> None:
         if event["rank"] == 0:
             self.notes.append(f"no GEMM autotuning: {event['reason']}")
 
-    def _on_events_lost(self, event: Event) -> None:
+    def _on_events_lost(self, event: Event, generation: GenerationRecord) -> None:
         self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))
 
-    def _on_error(self, event: Event) -> None:
+    def _on_error(self, event: Event, generation: GenerationRecord) -> None:
         self.failed = True
         if event.get("memory"):
             self.oom_reports[event["message"]] = event["memory"]
 
-    def _on_finished(self, event: Event) -> None:
+    def _on_finished(self, event: Event, generation: GenerationRecord) -> None:
         if event["rank"] == 0:
             self.status = event["status"]
+            self.steps.drop_after(event["step"])
+
+
+def _without_first(values: array[float]) -> array[float]:
+    return values[2:] or values
 
 
 @contextlib.contextmanager
@@ -319,32 +423,6 @@ def reading_events(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         where = str(run_dir / EVENTS_FILE)
         raise UserError(Problem("run-unreadable", f"cannot be read: {error}", path=where)) from None
-
-
-def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
-    """The newest attempt in a run folder, or the given generation.
-
-    An attempt has several generations if ranks failed and the run went on.
-    """
-    path = run_dir / EVENTS_FILE
-    with reading_events(run_dir):
-        log = read_events(path)
-    wanted = range(log.last_generation, log.last_generation + 1)
-    if generation is not None:
-        wanted = range(generation, generation + 1)
-    else:
-        went_on = {event["generation"] for event in log.of("rank_lost")}
-        while wanted.start - 1 in went_on:
-            wanted = range(wanted.start - 1, wanted.stop)
-    record = RunRecord()
-    for event in log.events:
-        if event.get("generation", 0) in wanted:
-            feed_checked(record, event)
-    if log.unreadable:
-        record.notes.append(
-            f"{log.unreadable} lines of {path.name} are truncated or of another version, and were skipped"
-        )
-    return record
 
 
 def feed_checked(record: RunRecord, event: dict[str, Any]) -> None:

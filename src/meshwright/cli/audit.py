@@ -9,6 +9,7 @@ from meshwright.audit.compare import Audit, StateRow, describe_match
 from meshwright.cli.output import Output
 from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.core.units import format_rate, format_seconds, format_throughput
+from meshwright.report.run_report import describe_audited
 from meshwright.report.timeline import write_timelines
 from meshwright.spec.model import BATCH_NORM_NOTE
 
@@ -43,11 +44,6 @@ def _draw_pipeline(output: Output, run: Run, picture: Path) -> None:
     output.print(f"picture: {picture}")
 
 
-def _attempt(run: Run) -> str:
-    """What the collectives were counted over: the ranks of the newest attempt count their own."""
-    return "whole run" if run.record.first_step == 0 else f"since the resume at step {run.record.first_step}"
-
-
 def _word(row: StateRow) -> str:
     if row.measured is None:
         return ""
@@ -61,7 +57,7 @@ def show_state(output: Output, verdict: Audit) -> None:
     rows = [
         (
             str(row.rank),
-            row.kind,
+            row.kind if row.generation is None else f"{row.kind}, generation {row.generation}",
             str(row.predicted),
             "not measured" if row.measured is None else str(row.measured),
             _word(row),
@@ -97,7 +93,7 @@ def describe_audit(output: Output, run: Run) -> None:
         output.print("Memory: not measured; the run ended before the audited step")
     output.print()
     if verdict.collectives:
-        show_collectives(output, verdict, f"Collectives per rank, {_attempt(run)}")
+        show_collectives(output, verdict, f"Collectives per rank, {describe_audited(verdict, run.record)}")
     elif plan.collectives:
         output.print("Collectives: not reported; the run did not finish")
     else:
@@ -112,7 +108,7 @@ def describe_verdict(output: Output, run: Run) -> None:
     _describe_times(output, run)
     if plan.job.mixes_samples:
         output.print(f"Note: {BATCH_NORM_NOTE}")
-    for note in (*record.notes, *verdict.load):
+    for note in (*record.notes, *verdict.load, *verdict.coverage):
         output.print(f"Note: {note}")
     if verdict.ok:
         output.print(f"Audit: ok. {describe_match(plan)}")

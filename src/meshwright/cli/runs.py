@@ -13,8 +13,20 @@ from meshwright.report.run_list import RunSummary
 from meshwright.report.run_report import RunReport
 from meshwright.report.text_plot import draw_text
 
-COLUMNS = ("name", "status", "steps", "ranks", "loss", "held-out", "speed", "audit", "began", "size")
-SPARE = ("size", "ranks", "began", "speed")
+COLUMNS = (
+    "name",
+    "status",
+    "steps",
+    "ranks",
+    "loss",
+    "held-out",
+    "speed",
+    "goodput",
+    "audit",
+    "began",
+    "size",
+)
+SPARE = ("size", "goodput", "ranks", "began", "speed")
 """Columns that a narrow terminal leaves out, in this order."""
 
 
@@ -42,6 +54,7 @@ def _row(run: RunSummary) -> tuple[str, ...]:
         "-" if run.loss is None else format_loss(run.loss),
         "-" if run.eval_loss is None else format_loss(run.eval_loss),
         format_throughput(run.tokens_per_s, run.unit) if run.tokens_per_s else "-",
+        "-" if run.goodput is None else f"{run.goodput:.0%}",
         "not measured" if run.measured is False else {True: "ok", False: "differs", None: "-"}[run.audit_ok],
         began,
         format_bytes(run.size_bytes),

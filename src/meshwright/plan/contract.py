@@ -6,6 +6,7 @@ to know what was predicted. This module holds the data and the file format; it i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import tomllib
@@ -317,6 +318,28 @@ def write_plan(plan: PlanContract, path: Path) -> None:
     except OSError as error:
         rule, fix = f"cannot be written: {error.strerror or error}", "Choose another file"
         raise UserError(Problem("plan-not-writable", rule, path=str(path), fix=fix)) from None
+
+
+def keep_earlier_plan(run_dir: Path, generation: int) -> None:
+    """Keep the plan of an attempt, before a resume writes its own: ``plan-GENERATION.toml``.
+
+    Args:
+        run_dir: The run folder.
+        generation: The first of the attempt.
+    """
+    with contextlib.suppress(UserError):  # a damaged plan: that attempt is not audited
+        write_plan(read_plan(run_dir / PLAN_FILE), run_dir / f"plan-{generation}.toml")
+
+
+def read_earlier_plans(run_dir: Path) -> dict[int, PlanContract]:
+    """The plans of earlier attempts at a run, by the first generation of the attempt."""
+    found: dict[int, PlanContract] = {}
+    for path in sorted(run_dir.glob("plan-*.toml")):
+        number = path.stem.removeprefix("plan-")
+        if number.isdigit():
+            with contextlib.suppress(UserError):
+                found[int(number)] = read_plan(path)
+    return found
 
 
 def is_plan(path: Path) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.audit.event_scan import Attempt, Scan, scan_events
-from meshwright.audit.record import reading_events
+from meshwright.audit.record import RunRecord, feed_checked, reading_events
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.report.plot import Series
 
@@ -56,13 +56,16 @@ class Curves:
 class History:
     """All attempts at a run, oldest first."""
 
+    run: RunRecord = field(default_factory=RunRecord)
+    """All attempts together."""
     attempts: list[Attempt] = field(default_factory=list)
     curves: list[Curves] = field(default_factory=list)
+    """One per generation."""
     unreadable: int = 0
 
     @property
     def newest(self) -> Attempt:
-        """The attempt that is audited."""
+        """The newest attempt."""
         return self.attempts[-1] if self.attempts else Attempt(0)
 
     def fields(self) -> list[str]:
@@ -88,7 +91,7 @@ class History:
         for number, attempt in enumerate(self.attempts[1:], start=1):
             at = attempt.resumed_at or 0
             places.append((float(at), f"restart {number} at step {at}"))
-        for recovery in (recovery for attempt in self.attempts for recovery in attempt.record.recoveries):
+        for recovery in self.run.recoveries:
             step = recovery.restored_step
             places.append((float(step), f"rank {recovery.failed_rank} failed; went on from step {step}"))
         return tuple(places)
@@ -129,15 +132,15 @@ def read_history(run_dir: Path) -> History:
 
 
 def _take(history: History, event: Event) -> None:
-    generation = event.get("generation", 0)
-    if not history.attempts or generation > history.newest.generation:
-        if history.attempts and history.newest.record.went_on_after == history.newest.generation:
-            history.newest.generation = generation  # the same attempt, after a rank failed
-        else:
-            history.attempts.append(Attempt(generation))
+    before = history.run.newest
+    feed_checked(history.run, event)
+    newest = history.run.newest
+    if newest.attempt > before.attempt:
+        history.attempts.append(Attempt(newest.generation))
+    if newest is not before:
         history.curves.append(Curves())
-    if generation != history.newest.generation:
-        return  # an edited file: not an attempt of its own
+    if event.get("generation", 0) != newest.generation:
+        return  # a late line, or an edited file
     history.newest.feed(event)
     if event.get("rank") == 0 and event["event"] in ("step", "eval"):
         history.curves[-1].feed(event)

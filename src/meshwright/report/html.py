@@ -10,11 +10,13 @@ from html import escape
 from pathlib import Path
 
 from meshwright.audit.compare import CollectiveRow, StateRow
+from meshwright.audit.record import Recovery
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
 from meshwright.core.version import __version__
 from meshwright.report.figure import can_draw, embedded_svg
+from meshwright.report.generation_plot import draw_generations
 from meshwright.report.plot import Chart, draw_chart
 from meshwright.report.run_report import RunReport
 from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
@@ -83,7 +85,7 @@ def draw_page(report: RunReport) -> str:
         *_pipeline(report),
         *_memory(report),
         *_audit(report),
-        *_attempts(report),
+        *_goodput(report),
         *_notes(report),
         f"<h2>Job</h2><pre>{escape(report.job_text())}</pre>",
         f"<footer>Written by meshwright {escape(__version__)} from {escape(str(report.run_dir))}</footer>",
@@ -265,7 +267,7 @@ def _audit(report: RunReport) -> list[str]:
             "verdict",
         )
         whose = "Where ranks differ, the row is of the one furthest from the plan."
-        parts.append(f"<p>Per rank, over the newest attempt. {whose}</p>")
+        parts.append(f"<p>Per rank, {escape(report.audited_part())}. {whose}</p>")
         parts.append(table(heads, moved, numbers=(3, 4, 5, 6, 7)))
     elif report.plan.collectives:
         parts.append("<p>Not reported: the run did not finish.</p>")
@@ -277,7 +279,8 @@ def _audit(report: RunReport) -> list[str]:
 def _state_cells(row: StateRow, audited: bool) -> list[str]:
     measured = "not measured" if row.measured is None else f"{row.measured:,}"
     allowed = f"{row.tolerance:.0%}" if row.tolerance else "equal"
-    return [str(row.rank), row.kind, f"{row.predicted:,}", measured, allowed, _verdict(row.ok, audited)]
+    kind = row.kind if row.generation is None else f"{row.kind}, generation {row.generation}"
+    return [str(row.rank), kind, f"{row.predicted:,}", measured, allowed, _verdict(row.ok, audited)]
 
 
 def _collective_cells(row: CollectiveRow, audited: bool) -> list[str]:
@@ -290,6 +293,41 @@ def _verdict(ok: bool, audited: bool) -> str:
     if not audited:
         return "not audited"
     return _badge("ok", "good") if ok else _badge("differs", "bad")
+
+
+def _goodput(report: RunReport) -> list[str]:
+    """Where the time went; for a run of several generations also these, its recoveries and attempts."""
+    goodput, record = report.history.run.goodput, report.history.run
+    if goodput is None:
+        return []
+    rows = [("steps that count", goodput.steps_s), *goodput.lost_s.items()]
+    cells = [(name, f"{seconds:.2f}", f"{seconds / goodput.wall_s:.1%}") for name, seconds in rows]
+    parts = ["<h2>Goodput</h2>", table(("", "seconds", "share"), cells, numbers=(1, 2))]
+    if len(record.generations) > 1 and can_draw():
+        times = [record.clock.generations[number] for number in sorted(record.clock.generations)]
+        parts.append(f"<figure>{embedded_svg(draw_generations(times), 'Generations')}</figure>")
+    return [*parts, *_recoveries(record.recoveries), *_attempts(report)]
+
+
+def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
+    """The recoveries with their parts in seconds."""
+    if not recoveries:
+        return []
+    parts = list(recoveries[0].parts())
+    columns = ("failed rank", "how", "from", "step", "steps replayed", *parts)
+    rows = [
+        (
+            str(one.failed_rank),
+            one.how,
+            one.source,
+            str(one.restored_step),
+            str(one.replayed_steps),
+            *(f"{seconds:.3f}" for seconds in one.parts().values()),
+        )
+        for one in recoveries
+    ]
+    text = "<p>Parts in seconds: see Recovery in the documentation.</p>"
+    return ["<h2>Recoveries</h2>", text, *_collapsible_table(columns, rows, (0, *range(3, len(columns))))]
 
 
 def _attempts(report: RunReport) -> list[str]:

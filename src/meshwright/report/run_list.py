@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.audit.compare import audit_run
-from meshwright.audit.event_scan import LastAttempt
+from meshwright.audit.event_scan import RunScan
 from meshwright.core.errors import MeshwrightError, Problem, UserError
 from meshwright.core.events import EVENTS_FILE
 from meshwright.core.files import folder_bytes
 from meshwright.launch.lock import is_held
-from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, read_earlier_plans, read_plan
 
 FINISHED = ("complete", "interrupted")
 
@@ -29,6 +29,10 @@ class RunSummary:
     steps_asked: int | None = None
     ranks: int | None = None
     attempts: int = 0
+    recoveries: int = 0
+    """Failures of ranks after which it went on."""
+    goodput: float | None = None
+    """Time of the steps that count, of the whole time of all attempts."""
     loss: float | None = None
     eval_loss: float | None = None
     tokens_per_s: float | None = None
@@ -77,7 +81,7 @@ def _list_folder(folder: Path) -> list[RunSummary]:
 
 def summarise_run(folder: Path) -> RunSummary:
     """Summarise one run; a damaged run has a reason, it is not an error."""
-    found = LastAttempt()
+    found = RunScan()
     damage: list[str] = []
     try:
         if torn := found.read(folder / EVENTS_FILE):
@@ -89,10 +93,12 @@ def summarise_run(folder: Path) -> RunSummary:
         plan = read_plan(folder / PLAN_FILE)
     except MeshwrightError as error:
         damage.append(str(error.problems[0].rule) if error.problems else str(error))
-    attempt, record = found.attempt, found.attempt.record
+    attempt, record = found.attempt, found.record
     broken = plan is None or not (folder / EVENTS_FILE).exists()
-    status = "damaged" if broken else resolve_status(folder, attempt.status)
-    verdict = audit_run(plan, record) if plan and status in FINISHED else None
+    status = "damaged" if broken else resolve_status(folder, record.outcome)
+    verdict = None
+    if plan and status in FINISHED:
+        verdict = audit_run(plan, record, read_earlier_plans(folder))
     reasons = [*damage, *attempt.errors[:1]] if status in ("damaged", "failed") else damage
     return RunSummary(
         name=folder.name or str(folder.resolve().name),
@@ -101,7 +107,9 @@ def summarise_run(folder: Path) -> RunSummary:
         steps=attempt.last_step,
         steps_asked=plan.job.train.steps if plan else attempt.steps,
         ranks=plan.world_size if plan else len(attempt.ranks) or None,
-        attempts=found.attempts,
+        attempts=record.newest.attempt + 1,
+        recoveries=len(record.recoveries),
+        goodput=None if record.goodput is None else record.goodput.share,
         loss=record.target_losses[-1] if record.target_losses else None,
         eval_loss=record.eval_loss,
         tokens_per_s=record.tokens_per_s,

@@ -14,9 +14,11 @@ from typing import Any
 import tomli_w
 
 from meshwright.audit.compare import Audit, audit_run, describe_match
+from meshwright.audit.goodput import Goodput
+from meshwright.audit.record import RunRecord
 from meshwright.core.units import format_count, format_plural, format_rate, format_seconds, format_throughput
 from meshwright.layout.no_effect import find_unused_settings
-from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, read_earlier_plans, read_plan
 from meshwright.report.event_text import format_loss
 from meshwright.report.history import History, read_history
 from meshwright.report.pipeline_run import PipelineRun, find_pipeline
@@ -66,11 +68,11 @@ class RunReport:
     @functools.cached_property
     def pipeline(self) -> PipelineRun | None:
         """The recorded pipeline; None without one."""
-        return find_pipeline(self.plan, self.history.newest.record)
+        return find_pipeline(self.plan, self.history.run)
 
     def facts(self) -> list[tuple[str, str]]:
         """Names and values of what was trained and measured."""
-        job, newest, record = self.plan.job, self.history.newest, self.history.newest.record
+        job, newest, record = self.plan.job, self.history.newest, self.history.run
         rows = [
             ("Model", f"{_model_name(job.model)}, {format_count(self.plan.parameters)} parameters"),
             ("Layout", f"{job.layout.named_degrees()}; {format_plural(self.plan.world_size, 'rank')}"),
@@ -90,19 +92,18 @@ class RunReport:
             rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
         if record.recoveries:
             rows.append(("Recoveries", self._recoveries()))
+        if record.goodput is not None:
+            rows.append(("Goodput", describe_goodput(record.goodput)))
         if record.experts:
             rows.append(("Experts", record.experts.sentence()))
         rows += self._where_and_when()
         return rows
 
     def _recoveries(self) -> str:
-        newest, recoveries = self.history.newest, self.history.newest.record.recoveries
+        recoveries, steps = self.history.run.recoveries, self.history.run.steps
         lost = format_seconds(sum(recovery.seconds for recovery in recoveries))
-        again = format_plural(sum(recovery.replayed_steps for recovery in recoveries), "step")
-        text = f"{format_plural(len(recoveries), 'failure')}: {lost} to recover, {again} done again"
-        took = (newest.ended or 0) - (newest.began or 0)
-        goodput = sum(newest.record.step_times_s) / took if took > 0 else 0.0
-        return f"{text}; goodput {goodput:.1%} (time of the steps that count, of the whole attempt)"
+        again = f"{format_plural(steps.replayed, 'step')} done again"
+        return f"{format_plural(len(recoveries), 'failure')}: {lost} to recover, {again}"
 
     def _data(self) -> str:
         data = self.plan.job.data
@@ -116,15 +117,13 @@ class RunReport:
         return f"{format_plural(job.train.global_batch, 'sample')} per step; {micro}"
 
     def _losses(self) -> str:
-        record = self.history.newest.record
+        record = self.history.run
         if not record.losses:
             return "no step was completed"
         losses = record.target_losses
         if not losses:
             return "no step had target tokens"
         text = f"{format_loss(losses[0])} to {format_loss(losses[-1])}"
-        if len(self.history.attempts) > 1:
-            text += " in the newest attempt"
         text += f"; {format_loss(record.eval_loss)} held out" if record.eval_loss is not None else ""
         return text + "".join(f"; {format_loss(loss)} on {name}" for name, loss in record.eval_losses.items())
 
@@ -144,8 +143,8 @@ class RunReport:
         rows.append(("On", f"{where}{f', host {newest.host}' if newest.host else ''}"))
         if newest.torch:
             rows.append(("Torch", newest.torch))
-        if newest.record.checkpoint:
-            rows.append(("Checkpoint", newest.record.checkpoint))
+        if self.history.run.checkpoint:
+            rows.append(("Checkpoint", self.history.run.checkpoint))
         return rows
 
     def loss_chart(self) -> Chart:
@@ -202,8 +201,8 @@ class RunReport:
 
     def notes(self) -> list[str]:
         """Notes and the reasons of the plan."""
-        notes = [note for attempt in self.history.attempts for note in attempt.record.notes]
-        if without := self.history.newest.record.targetless_text():
+        notes = [*self.history.run.notes, *(self.verdict.coverage if self.audited else ())]
+        if without := self.history.run.targetless_text():
             notes.append(without)
         broken = [name for _, name in self.history.not_finite()]
         unused = map(str, find_unused_settings(self.plan.job))
@@ -220,13 +219,17 @@ class RunReport:
         count = format_plural(len(self.verdict.differences), "difference")
         return f"Audit: the run does not match the plan: {count}."
 
+    def audited_part(self) -> str:
+        """Which part of the run the collectives were counted over."""
+        return describe_audited(self.verdict, self.history.run)
+
     def job_text(self) -> str:
         """The job with its layout, as TOML."""
         return tomli_w.dumps(job_tree(self.plan.job))
 
     def as_dict(self) -> dict[str, Any]:
         """The report for ``--json``."""
-        newest, record = self.history.newest, self.history.newest.record
+        newest, record = self.history.newest, self.history.run
         return {
             "run_dir": str(self.run_dir),
             "status": self.status,
@@ -237,6 +240,7 @@ class RunReport:
             "attempts": [
                 {
                     "generation": attempt.generation,
+                    "generations": len(attempt.record.generations),
                     "status": attempt.status,
                     "began": attempt.began,
                     "ended": attempt.ended,
@@ -245,6 +249,9 @@ class RunReport:
                 }
                 for attempt in self.history.attempts
             ],
+            "recoveries": [asdict(recovery) for recovery in record.recoveries],
+            "replayed_steps": record.steps.replayed,
+            "goodput": None if record.goodput is None else record.goodput.as_dict(),
             "loss": record.target_losses[-1] if record.target_losses else None,
             "eval_loss": record.eval_loss,
             "eval_losses": record.eval_losses,
@@ -271,7 +278,26 @@ def read_report(run_dir: Path, status: str | None = None) -> RunReport:
     history = read_history(run_dir)
     plan = read_plan(run_dir / PLAN_FILE)
     settled = status or resolve_status(run_dir, history.newest.status)
-    return RunReport(run_dir, plan, history, audit_run(plan, history.newest.record), settled)
+    return RunReport(
+        run_dir, plan, history, audit_run(plan, history.run, read_earlier_plans(run_dir)), settled
+    )
+
+
+def describe_audited(verdict: Audit, record: RunRecord) -> str:
+    """Which part of a run its collectives were counted over."""
+    if verdict.generations < len(record.generations):
+        return f"since the resume at step {record.attempt_step}"
+    if record.first_step:
+        return f"since the resume at step {record.first_step}"
+    return f"whole run, {verdict.generations} generations" if verdict.generations > 1 else "whole run"
+
+
+def describe_goodput(goodput: Goodput) -> str:
+    """The share of the time of steps that count, and what the rest was spent on."""
+    lost = [
+        f"{cause} {seconds / goodput.wall_s:.1%}" for cause, seconds in goodput.lost_s.items() if seconds > 0
+    ]
+    return f"{goodput.share:.1%} of {format_seconds(goodput.wall_s)}; {', '.join(lost)}"
 
 
 def _model_name(model: Any) -> str:

@@ -24,7 +24,14 @@ from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
 from meshwright.layout.no_effect import find_unused_settings
 from meshwright.plan.build import build_plan
-from meshwright.plan.contract import PLAN_FILE, PlanContract, is_plan, read_plan, write_plan
+from meshwright.plan.contract import (
+    PLAN_FILE,
+    PlanContract,
+    is_plan,
+    keep_earlier_plan,
+    read_plan,
+    write_plan,
+)
 from meshwright.runs.data import prepare_data
 from meshwright.runs.held_out import check_paths, prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
@@ -148,6 +155,8 @@ def _write_run(
             eval_sets={name: str(folder) for name, folder in eval_sets.items()},
             generation=generation,
         )
+        if not fresh:
+            _keep_plan(run_dir)
         write_plan(plan, run_dir / PLAN_FILE)
         assignment.write()
         (run_dir / EVENTS_FILE).touch()
@@ -162,6 +171,12 @@ def _write_run(
         fix = "Set run_dir or checkpoint.dir elsewhere"
         raise UserError(Problem("run-not-writable", rule, path=where, fix=fix)) from None
     return PreparedRun(plan, assignment, lock)
+
+
+def _keep_plan(run_dir: Path) -> None:
+    """Keep the plan of the attempt before; one that cannot be read is not audited later."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        keep_earlier_plan(run_dir, Assignment.read(run_dir).generation)
 
 
 def find_orphans(job: Job) -> Path | None:

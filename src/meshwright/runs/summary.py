@@ -21,6 +21,7 @@ def summarize_run(plan: PlanContract, record: RunRecord, audit: Audit, run_dir: 
         "layout": layout_keys(plan.job),
         "world_size": plan.world_size,
         "unused_settings": [setting.as_dict() for setting in find_unused_settings(plan.job)],
+        "first_step": record.first_step,
         "losses": record.losses,
         "eval_loss": record.eval_loss,
         "eval_losses": record.eval_losses,
@@ -29,7 +30,9 @@ def summarize_run(plan: PlanContract, record: RunRecord, audit: Audit, run_dir: 
         "mfu": record.mfu,
         "mfu_basis": record.peak_basis,
         "peak_memory_bytes": [measured.peak_bytes if measured else None for measured in found],
-        "predicted_peak_memory_bytes": [row.predicted for row in audit.state if row.kind == "peak"],
+        "predicted_peak_memory_bytes": [
+            row.predicted for row in audit.state if row.kind == "peak" and row.generation is None
+        ],
         "state_bytes": {kind: [m.state_bytes.get(kind) if m else None for m in found] for kind in kinds},
         "predicted_state_bytes": {kind: [r.state_bytes[kind] for r in plan.ranks] for kind in kinds},
         "offloaded_bytes": {
@@ -39,6 +42,8 @@ def summarize_run(plan: PlanContract, record: RunRecord, audit: Audit, run_dir: 
             kind: [r.offloaded_bytes.get(kind, 0) for r in plan.ranks] for kind in kinds
         },
         "collectives": [row.as_dict() for row in audit.collectives],
+        "recoveries": len(record.recoveries),
+        "goodput": None if record.goodput is None else record.goodput.as_dict(),
         "checkpoint": record.checkpoint,
         "audit_ok": audit.ok,
         "differences": list(audit.differences),

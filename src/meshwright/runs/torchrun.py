@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.audit.compare import audit_run
-from meshwright.audit.record import read_record
+from meshwright.audit.event_scan import read_record
 from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.diagnose.out_of_memory import explain_oom
 from meshwright.launch.environment import loopback_interface, prepare_environment
 from meshwright.launch.exits import EXIT_OK
-from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, read_earlier_plans, read_plan
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.prepare import ResumeMode, prepare_run
 from meshwright.runs.reporter import Reporter
@@ -87,7 +87,9 @@ def train_as_rank(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRu
             raise RankFailedError.of(rank, status)
         store.wait([f"done/{other}" for other in range(world_size)], STORE_TIMEOUT)
         record = read_record(folder)
-        return TrainedRun(plan, record, folder, audit_run(plan, record), rank=rank)
+        return TrainedRun(
+            plan, record, folder, audit_run(plan, record, read_earlier_plans(folder)), rank=rank
+        )
     listeners = EventListeners(plan.job, folder, reporter)
 
     def on_event(event: Event) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.audit.compare import Audit, audit_run
-from meshwright.audit.record import RunRecord, read_record
+from meshwright.audit.event_scan import read_record
+from meshwright.audit.record import RunRecord
 from meshwright.checkpoint.manifest import find_newest
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
@@ -21,7 +22,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.lock import RunLock
 from meshwright.launch.network import ListenOptions
-from meshwright.plan.contract import PLAN_FILE, PlanContract, read_plan
+from meshwright.plan.contract import PLAN_FILE, PlanContract, read_earlier_plans, read_plan
 from meshwright.report.html import write_page
 from meshwright.report.run_report import PAGE_FILE, read_report
 from meshwright.report.tensorboard import TensorBoardSink
@@ -73,7 +74,8 @@ class EventListeners:
     """Passes the events of a run to its record, the reporter, TensorBoard and the trackers."""
 
     def __init__(self, job: Job, run_dir: Path, reporter: Reporter) -> None:
-        self.record = RunRecord()
+        self.record = read_record(run_dir)
+        """Of all attempts: the earlier ones from the file."""
         self._job, self._reporter = job, reporter
         self._tensorboard = TensorBoardSink(run_dir) if job.train.tensorboard else None
         self._trackers = build_trackers(job, run_dir, reporter.warning)
@@ -191,7 +193,7 @@ def _supervise(
     supervisor.agents, supervisor.adopts = agents, adopts
     if adopts:
         before = read_record(run_dir)
-        supervisor.furthest_step = before.first_step + len(before.losses)
+        supervisor.furthest_step = before.furthest_step
     try:
         with listeners.attached():
             interrupted = supervisor.run()
@@ -235,7 +237,7 @@ def finish_run(
     plan: PlanContract, record: RunRecord, run_dir: Path, listeners: EventListeners, reporter: Reporter
 ) -> TrainedRun:
     """Audit a run that ended, write its page, close its trackers."""
-    audit = audit_run(plan, record)
+    audit = audit_run(plan, record, read_earlier_plans(run_dir))
     page = write_run_page(run_dir, record.status, reporter)
     listeners.close(RunOutcome(record.status, summarize_run(plan, record, audit, run_dir), page))
     return TrainedRun(plan, record, run_dir, audit, page)

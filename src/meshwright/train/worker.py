@@ -190,12 +190,12 @@ class _Generation:
         counter, aborter = CollectiveCounter(self.flight), GroupAborter()
         plan, trainer, free = None, None, (0, 0)
         setup = SetupTimes(None if self.link is None else self.link.ordered_at)
-        setup.end("start")
         try:
             plan = read_plan(self.folder / PLAN_FILE)
             if not uses_torch_compile(plan.job):
                 skip_compiler_import()
             counter.install()
+            setup.end("start")
             with self._aborting(aborter):
                 mesh = init_mesh(plan.job, counter, store or self._relayed_store(plan.job))
                 setup.end("join")

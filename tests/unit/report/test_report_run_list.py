@@ -7,7 +7,7 @@ import json
 import pytest
 
 from meshwright.audit import event_scan as scan
-from meshwright.audit.record import read_record
+from meshwright.audit.event_scan import read_record
 from meshwright.core.events import EVENTS_FILE, EventWriter
 from meshwright.launch.lock import RunLock, is_held
 from meshwright.report.run_list import list_runs, summarise_run
