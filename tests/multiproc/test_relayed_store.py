@@ -11,10 +11,13 @@ import traceback
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from meshwright.launch.channel import Channel
 from meshwright.launch.requests import Requests
 from meshwright.launch.store_server import MOST_VALUE_BYTES, StoreServer
+from meshwright.parallel.relayed_store import RelayedStore
 
 LIMIT = timedelta(seconds=60)
 
@@ -34,8 +37,6 @@ class Link:
 
 
 def run_rank(rank, world_size, connection, work, results):
-    from meshwright.parallel.relayed_store import RelayedStore
-
     try:
         results.put((rank, work(rank, world_size, RelayedStore(Link(connection), 3, LIMIT))))
     except BaseException:
@@ -82,9 +83,6 @@ def run_ranks(world_size, work):
 
 
 def all_reduce(rank, world_size, store):
-    import torch
-    import torch.distributed as dist
-
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=LIMIT)
     pair = dist.new_group([0, 1], timeout=LIMIT)

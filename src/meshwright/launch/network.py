@@ -85,6 +85,18 @@ class ListenOptions:
     token_file: Path | None = None
     """Holds the token that agents must have."""
 
+    def refuse(self, where: str, fix: str) -> None:
+        """Refuse options that have no effect.
+
+        Raises:
+            UserError: One is given.
+        """
+        name = "listen" if self.address is not None else "token_file"
+        value = self.address or self.token_file
+        if value is not None:
+            rule = f"has no effect {where}"
+            raise UserError(Problem("node-address", rule, name, str(value), fix, is_argument=True))
+
 
 def notice_silence(connection: socket.socket) -> None:
     """Let the kernel end a TCP connection whose other machine no longer answers, and send at once."""

@@ -7,12 +7,12 @@ import json
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from meshwright.core.errors import Problem
+from meshwright.core.errors import Problem, UserError
 from meshwright.core.packages import require_packages
 from meshwright.data.fingerprint import MISSING, fingerprint_folder
 from meshwright.elastic.node_agent import NodeAgent
@@ -102,17 +102,28 @@ class _NodeFolder:
         name = re.sub(r"[^A-Za-z0-9.-]", "-", str(order["name"])).lstrip(".")[:100]
         node = int(order["node"])
         folder = (self.run_dir or RUNS / f"{name}-node-{node}").resolve()
-        problems = check_reach(order, name_node(node, socket.gethostname()))
+        host = name_node(node, socket.gethostname())
+        problems = check_reach(order, host)
         if problems:
             return folder, problems
+        try:
+            self._write(folder, order["files"])
+        except OSError as error:
+            rule, fix = f"cannot be written on {host}: {error.strerror or error}", "Use --run-dir there"
+            return folder, [Problem("run-not-writable", rule, str(folder), fix=fix)]
+        except UserError as error:
+            return folder, error.problems
+        return folder, []
+
+    def _write(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Lock the folder, and write the files of its ranks."""
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         if self._locked != folder:
-            self._locked = folder
             self._stack.enter_context(RunLock.take(folder))
-        (folder / PLAN_FILE).write_text(order["files"][PLAN_FILE], encoding="utf-8")
-        assignment = Assignment(**json.loads(order["files"][ASSIGNMENT_FILE]))
+            self._locked = folder
+        (folder / PLAN_FILE).write_text(files[PLAN_FILE], encoding="utf-8")
+        assignment = Assignment(**json.loads(files[ASSIGNMENT_FILE]))
         replace(assignment, run_dir=str(folder)).write()
-        return folder, []
 
 
 def check_reach(order: Message, node: str) -> list[Problem]:

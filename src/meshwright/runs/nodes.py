@@ -46,11 +46,7 @@ class NodeListener:
             UserError: The address or the token file cannot be used, or one is missing.
         """
         if cluster.nodes == 1:
-            if options.address is not None:
-                rule, fix = "has no effect with cluster.nodes=1", "Set cluster.nodes"
-                raise UserError(
-                    Problem("node-address", rule, "listen", options.address, fix, is_argument=True)
-                )
+            options.refuse("with cluster.nodes=1", fix="Set cluster.nodes")
             yield None
             return
         if options.address is None or options.token_file is None:

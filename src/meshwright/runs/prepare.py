@@ -102,6 +102,11 @@ def prepare_run(
     warn_of_snapshots(job, plan, reporter)
     if spec.mixes_samples:
         reporter.warning(BATCH_NORM_NOTE)
+    if with_agents and spec.cluster.nic_bytes_per_s is None:
+        reporter.warning(
+            "cluster.nic_bytes_per_s is missing: the predicted step time takes the network between nodes to "
+            "be as fast as the links within one"
+        )
     devices = spec.cluster.world_size
     if plan.world_size > devices:
         what = f"{plan.world_size} ranks share {devices} {spec.cluster.device_name}s"

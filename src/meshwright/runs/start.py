@@ -39,6 +39,7 @@ def start_training(
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="training")
     job.require_runnable()
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        listen.refuse("under torchrun", fix="Leave it out: torchrun starts the ranks of all nodes")
         from meshwright.runs.torchrun import train_as_rank  # noqa: PLC0415
 
         return train_as_rank(job, resume, reporter)

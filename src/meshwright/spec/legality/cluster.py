@@ -67,6 +67,6 @@ RULES: tuple[Rule, ...] = (
         "cluster-links-missing",
         "More than one of `cluster.nodes` needs `nic_bytes_per_s` and `nic_latency_s`.",
         check_links,
-        plan_only=True,  # a run on several nodes is refused as not for this machine
+        plan_only=True,  # a run goes on without them; its predictions then lack the network
     ),
 )
