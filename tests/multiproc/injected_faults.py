@@ -131,6 +131,18 @@ def infinite_gradient(run_dir, listener):
     return run_rank(run_dir, listener)
 
 
+def spike_in_step_10(run_dir, listener):
+    """Multiplies all gradients of step 10 by 2^20, once, after the backward pass."""
+
+    def multiply(trainer):
+        if trainer.step == 9:
+            for parameter in trainer.model.parameters():
+                parameter.grad.mul_(2.0**20)
+
+    _before_update(multiply)
+    return run_rank(run_dir, listener)
+
+
 def exception_in_step_3(run_dir, listener):
     """Rank 1 raises an exception in step 3."""
     original = Trainer.forward_backward
@@ -357,6 +369,10 @@ NAN_PLANTS = {
         module, lambda inputs: bool((inputs[0] == 101).any())
     ),
     "input gradient": _nan_in_input_gradient,
+    "spike in the input gradient": lambda module: module.register_full_backward_hook(
+        lambda _, grads, __: (grads[0] * 2.0**20, *grads[1:])
+    ),
+    "spike in the weight gradient": lambda module: module.weight.register_hook(lambda grad: grad * 2.0**20),
     "weight gradient": _nan_in_weight_gradient,
 }
 

@@ -393,6 +393,9 @@ class RunRecord:
         if event["rank"] == 0:
             self.notes.append(f"no GEMM autotuning: {event['reason']}")
 
+    def _on_grad_spike(self, event: Event, generation: GenerationRecord) -> None:
+        self.notes.append(f"gradient spike at step {event['step']}; the recomputed step is not audited")
+
     def _on_events_lost(self, event: Event, generation: GenerationRecord) -> None:
         self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))
 

@@ -91,6 +91,15 @@ class EventText:
     def _describe_checkpoint_failed(self, event: Event) -> str:
         return f"warning: step {event['step']}: no checkpoint: {event['reason']}; training continues"
 
+    def _describe_grad_spike(self, event: Event) -> str:
+        norm, times = _format_norm(event["grad_norm"]), event["grad_norm"] / event["median"]
+        what = f"gradient norm {norm}, {times:.0e} times the median of the last steps"
+        if not event["ranks"]:
+            return f"warning: step {event['step']}: {what}; no rank was found"
+        ranks = ", ".join(map(str, event["ranks"]))
+        found = f"its gradients come from rank {ranks}, most from {event['module']}"
+        return f"warning: step {event['step']}: {what}; {found}"
+
     def _describe_rank_lost(self, event: Event) -> str:
         return f"warning: rank {event['failed_rank']} failed ({event['how']}); regrouping: {event['reason']}"
 

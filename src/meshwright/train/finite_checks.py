@@ -31,9 +31,11 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.triton_block import TritonBlock
 from meshwright.parallel.full_tensors import canonical_name, is_dtensor
 from meshwright.spec.execution import uses_torch_compile
-from meshwright.train.batches import split_into_micro_batches
+from meshwright.train.batches import Samples, split_into_micro_batches
 from meshwright.train.trainer import Trainer
 
+CHECK_PHASE = "check"
+"""Phase of the collectives of a recomputed step."""
 FORWARD, BACKWARD, UPDATE = range(3)
 BEFORE_BLOCKS, LAST_LAYER = -2, 2**31
 """The order of the embedding; of the final norm, the head and the loss."""
@@ -84,7 +86,7 @@ class FiniteChecks:
             self._register(canonical_name(name), module, root)
 
     def remove(self) -> None:
-        """Remove all hooks of modules."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -164,7 +166,7 @@ class FiniteChecks:
             ):  # None: a split backward pass computes it later
                 self._check((gradient,), -layer, module, what, near)
 
-        tensor.register_hook(check)
+        self._handles.append(tensor.register_hook(check))
 
     @torch.no_grad()
     def _check(
@@ -261,24 +263,34 @@ def name_cause(trainer: Trainer, error: NotFiniteError) -> NotFiniteError:
 
 def _recompute(trainer: Trainer) -> Finding | None:
     """The first value of this rank that is not finite, in the step before the current position."""
-    batches = trainer.data.train
+    batches, checks = trainer.data.train, FiniteChecks(trainer.model)
+    samples = recompute_step(trainer, checks)
+    checks.check_gradients(trainer.model)
+    if checks.first is None:
+        return None
+    parts = list(split_into_micro_batches(samples, batches.rank, batches.ranks, batches.micro_batch))
+    own = parts[checks.first.micro_batch][:MOST_SAMPLES] if checks.first.order[0] != UPDATE else ()
+    return dataclasses.replace(checks.first, samples=tuple(int(sample) for sample in own))
+
+
+def recompute_step(trainer: Trainer, checks: FiniteChecks) -> Samples:
+    """Compute the gradients of the step before the current position again, with checks; returns its samples.
+
+    Its collectives have the phase ``check`` and are not audited.
+    """
     batch = trainer.data.prefetcher.get(trainer.state.position - trainer.job.train.global_batch)
     trainer.sharded_state.zero_grads()
-    trainer.observer = checks = FiniteChecks(trainer.model)
+    trainer.observer = checks
     eager: AbstractContextManager[Any] = nullcontext()
     if uses_torch_compile(trainer.job):  # compiled code has no hooks
         eager = torch.compiler.set_stance("force_eager")
     try:
-        with eager, trainer.counter.during("check"):
+        with eager, trainer.counter.during(CHECK_PHASE):
             trainer.forward_backward(batch.micro_batches, max(batch.targets, 1))
     finally:
         checks.remove()
-    checks.check_gradients(trainer.model)
-    if checks.first is None:
-        return None
-    parts = list(split_into_micro_batches(batch.samples, batches.rank, batches.ranks, batches.micro_batch))
-    own = parts[checks.first.micro_batch][:MOST_SAMPLES] if checks.first.order[0] != UPDATE else ()
-    return dataclasses.replace(checks.first, samples=tuple(int(sample) for sample in own))
+        trainer.observer = None
+    return batch.samples
 
 
 def _describe(first: Finding, ranks: list[int]) -> str:

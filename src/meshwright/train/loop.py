@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from meshwright.checkpoint.divergence import NotFiniteError
 from meshwright.train.evaluate import evaluate
 from meshwright.train.finite_checks import name_cause
+from meshwright.train.gradient_spikes import GradientSpikes
 from meshwright.train.step_audit import StepAudit
 from meshwright.train.throughput import ThroughputMeter
 from meshwright.train.trainer import StepResult, Trainer
@@ -17,6 +18,7 @@ def train(trainer: Trainer) -> None:
     steps, eval_every = trainer.job.train.steps, trainer.job.train.eval_every
     step_to_audit = min(trainer.state.first_step + 1, steps - 1)  # the second one: lazy allocations are done
     meter = start_meter(trainer)
+    spikes = GradientSpikes()
     evaluations = 0
     stopping = False
     commit_counts(trainer, evaluations)
@@ -25,6 +27,7 @@ def train(trainer: Trainer) -> None:
         result = run_step(
             trainer, meter, audited, overlap_next_step=not audited and is_followed_by_step(trainer)
         )
+        spikes.check(trainer, result.grad_norm)
         stopping = result.stop_requested
         last = stopping or trainer.step == steps
         eval_loss = None

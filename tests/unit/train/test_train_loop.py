@@ -30,7 +30,17 @@ ALONE = (
     f"train.steps={STEPS}",
     "checkpoint.every_minutes=0",
 )
-CLOCKS = {"time", "step_s", "tokens_per_s", "mfu", "utilisation", "seconds", "path", "peak_flops_per_s"}
+CLOCKS = {
+    "time",
+    "step_s",
+    "tokens_per_s",
+    "mfu",
+    "utilisation",
+    "seconds",
+    "path",
+    "peak_flops_per_s",
+    "setup_s",
+}
 """Fields of events that differ between two runs."""
 
 
