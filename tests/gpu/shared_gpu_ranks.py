@@ -84,9 +84,9 @@ def run_with_gloo(run_dir, listener):
 
 
 def run_with_nccl(run_dir, listener):
-    """Several ranks on one GPU with NCCL; each rank has another host id, so NCCL accepts them."""
+    """Several ranks on one GPU with NCCL; each process has another host id, so NCCL accepts them."""
     os.environ |= {
-        "NCCL_HOSTID": f"rank-{os.environ['RANK']}",
+        "NCCL_HOSTID": f"process-{os.getpid()}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
     }

@@ -100,7 +100,8 @@ class RankWatch:
         self._seen: dict[int, _Seen] = {}
         self._polled_at = clock()
         self._stalled_s = 0.0
-        self._reported: set[tuple[str, int | None, int]] = set()
+        self._reported: set[tuple[int, str, int | None, int]] = set()
+        """Generation, cause, rank and step of the verdicts so far."""
 
     def add(self, rank: int, memory: FlightMemory | RemoteFlight) -> None:
         """Watch a rank, or its replacement."""
@@ -145,11 +146,15 @@ class RankWatch:
         if not self._timeout_s or not (silent or self._stalled_s >= limit_s):
             return None
         verdict = self.judge(limit_s)
-        key = (verdict.cause, verdict.rank, verdict.step)
+        key = (self._newest_generation(), verdict.cause, verdict.rank, verdict.step)
         if not verdict.is_hang or key in self._reported:
             return None
         self._reported.add(key)
         return verdict
+
+    def _newest_generation(self) -> int:
+        found = [progress for memory in self._memories.values() if (progress := memory.progress())]
+        return max((progress.generation for progress in found), default=0)
 
     def judge(self, limit_s: float = ASKED_LIMIT_S, exits: Mapping[int, str] | None = None) -> Verdict:
         """What the run waits for now.

@@ -378,7 +378,8 @@ class Supervisor:
 
     def _on_rejoined(self, message: Message) -> None:
         """A fenced process woke up and has left its generation."""
-        self._write_event("rejoined", former_rank=message["rank"], pid=message["pid"], kept=message["kept"])
+        fields = ("former_rank", "former_pid", "pid")
+        self._write_event("rejoined", **{name: message[name] for name in fields})
 
     def _halt(self) -> None:
         """End the generation; decide when all ranks have left it."""

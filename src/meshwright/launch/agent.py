@@ -28,6 +28,7 @@ from typing import Any
 from meshwright.core.flight_ring import FLIGHT_VARIABLE, FlightMemory
 from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.channel import Channel, Message
+from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.fence import Fence
 from meshwright.launch.rank_process import Order, RankSetup, run_rank_process
 from meshwright.launch.snapshot_memory import SnapshotMemory
@@ -118,6 +119,8 @@ class Agent:
     """How long the ranks go on without a supervisor; 0: they are killed."""
     spares: int = 0
     """Processes without a rank to keep."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """How the newest rank was started."""
     generation: int = 0
     """The newest that a rank was told to join."""
     unreported: list[Message] = field(default_factory=list)
@@ -260,6 +263,7 @@ class Agent:
         keep_snapshots: bool,
     ) -> None:
         """Give a rank to a spare, or to a new process."""
+        self.recipe = {"entry": entry, "run_dir": run_dir, "environment": environment, "log": log}
         self.generation = max(self.generation, order["generation"])
         if keep_snapshots and rank not in self.snapshots:
             self.snapshots[rank] = SnapshotMemory.create(rank)
@@ -273,7 +277,7 @@ class Agent:
         first = replace(Order.from_dict(order), setup=setup)
         process = next((p for p in self.processes if p.is_spare and not p.is_stopped), None)
         if process is None:
-            process = self._fork(entry, run_dir, environment, log, first)
+            process = self._fork(entry, run_dir, environment, log, first, fence)
         else:
             process.send(first)
         process.rank, process.fence = rank, fence
@@ -284,10 +288,16 @@ class Agent:
         """Keep a number of spares: start those that are missing."""
         self.spares = count
         for _ in range(count - sum(process.is_spare for process in self.processes)):
-            self._fork(entry, run_dir, environment, log, None)
+            self._fork(entry, run_dir, environment, log)
 
     def _fork(
-        self, entry: str, run_dir: str, environment: dict[str, str], log: str, order: Order | None
+        self,
+        entry: str,
+        run_dir: str,
+        environment: dict[str, str],
+        log: str,
+        order: Order | None = None,
+        fence: Fence | None = None,
     ) -> _Process:
         """Start a process, for a rank or as a spare."""
         here, there = socket.socketpair()
@@ -295,6 +305,8 @@ class Agent:
         if pid == 0:
             try:
                 self._close_in_child(here)
+                if fence is not None:  # it opens its own: this one would share the agent's lock
+                    fence.close()
                 run_rank_process(there, entry, run_dir, environment, log, order)
             except BaseException:
                 traceback.print_exc()
@@ -397,16 +409,21 @@ class Agent:
                 self._report({**message, "rank": process.rank, "pid": process.pid})
         return bool(messages)
 
-    def _keep_or_end(self, process: _Process) -> None:
-        """Make a fenced process that woke up a spare, unless there are enough.
-
-        There are at most ``spares``, and one more for each fenced process.
-        """
-        assert process.fence is not None, "it had a rank"
+    @property
+    def _needs_spare(self) -> bool:
+        """Whether a fenced process that woke up is kept: there is at most one more spare for each of them."""
         spares = sum(other.is_spare for other in self.processes)
-        fenced = sum(other.fenced for other in self.processes)
-        kept = spares < self.spares + fenced
-        self._report({"is": "rejoined", "rank": process.rank, "pid": process.pid, "kept": kept})
+        return spares < self.spares + sum(other.fenced for other in self.processes)
+
+    def _report_rejoined(self, process: _Process, pid: int | None) -> None:
+        former = {"former_rank": process.rank, "former_pid": process.pid}
+        self._report({"is": "rejoined", **former, "pid": pid})
+
+    def _keep_or_end(self, process: _Process) -> None:
+        """Make a fenced process that woke up a spare, unless there are enough."""
+        assert process.fence is not None, "it had a rank"
+        kept = self._needs_spare
+        self._report_rejoined(process, process.pid if kept else None)
         if kept:
             process.fence.close()
             process.rank, process.fence, process.fenced = None, None, False
@@ -424,6 +441,9 @@ class Agent:
             if process.channel.fileno() >= 0:  # inherited by a process that the rank started
                 self.selector.unregister(process.channel)
                 process.channel.close()
+            code = os.waitstatus_to_exitcode(status)
+            if process.fenced and code == EXIT_PEER_LOST and self._needs_spare:  # it woke up, and was stuck
+                self._report_rejoined(process, self._fork(**self.recipe).pid)
             self.processes.remove(process)
             if process.pidfd >= 0:
                 self.selector.unregister(process.pidfd)
@@ -431,7 +451,6 @@ class Agent:
             if process.fence is not None:
                 process.fence.close()
             if process.is_rank:
-                code = os.waitstatus_to_exitcode(status)
                 self._report({"is": "exited", "rank": process.rank, "pid": process.pid, "status": code})
 
     def _end_all(self) -> None:

@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing import util
@@ -28,6 +29,9 @@ from meshwright.launch.fence import CommitGuard, HaltedError
 from meshwright.launch.requests import Requests
 from meshwright.launch.snapshot_memory import SnapshotMemory
 
+STUCK_S = 2.0
+"""A rank that was told to leave its collectives and uses no CPU time for this long never leaves them."""
+STUCK_POLL_S = 0.1
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a terminal or a scheduler sends to the whole process group."""
 
@@ -192,9 +196,32 @@ class RankLink:
                 self.commit.halt(order.generation)
                 self.requests.end(order.generation)
                 if self._abort is not None:
-                    self._abort()
+                    self._call_abort(self._abort)
+                    threading.Thread(target=self._exit_if_stuck, args=(self._abort,), daemon=True).start()
         if order.action != "halt":
             self._orders.put(order)
+
+    def _call_abort(self, abort: Callable[[], None]) -> None:
+        """End the collectives. If that fails, this rank does not leave them, and ends."""
+        try:
+            abort()
+        except Exception:
+            traceback.print_exc()
+
+    def _exit_if_stuck(self, aborted: Callable[[], None]) -> None:
+        """End this process if its main thread neither leaves the generation nor uses CPU time.
+
+        gloo does not end the wait for a message of which a part had arrived (torch 2.13).
+        """
+        clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        used_s, idle_polls = 0.0, 0
+        while self._abort is aborted:
+            before_s, used_s = used_s, time.clock_gettime(clock)
+            idle_polls = idle_polls + 1 if used_s == before_s else 0
+            if idle_polls * STUCK_POLL_S >= STUCK_S:  # polls, not time: this process may have been stopped
+                os.write(2, b"this rank cannot leave its collective; it exits\n")
+                os._exit(EXIT_PEER_LOST)
+            time.sleep(STUCK_POLL_S)
 
 
 def run_rank_process(

@@ -8,6 +8,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 """
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -95,9 +96,15 @@ HOOKS: dict[str, Hook] = {
 
 
 def instrument_hook(hook: Hook, ddp: FixedBucketDDP) -> Hook:
-    """A hook that also adds up the local gradient norm and records times."""
+    """A hook that also adds up the local gradient norm and records times.
+
+    It has a weak reference: the garbage collector does not see that the reducer keeps the hook.
+    """
+    owner = weakref.ref(ddp)
 
     def instrumented(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ddp = owner()
+        assert ddp is not None, "its reducer calls this hook"
         ddp.local_grad_norm.add_bucket(bucket.buffer())
         times, index = ddp.times, bucket.index()
         if times is None:

@@ -52,8 +52,10 @@ PEER_LOST_MESSAGES = (
     "Broken pipe",
     "Connection refused",
     "Timed out",
+    "remote process exited or there was a network error",
+    "NCCL communicator was aborted",
 )
-"""What gloo raises when another rank is gone: then this rank is not the cause."""
+"""What gloo and NCCL raise when another rank is gone: then this rank is not the cause."""
 
 
 def run_rank(run_dir: str, listener: Listener | None = None, store: dist.Store | None = None) -> int:

@@ -93,6 +93,15 @@ def test_a_stuck_rank_is_reported_once(machine):
     assert machine.runs(60, beat=True)[0] is None
 
 
+def test_a_rank_that_is_stopped_again_in_the_next_generation_is_reported_again(machine):
+    """The replayed step has the same number."""
+    machine.status = ProcessStatus("T")
+    assert machine.runs(20)[0] == "stopped"
+    assert machine.runs(20)[0] is None
+    machine.write(0, ring.IDENTITY, ring.MAGIC, ring.VERSION, os.getpid(), 0, 1)
+    assert machine.runs(20)[0] == "stopped"
+
+
 def test_nothing_is_reported_while_phases_change(machine):
     for change in range(100):
         machine.enters("waiting for data", change)

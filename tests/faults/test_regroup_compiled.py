@@ -1,0 +1,54 @@
+"""A survivor keeps its compiled code when it regroups."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.events import read_events
+
+OPTIONS = (
+    "layout.dp_replicate=2",
+    "train.steps=60",
+    "train.block_backend=compile",
+    "train.compile_backend=aot_eager",
+    "elastic.snapshot_every=5",
+)
+
+
+@pytest.fixture(autouse=True)
+def _injected_faults_are_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "multiproc"))
+
+
+def kill_rank_1_at(path, step):
+    """SIGKILL rank 1 from a thread when the run has done a step."""
+
+    def wait_and_kill():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            time.sleep(0.02)  # polls the file
+            log = read_events(path) if path.exists() else None
+            if log is not None and any(e["step"] == step for e in log.of("step")):
+                os.kill(next(e["pid"] for e in log.of("started") if e["rank"] == 1), signal.SIGKILL)
+                return
+
+    threading.Thread(target=wait_and_kill, daemon=True).start()
+
+
+def test_a_survivor_keeps_its_compiled_code(train, tmp_path, monkeypatch):
+    """It traces no graph in the second generation. The losses are those of a calm run."""
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:count_graphs")
+    calm = train(*OPTIONS, "run_dir=calm")
+    kill_rank_1_at(tmp_path / "run" / "events.jsonl", 23)
+    run = train(*OPTIONS, "run_dir=run")
+    assert run.losses == calm.losses
+    log = read_events(tmp_path / "run" / "events.jsonl")
+    assert len(log.of("recovered")) == 1
+    traced = {e["rank"]: e["graphs"] for e in log.of("graphs")}
+    assert traced[0] == traced[1] > 0, "of the survivor and of a process that began in the second generation"

@@ -1,0 +1,110 @@
+"""NCCL ranks regroup after one of them was killed or stopped: two ranks on one GPU.
+
+The survivor waits in an NCCL kernel. Its communicators are aborted from another thread (``parallel.abort``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(120),
+]
+
+JOB = (
+    "cluster.device=cuda",
+    "cluster.devices_per_node=2",
+    "model.num_layers=2",
+    "model.hidden_size=256",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.ffn_size=512",
+    "data.seq_len=64",
+    "train.global_batch=8",
+    "train.steps=400",
+    "train.precision=fp32",
+    "train.block_backend=eager",
+    "elastic.snapshot_every=5",
+)
+
+
+class Saboteur:
+    """Sends a signal to rank 1 in each of the first generations, from a thread beside the run."""
+
+    def __init__(self, run_dir, number, times):
+        self.run_dir, self.number, self.times = run_dir, number, times
+        self.sent = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def events(self):
+        try:
+            lines = (self.run_dir / "events.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def _run(self):
+        deadline = time.monotonic() + 100
+        while len(self.sent) < self.times and time.monotonic() < deadline:
+            time.sleep(0.01)  # polls the file
+            events = self.events()
+            generation = len(self.sent)
+            steps = [e for e in events if e["event"] == "step" and e["generation"] == generation]
+            pids = [e["pid"] for e in events if e["event"] == "started" and e["rank"] == 1]
+            if len(steps) > 30 and len(pids) == generation + 1:
+                self.sent.append(pids[-1])
+                os.kill(pids[-1], self.number)
+
+
+@pytest.fixture
+def disturbed(train, monkeypatch, tmp_path):
+    """``disturbed(layout, number, times)``: a calm run, and one in which rank 1 gets a signal some times."""
+    monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None, None])
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:run_with_nccl")
+
+    def run(layout, number, times, *options):
+        calm = train(*JOB, *options, layout, "run_dir=calm")
+        saboteur = Saboteur(tmp_path / "run", number, times)
+        found = train(*JOB, *options, layout, "run_dir=run")
+        assert len(saboteur.sent) == times, "the run was disturbed"
+        assert found.losses == pytest.approx(calm.losses, rel=1e-3)
+        return saboteur.events()
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["layout.dp_replicate=2", "layout.dp_shard=2"])
+def test_nccl_ranks_regroup_after_a_kill(disturbed, layout):
+    """Three kills. The survivor keeps its process, unless torch's watchdog was faster and aborted it."""
+    events = disturbed(layout, signal.SIGKILL, 3)
+    recovered = [e for e in events if e["event"] == "recovered"]
+    assert [e["failed_rank"] for e in recovered] == [1, 1, 1]
+    assert all(e["source"] == "snapshot" for e in recovered)
+    survivors = [e["pid"] for e in events if e["event"] == "started" and e["rank"] == 0]
+    assert len(survivors) < 4, "the survivor regroups in its process"
+
+
+def test_a_spare_takes_over_an_nccl_rank(disturbed):
+    events = disturbed("layout.dp_replicate=2", signal.SIGKILL, 1, "elastic.spares=1")
+    (recovered,) = [e for e in events if e["event"] == "recovered"]
+    assert recovered["failed_rank"] == 1
+
+
+def test_a_stopped_nccl_rank_is_killed_and_replaced(disturbed):
+    """Its device memory would be held; the other rank is in a kernel that waits for it."""
+    events = disturbed("layout.dp_replicate=2", signal.SIGSTOP, 1)
+    (recovered,) = [e for e in events if e["event"] == "recovered"]
+    assert recovered["failed_rank"] == 1
+    assert recovered["how"].startswith("stopped")
+    assert recovered["how"].endswith("then killed")
