@@ -78,8 +78,11 @@ class Tolerances:
 
 EXACT = Tolerances(LOSS_TOLERANCE, GRADIENT_TOLERANCE, NORM_TOLERANCE, ROUNDING, GRADIENT_STEPS, TIE)
 """Of float32."""
-MIXED = Tolerances(5e-3, 0.1, 5e-2, 2.0**-8, GRADIENT_STEPS[:1], 2e-2)
-"""Of bf16 and fp16: a layout rounds in another order. Later gradients are those of other weights."""
+BF16 = Tolerances(5e-3, 0.1, 5e-2, 2.0**-8, GRADIENT_STEPS[:1], 2e-2)
+"""A layout rounds in another order. Later gradients are those of other weights."""
+FP16 = dataclasses.replace(BF16, gradient_norm=1e-2)
+"""It has three bits of mantissa more."""
+TOLERANCES = {"fp32": EXACT, "bf16": BF16, "fp16": FP16}
 MIXED_PRECISIONS = ("bf16", "fp16")
 """Precisions that a CPU has."""
 MAX_LOSS_SCALE = 1024.0
@@ -126,7 +129,7 @@ class ProofTask:
     @property
     def tolerances(self) -> Tolerances:
         """Of the precision."""
-        return EXACT if self.precision == "fp32" else MIXED
+        return TOLERANCES[self.precision]
 
     def write(self, folder: Path) -> None:
         """Write it beside the plan."""

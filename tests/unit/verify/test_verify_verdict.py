@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.verify.proof_task import (
-    MIXED,
+    BF16,
+    FP16,
     ActivationDifference,
     RankFindings,
     ReferenceRecord,
@@ -227,10 +228,11 @@ def test_mixed_precision_has_wider_tolerances_and_no_later_gradients():
     findings.gradients["10"]["norm.weight"] = TensorDifference(0.3, 1.0, 0.3)
     found, expected = RunFigures([x * 1.004 for x in LOSSES]), RunFigures(LOSSES)
     found.grad_norms, expected.grad_norms = {0: [1.02] * 10, 1: [0.98] * 10}, {0: [1.0] * 10}
-    assert judge_figures(reference_of(), [findings_of(0), findings], found, expected, MIXED).equal
+    assert judge_figures(reference_of(), [findings_of(0), findings], found, expected, BF16).equal
+    assert not judge_figures(reference_of(), [findings_of(0), findings], found, expected, FP16).equal
     assert not judge_figures(reference_of(), [findings_of(0), findings_of(1)], found, expected).equal
     found.losses[3] *= 1.01
-    assert not judge_figures(reference_of(), [findings_of(0), findings], found, expected, MIXED).equal
+    assert not judge_figures(reference_of(), [findings_of(0), findings], found, expected, BF16).equal
 
 
 def test_unequal_initial_weight_fails_first():
