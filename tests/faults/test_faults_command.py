@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,26 @@ def test_a_schedule_of_the_user_is_run(command, tmp_path):
     status, out, err = running.finish(300)
     assert status == 0, err
     assert json.loads(out)["schedules"] == {"schedule/zero3": [lines[1:]]}
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_no_process_and_no_folder(command, tmp_path, monkeypatch):
+    """The command, its agent and its ranks end; the temporary folder is removed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    running = command("faults", "stop-supervisor/ddp", "--budget", "600")
+    deadline = time.monotonic() + 60
+    while not (found := list(tmp_path.glob("meshwright-faults-*/*/events.jsonl"))) or not (
+        started := [e for e in running.events(found[0].parent) if e["event"] == "started"]
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.process.terminate()
+    assert running.finish()[0] == 130
+    assert not list(tmp_path.glob("meshwright-faults-*"))
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{event['pid']}").exists() for event in started):
+        assert time.monotonic() < deadline, "ranks end with their agent"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

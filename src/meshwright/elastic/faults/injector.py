@@ -21,6 +21,8 @@ from meshwright.elastic.rank_watch import ProcessStatus
 
 FINE_POLL_S = 0.001
 """Interval of reading a flight recorder while a fault waits for its step."""
+STEPS_BETWEEN = 3
+"""Steps after a fault until the next one that names a step: more than a run can do without a rank."""
 STOPPED_WITHIN_S = 1.0
 """Time for SIGSTOP to take effect."""
 PIPELINE_PHASE = "forward and backward"
@@ -80,6 +82,8 @@ class Injector:
             first = self.view.first_step_at
             if first is None or time.time() < first + fault.after_s:
                 return False
+        elif self.injections and self.view.steps_done < self.injections[-1].furthest_step + STEPS_BETWEEN:
+            return False
         progress = self.view.progress(fault.rank or 0)
         if progress is None or not is_alive(progress.pid):
             return False

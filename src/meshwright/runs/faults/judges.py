@@ -16,6 +16,8 @@ NOTICED_S, GOES_ON_S = 1.0, 10.0
 NAMED_S = 5.0
 ADOPTED_STALL_S = 15.0
 PAUSE_SLACK_S = 2.0
+REJOINED_S = 30.0
+"""Time for a process to rejoin after SIGCONT."""
 ATTACK_RSS_MB = 50.0
 CLOCK_SLACK_S = 10.0
 """Ranks write the event of a step at about the same time."""
@@ -71,9 +73,16 @@ def is_kill_loop_over(trial: Trial) -> bool:
 
 
 def is_rejoined(trial: Trial) -> bool:
-    """Whether every stopped process has gone on and rejoined, or was killed meanwhile."""
+    """Whether every stopped process has rejoined or ended, or had its time after SIGCONT."""
     rejoined = {event["pid"] for event in trial.view.of("rejoined")}
-    waiting = [one.pid for one in trial.injections if one.pid not in rejoined and is_alive(one.pid)]
+    now = time.time()
+    waiting = [
+        one.pid
+        for one in trial.injections
+        if one.pid not in rejoined
+        and is_alive(one.pid)
+        and now < one.time + (one.fault.for_s or 0.0) + REJOINED_S
+    ]
     return not waiting and is_settled(trial)
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +124,7 @@ def run_faults(
     require_argument(budget_s > 0, "budget", budget_s, "must be greater than 0 seconds")
     tests = TESTS if schedule is None else (build_custom_test(_read_schedule(schedule)),)
     cases = [_build_case(test, layout, seed) for test, layout in _select(names, tests)]
-    with tempfile.TemporaryDirectory(prefix="meshwright-faults-") as folder:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="meshwright-faults-") as folder:
         suite = _Suite(TinyJob.write(Path(folder)), budget_s, reporter)
         for long in (False, True):
             for layout in LAYOUTS:
@@ -131,6 +134,23 @@ def run_faults(
         fix = "Give a larger budget"
         raise UserError(Problem("faults-budget", rule, path="--budget", value=budget_s, fix=fix))
     return FaultReport(seed, tuple(cases), suite.elapsed_s, os.getloadavg()[0], schedule)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the tests like Ctrl-C: no run is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_schedule(path: Path) -> Schedule:

@@ -242,14 +242,20 @@ class Trial:
         """Kill what is left of the run at the end: only processes of this trial."""
         try:
             yield
-        finally:
-            if self.command.poll() is None:
-                send_signal(self.command.pid, signal.SIGCONT)
-                self.command.kill()
-                self.command.wait()
-                for pid in self._list_pids():
-                    send_signal(pid, signal.SIGKILL)
-            self.view.poll()
+        except BaseException:
+            self._kill_all()
+            raise
+        if self.command.poll() is None:
+            self._kill_all()
+        self.view.poll()
+
+    def _kill_all(self) -> None:
+        self.view.poll()
+        for command in self._commands:
+            command.kill()
+            command.wait()
+        for pid in self._list_pids():
+            send_signal(pid, signal.SIGKILL)
 
     def _list_pids(self) -> set[int]:
         """Agent and ranks."""
