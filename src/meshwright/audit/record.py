@@ -419,7 +419,7 @@ def reading_events(run_dir: Path) -> Iterator[None]:
     """Turn errors of reading a run's events into messages about the folder."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         rule = "is not a run folder: it has no events.jsonl"
         problem = Problem("run-missing", rule, path=str(run_dir), fix="Give the folder of a run")
         raise UserError(problem) from None

@@ -28,6 +28,17 @@ _EXPECTED = {
     "string": "a string",
     "tuple": "a list, such as [1, 2]",
 }
+CHOICE_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float8": "fp8",
+    "true": "full",
+    "false": "none",
+}
+"""Values by their names in PyTorch, and those of switches that have more than two settings here."""
 _LENGTHS = (("least", "min_length"), ("most", "max_length"))
 
 
@@ -51,16 +62,21 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     return ".".join(parts)
 
 
+def _find_choice(value: str, choices: list[str]) -> str | None:
+    """The choice that was meant: by another framework's name for it, or by similar letters in any case."""
+    lowered = value.lower()
+    named = CHOICE_NAMES.get(lowered, lowered)
+    return next(iter([named] if named in choices else difflib.get_close_matches(lowered, choices, n=1)), None)
+
+
 def _translate(path: str, finding: Any) -> Problem:
     kind, value, context = finding["type"], finding["input"], finding.get("ctx", {})
     if kind in ("missing", "missing_argument"):
         return _missing_key(path)
     if kind == "literal_error":
         choices = context["expected"]
-        near = difflib.get_close_matches(
-            str(value), choices.replace("'", "").replace(" or ", ", ").split(", "), n=1
-        )
-        fix = f"Did you mean {near[0]!r}?" if near else ""
+        near = _find_choice(str(value), choices.replace("'", "").replace(" or ", ", ").split(", "))
+        fix = f"Did you mean {near!r}?" if near else ""
         return Problem("job-not-a-choice", f"is not one of {choices}", path=path, value=value, fix=fix)
     if kind in _RANGE:
         words, key = _RANGE[kind]

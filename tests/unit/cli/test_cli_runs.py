@@ -94,6 +94,7 @@ def test_report_prints_a_summary_and_writes_a_page(cli, runs):
     [
         (("nowhere",), "run-missing"),
         (("runs/other",), "run-missing"),
+        (("runs/good-1/plan.toml",), "run-missing"),
         (("runs/damaged-1",), "plan-unreadable"),
         (("runs/good-1", "-o", "no/where.html"), "report-not-writable"),
     ],
