@@ -112,7 +112,7 @@ class AttentionBlock:
         return takes and torch.cuda.get_device_capability(self._q.device) >= FLASH_CAPABILITY
 
     def _bias(self) -> Tensor | None:
-        """The mask for all heads. The kernel wants rows that start at multiples of 16 bytes."""
+        """The mask for all heads. The kernel needs rows that start at multiples of 16 bytes."""
         mask = self._mask()
         if mask is None:
             return None
