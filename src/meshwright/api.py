@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from meshwright.audit.compare import Audit
     from meshwright.audit.record import RunRecord
     from meshwright.data.prepare import PrepareReport
+    from meshwright.elastic.hang import Verdict
     from meshwright.layout.no_effect import UnusedSetting
     from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
     from meshwright.plan.search.find import Objective, SearchResult
@@ -63,6 +64,7 @@ __all__ = [
     "Run",
     "evaluate",
     "export_checkpoint",
+    "find_hang",
     "generate",
     "join_run",
     "list_checkpoints",
@@ -435,6 +437,19 @@ def load_run(run_dir: str | Path) -> Run:
     record = read_record(folder)
     plan = read_plan(folder / PLAN_FILE)
     return Run(folder, plan, record, audit_run(plan, record, read_earlier_plans(folder)))
+
+
+def find_hang(run_dir: str | Path) -> Verdict:
+    """What a run that trains now on this machine waits for: the object of ``meshwright hang``.
+
+    Watches it for two seconds. ``is_hang`` is False if it makes progress.
+
+    Raises:
+        UserError: It is not a run folder, it does not run here, or torchrun started it.
+    """
+    from meshwright.runs.hang import inspect_run  # noqa: PLC0415
+
+    return inspect_run(Path(run_dir))
 
 
 def list_runs(folder: str | Path = "runs") -> list[RunSummary]:

@@ -7,8 +7,10 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from meshwright.audit.event_scan import Scan, scan_events
+from meshwright.audit.record import RunRecord, feed_checked, reading_events
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.events import EVENTS_FILE, Event, read_events
+from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.flight_ring import HEARTBEAT_S, FlightMemory
 from meshwright.elastic.hang import Verdict
 from meshwright.elastic.rank_watch import RankWatch
@@ -31,13 +33,16 @@ def inspect_run(run_dir: Path) -> Verdict:
 
 def _find_ranks(run_dir: Path) -> dict[int, Event]:
     """The newest ``started`` event of every rank of a run that runs here."""
-    try:
-        log = read_events(run_dir / EVENTS_FILE)
-    except OSError as error:
-        rule = f"is not a run: {error.strerror or error}"
-        fix = "Give the run_dir that train printed"
-        raise UserError(Problem("run-missing", rule, path=str(run_dir), fix=fix)) from None
-    started = {event["rank"]: event for event in log.of("started")}
+    started: dict[int, Event] = {}
+    record = RunRecord()
+    with reading_events(run_dir):
+        for event in scan_events(run_dir / EVENTS_FILE, Scan()):
+            before = record.newest.attempt
+            feed_checked(record, event)
+            if record.newest.attempt > before:  # an earlier attempt may have had other ranks
+                started = {}
+            if event["event"] == "started":
+                started[event["rank"]] = event
     hosts = {event["host"] for event in started.values()} - {socket.gethostname()}
     if hosts:
         rule = f"has ranks on {', '.join(sorted(hosts))}"
