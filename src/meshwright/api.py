@@ -485,7 +485,7 @@ def join_run(
     Args:
         address: ``HOST:PORT``, where ``train`` listens.
         token_file: A copy of the token file of the run, with mode 0600.
-        run_dir: Folder for the files and logs of this node; by default ``runs/NAME-node-N``.
+        run_dir: Folder for the files and logs of this node; by default ``node-runs/NAME-node-N``.
         wait_s: How long to wait until the run listens.
         reporter: Receives messages.
 

@@ -216,7 +216,7 @@ def agent(
     ],
     token_file: Annotated[Path, typer.Option(help="Copy of the token file of the run, with mode 0600.")],
     run_dir: Annotated[
-        Path | None, typer.Option(help="Folder for logs of this node. Default: runs/NAME-node-N.")
+        Path | None, typer.Option(help="Folder for logs of this node. Default: node-runs/NAME-node-N.")
     ] = None,
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the run to listen.")] = 60.0,
     as_json: Json = False,

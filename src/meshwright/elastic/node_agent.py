@@ -18,6 +18,7 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,7 @@ class NodeAgent:
         self._stopping = False
         self._next_dial = 0.0
         self._stops_sent = 0
-        self._unsent: list[Message] = []
+        self._unsent: deque[Message] = deque(maxlen=MOST_UNSENT)
         self._watch = NodeWatch()
         self._selector = selectors.DefaultSelector()
         self._outcome: bool | None = None
@@ -179,7 +180,8 @@ class NodeAgent:
 
     def _do_adopt(self, message: Message) -> None:
         """A new supervisor takes over the ranks; it also gets what it has missed."""
-        missed, self._unsent = self._unsent, []
+        missed = list(self._unsent)
+        self._unsent.clear()
         ranks, generation = sorted(self._ranks), self._generation
         self._send({"is": "adopted", "generation": generation, "ranks": ranks, "store_dir": ""})
         for rank in ranks:
@@ -218,7 +220,8 @@ class NodeAgent:
         here = {name: os.environ[name] for name in CALLER_VARIABLES if name in os.environ}
         environment = {k: v for k, v in message["environment"].items() if k not in CALLER_VARIABLES} | here
         interface = find_interface(local_address(self._supervisor.socket))
-        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or interface or ""
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+        environment |= {} if chosen is None else {"GLOO_SOCKET_IFNAME": chosen}
         log = str(self._run_dir / "logs" / Path(message["log"]).name)
         self._agent.send({**message, "run_dir": str(self._run_dir), "log": log, "environment": environment})
 
@@ -241,7 +244,7 @@ class NodeAgent:
             if self._supervisor is not None:
                 self._send(message)
             elif message["is"] not in ("request", "hello", "recorder"):
-                self._unsent = [*self._unsent[-MOST_UNSENT:], message]
+                self._unsent.append(message)
 
     def _send(self, message: Message) -> None:
         if self._supervisor is not None:

@@ -246,6 +246,7 @@ class Supervisor:
         if self._recovery is not None:
             self._give_up()
         elif self.adopts:
+            self._agents.end_adoption()
             self.state = State.RUNNING
             for node in missing:
                 self._on_agent_lost({"node": node})
@@ -268,6 +269,7 @@ class Supervisor:
         self.generation = max(self.generation, message["generation"])
         self._write_event("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
         if len(self._ready) == self._agents.count:
+            self._agents.end_adoption()
             self.state, self._deadline = State.RUNNING, float("inf")
 
     def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:

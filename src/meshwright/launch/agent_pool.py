@@ -143,6 +143,11 @@ class AgentPool:
         self._agents[node] = agent
         self._selector.register(agent, selectors.EVENT_READ, node)
 
+    def end_adoption(self) -> None:
+        """From now on, agents that join get new ranks."""
+        if self.remote is not None:
+            self.remote.adopting = False
+
     def drop(self, node: int) -> None:
         """Close the connection to an agent that is gone."""
         agent = self._agents.pop(node)

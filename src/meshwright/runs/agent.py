@@ -30,8 +30,8 @@ from meshwright.plan.contract import PLAN_FILE
 from meshwright.runs.ranks import PRELOAD, PRELOAD_SHARED
 from meshwright.runs.reporter import SILENT, Reporter
 
-RUNS = Path("runs")
-"""Folder of the run folders, if none is given."""
+NODE_RUNS = Path("node-runs")
+"""Folder of the folders of nodes, if none is given. It is not `runs`: they hold a part of a run each."""
 NONCE_WAIT_S = 3.0
 """How long a file that the supervisor wrote may take to appear on a network file system."""
 
@@ -48,7 +48,7 @@ def join_run(
     Args:
         address: ``HOST:PORT`` of the supervisor.
         token_file: A copy of the token file of the run, with mode 0600.
-        run_dir: Folder for the files and logs of this node; by default ``runs/NAME-node-N``.
+        run_dir: Folder for the files and logs of this node; by default ``node-runs/NAME-node-N``.
         wait_s: How long to wait for the supervisor.
         reporter: Receives messages.
 
@@ -101,7 +101,7 @@ class _NodeFolder:
         """Check what this node must reach, and write its run folder."""
         name = re.sub(r"[^A-Za-z0-9.-]", "-", str(order["name"])).lstrip(".")[:100]
         node = int(order["node"])
-        folder = (self.run_dir or RUNS / f"{name}-node-{node}").resolve()
+        folder = (self.run_dir or NODE_RUNS / f"{name}-node-{node}").resolve()
         host = name_node(node, socket.gethostname())
         problems = check_reach(order, host)
         if problems:
