@@ -121,7 +121,7 @@ def test_a_resumed_gpu_run_has_the_losses_of_an_uninterrupted_run(train):
     first = train(*ON_GPU, "train.steps=6", "checkpoint.every_steps=3", "train.deterministic=true")
     (first.run_dir / "checkpoints/step-00000006/manifest.json").unlink()
     second = train(*ON_GPU, "train.steps=6", "train.deterministic=true", resume=True)
-    assert second.losses == pytest.approx(first.losses[3:], rel=1e-6)
+    assert second.losses == pytest.approx(first.losses, rel=1e-6)
 
 
 def test_generate_works_on_the_gpu(train, tmp_path):

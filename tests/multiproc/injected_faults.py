@@ -334,7 +334,8 @@ def plant_nan(run_dir, listener):
 def _list_state(trainer):
     """This rank's parameters and optimizer state."""
     parameters = [parameter for _, parameter in trainer.sharded_state.named_parameters()]
-    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    moments = [value for value in states if isinstance(value, torch.Tensor)]
     return [t.detach().to_local() if hasattr(t, "to_local") else t.detach() for t in (*parameters, *moments)]
 
 

@@ -79,6 +79,10 @@ def search_error(job: Job, pins: dict[str, Any], found: SearchResult) -> UserErr
     if found.closest is None:
         keys = describe_pins(pins)
         devices, runtime = job.cluster.world_size, job.train.runtime
+        if found.stopped_early:
+            rule = f"search on {devices} devices reached its time limit before it found a legal layout"
+            fix = "Fix some keys of [layout], such as layout.tp and layout.pp"
+            return UserError(Problem("plan-no-layout", rule, path=keys or "layout", fix=fix))
         leave, which = ("leaves", "it") if len(pins) == 1 else ("leave", "one of them")
         rule = f"{leave} no legal layout on {devices} device{'s' * (devices > 1)} with {runtime}"
         fix = f"Leave {which} out, or use more devices"
@@ -99,11 +103,11 @@ def _suggest_cluster(job: Job) -> list[str]:
 
 def suggest_changes(job: Job, pins: dict[str, Any]) -> list[str]:
     """Changes with which some layout fits: fewer fixed keys, eager blocks, more nodes, a shorter sequence."""
-    found, until = [], time.perf_counter() + SUGGEST_S
+    found, until = [], time.process_time() + SUGGEST_S
     tried = (_freed_keys, _eager_blocks, _more_nodes, _shorter_sequences)
     for changes in (find(job, pins) for find in tried):
         for words, changed, kept in changes:
-            left = until - time.perf_counter()
+            left = until - time.process_time()
             if left <= 0:
                 break
             more = changed.cluster.nodes > job.cluster.nodes  # fewer devices were searched before

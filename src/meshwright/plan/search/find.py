@@ -56,7 +56,9 @@ CHECKED = 64
 SHORTLIST = 2048
 """Layouts that the first stage keeps; many of them may not fit exactly."""
 BUDGET_S = 8.0
-"""Seconds of a whole search."""
+"""CPU seconds of a whole search."""
+FEWEST_CHECKED = 16
+"""Layouts that are checked whatever the time."""
 TIE_BREAK = 1e-6
 """Weight of the tie break."""
 LOW_MEMORY_EVERY = 8
@@ -209,6 +211,7 @@ class _Search:
         self.order = objective
         """Objective of the shortlist."""
         self.started = time.perf_counter()
+        self.cpu_started = time.process_time()
         self.found = SearchResult(job, objective, pins)
         self.workload = Workload.of(job)
         self.usable = usable_bytes(job.cluster)
@@ -223,8 +226,8 @@ class _Search:
         """The same among layouts that the bound excludes."""
 
     def left_s(self) -> float:
-        """Seconds until the search must end."""
-        return self.budget_s - (time.perf_counter() - self.started)
+        """CPU seconds until the search must end: other processes on this machine do not change the result."""
+        return self.budget_s - (time.process_time() - self.cpu_started)
 
     def run(self, offloads: tuple[str, ...]) -> SearchResult:
         """Both stages, for layouts with these values of ``offload``.
@@ -247,7 +250,7 @@ class _Search:
     def _build_shortlist(self, spaces: list[LayoutSpace]) -> None:
         """The first stage: the shortlist."""
         found, total = self.found, sum(len(space) for space in spaces)
-        until = self.started + self.budget_s * PRUNING_SHARE
+        left_for_checks = self.budget_s * (1 - PRUNING_SHARE)
         done = 0
         for space in spaces:
             found.illegal += space.illegal
@@ -259,7 +262,7 @@ class _Search:
                 self._rank_chunk(chunk)
                 done += int(chunk.sizes.sum())
                 self.progress(done, total)
-                if time.perf_counter() > until:
+                if self.left_s() < left_for_checks:
                     found.stopped_early, found.unseen = True, found.unseen + total - done
                     return
 
@@ -374,7 +377,7 @@ class _Search:
         for number, layout in enumerate(self._list_shortlist()):
             if len(fitting) >= self.top:
                 break
-            if self.left_s() < 0:
+            if self.left_s() < 0 and number >= FEWEST_CHECKED:
                 found.stopped_early = True
                 break
             tries = [layout]

@@ -63,8 +63,8 @@ def _descend_memory(found: SearchResult, pins: dict[str, Any], top: int) -> Sear
 
     Memory bounds of layouts with offload are loose, so the first stage may rank a better one too low.
     """
-    best, started = found.best[0], time.perf_counter()
-    while found.seconds + time.perf_counter() - started < BUDGET_S:
+    best, started, cpu_started = found.best[0], time.perf_counter(), time.process_time()
+    while time.process_time() - cpu_started < BUDGET_S:
         layouts = [
             layout for _, layout in list_neighbours(best.job, best.layout) if _matches_pins(layout, pins)
         ]
