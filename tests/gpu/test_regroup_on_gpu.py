@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(180),
 ]
 
 JOB = (
@@ -32,7 +31,7 @@ JOB = (
     "model.ffn_size=512",
     "data.seq_len=64",
     "train.global_batch=8",
-    "train.steps=150",
+    "train.steps=200",
     "train.precision=fp32",
     "train.block_backend=eager",
     "elastic.snapshot_every=5",
@@ -42,11 +41,9 @@ JOB = (
 class Saboteur:
     """Sends a signal to rank 1 in each of the first generations, from a thread beside the run."""
 
-    def __init__(self, run_dir, number, times, processes):
-        self.run_dir, self.number, self.times, self.processes = run_dir, number, times, processes
+    def __init__(self, run_dir, number, times):
+        self.run_dir, self.number, self.times = run_dir, number, times
         self.sent = []
-        self.children = set()
-        """Processes of the agent at the last signal."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -57,10 +54,6 @@ class Saboteur:
             return []
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
-    def _list_children(self):
-        agent = json.loads((self.run_dir / "agent.json").read_text())["pid"]
-        return {int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()}
-
     def _run(self):
         deadline = time.monotonic() + 100
         while len(self.sent) < self.times and time.monotonic() < deadline:
@@ -70,9 +63,6 @@ class Saboteur:
             steps = [e for e in events if e["event"] == "step" and e["generation"] == generation]
             pids = [e["pid"] for e in events if e["event"] == "started" and e["rank"] == 1]
             if len(steps) > 30 and len(pids) == generation + 1:
-                self.children = self._list_children()
-                if len(self.children) < self.processes:
-                    continue
                 self.sent.append(pids[-1])
                 os.kill(pids[-1], self.number)
 
@@ -83,16 +73,13 @@ def disturbed(train, monkeypatch, tmp_path):
     monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None, None])
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:run_with_nccl")
 
-    def run(layout, number, times, spares=0):
-        options = (*JOB, layout, f"elastic.spares={spares}")
-        calm = train(*options, "run_dir=calm")
-        saboteur = Saboteur(tmp_path / "run", number, times, 2 + spares)
-        found = train(*options, "run_dir=run")
+    def run(layout, number, times, *options):
+        calm = train(*JOB, *options, layout, "run_dir=calm")
+        saboteur = Saboteur(tmp_path / "run", number, times)
+        found = train(*JOB, *options, layout, "run_dir=run")
         assert len(saboteur.sent) == times, "the run was disturbed"
-        # Kernels with atomics are not deterministic, and differences grow with the steps.
-        assert found.losses[:30] == pytest.approx(calm.losses[:30], rel=1e-3)
-        assert found.losses == pytest.approx(calm.losses, rel=0.05, abs=0.05)
-        return saboteur.events(), saboteur.children
+        assert found.losses == pytest.approx(calm.losses, rel=1e-3)
+        return saboteur.events()
 
     return run
 
@@ -100,7 +87,7 @@ def disturbed(train, monkeypatch, tmp_path):
 @pytest.mark.parametrize("layout", ["layout.dp_replicate=2", "layout.dp_shard=2"])
 def test_nccl_ranks_regroup_after_a_kill(disturbed, layout):
     """Three kills. The survivor keeps its process, unless torch's watchdog was faster and aborted it."""
-    events, _ = disturbed(layout, signal.SIGKILL, 3)
+    events = disturbed(layout, signal.SIGKILL, 3)
     recovered = [e for e in events if e["event"] == "recovered"]
     assert [e["failed_rank"] for e in recovered] == [1, 1, 1]
     assert all(e["source"] == "snapshot" for e in recovered)
@@ -109,15 +96,14 @@ def test_nccl_ranks_regroup_after_a_kill(disturbed, layout):
 
 
 def test_a_spare_takes_over_an_nccl_rank(disturbed):
-    events, children = disturbed("layout.dp_replicate=2", signal.SIGKILL, 1, spares=1)
+    events = disturbed("layout.dp_replicate=2", signal.SIGKILL, 1, "elastic.spares=1")
     (recovered,) = [e for e in events if e["event"] == "recovered"]
     assert recovered["failed_rank"] == 1
-    assert [e["pid"] for e in events if e["event"] == "started" and e["rank"] == 1][-1] in children
 
 
 def test_a_stopped_nccl_rank_is_killed_and_replaced(disturbed):
     """Its device memory would be held; the other rank is in a kernel that waits for it."""
-    events, _ = disturbed("layout.dp_replicate=2", signal.SIGSTOP, 1)
+    events = disturbed("layout.dp_replicate=2", signal.SIGSTOP, 1)
     (recovered,) = [e for e in events if e["event"] == "recovered"]
     assert recovered["failed_rank"] == 1
     assert recovered["how"].startswith("stopped")
