@@ -319,9 +319,9 @@ def plant_nan(run_dir, listener):
                 NAN_PLANTS[plant["kind"]](found)
         return original(trainer, batches, divisor)
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         before = [tensor.clone() for tensor in _list_state(trainer)]
-        norm = original_update(trainer, lr)
+        norm = original_update(trainer, *args)
         if not norm.isfinite():
             unchanged = all(map(torch.equal, before, _list_state(trainer)))
             trainer.events.write("skipped_update", unchanged=unchanged)
