@@ -88,8 +88,9 @@ def test_a_stopped_rank_passes_only_if_it_was_named_in_time_and_rejoins(
 ):
     later = [{**e, "time": e["time"] + 5, "how": "stopped for 4.0 s, then fenced"} for e in RECOVERY]
     hang = event("hang", named_at, 2, cause=cause, verdict="")
-    woke = [event("rejoined", 70.0, pid=12)] if rejoined else []
+    woke = [event("rejoined", 70.0, former_pid=12, pid=12)] if rejoined else []
     made = trial(stop(rank=2, step=7, for_s=60), [*STARTED, hang, *later, *woke])
+    made.alive_at_end = {12}
     assert outcome(judges.judge_stopped_ranks(made), made) == passes
 
 

@@ -74,7 +74,7 @@ def is_kill_loop_over(trial: Trial) -> bool:
 
 def is_rejoined(trial: Trial) -> bool:
     """Whether every stopped process has rejoined or ended, or had its time after SIGCONT."""
-    rejoined = {event["pid"] for event in trial.view.of("rejoined")}
+    rejoined = {event["former_pid"] for event in trial.view.of("rejoined")}
     now = time.time()
     waiting = [
         one.pid
@@ -135,11 +135,12 @@ def judge_stopped_supervisor(trial: Trial) -> list[Figure]:
 
 
 def judge_stopped_ranks(trial: Trial) -> list[Figure]:
-    """Every stopped rank was named, the others went on, and its process rejoined when it woke up.
+    """Every stopped rank was named, the others went on, and its process rejoined or ended when it woke up.
 
-    A process that is stopped inside a commit is killed: it cannot be fenced.
+    A process ends that was stopped inside a commit, that cannot leave a collective of gloo, or that is not
+    needed as a spare.
     """
-    figures, rejoined = [], {event["pid"]: event for event in trial.view.of("rejoined")}
+    figures, rejoined = [], {event["former_pid"] for event in trial.view.of("rejoined")}
     for injection in trial.injections:
         named, recovered = (_next_event(trial, injection, name) for name in ("hang", "recovered"))
         step = None if recovered is None else _next_step(trial, injection, recovered["generation"])
@@ -148,8 +149,8 @@ def judge_stopped_ranks(trial: Trial) -> list[Figure]:
             continue
         if (named["rank"], named["cause"]) != (injection.fault.rank, "stopped"):
             trial.violations.append(f"{injection.fault} was reported as: {named['verdict']}")
-        if injection.pid not in rejoined and "killed" not in recovered["how"]:
-            trial.violations.append(f"process {injection.pid} did not rejoin after {injection.fault}")
+        if injection.pid in trial.alive_at_end - rejoined:
+            trial.violations.append(f"process {injection.pid} neither rejoined nor ended: {injection.fault}")
         figures += [
             Figure("named after", named["time"] - injection.time, NAMED_S),
             Figure("next step after", step["time"] - injection.time, GOES_ON_S),

@@ -165,7 +165,7 @@ TESTS = (
     FaultTest(
         5,
         "stop-rank",
-        "SIGSTOP of ranks in 10 phases, 60 s each: named <= 5 s, next step <= 10 s, rejoin, no double commit",
+        "SIGSTOP of ranks in 10 phases, 60 s each: named <= 5 s, next step <= 10 s, rejoins or ends",
         _stop_ranks,
         judges.judge_stopped_ranks,
         is_over=judges.is_rejoined,

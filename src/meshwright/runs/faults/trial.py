@@ -55,6 +55,8 @@ class Trial:
     """Of the whole trial."""
     ended_at: float = 0.0
     """Wall-clock time of its end."""
+    alive_at_end: set[int] = field(default_factory=set)
+    """Processes with an injected fault that lived when the trial was over."""
     attack: Attack | None = None
     """The hostile connections, if the schedule has them."""
     rss_growth_mb: float = 0.0
@@ -109,6 +111,7 @@ class Trial:
                 if not self.started_s and self.view.first_step_at is not None:
                     self.started_s = time.monotonic() - began
                 if is_over(self):
+                    self.alive_at_end = {one.pid for one in self.injections if is_alive(one.pid)}
                     self._stop()
                     break
                 if time.monotonic() - began > limit_s:
