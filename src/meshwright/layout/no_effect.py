@@ -31,6 +31,8 @@ from meshwright.spec.micro_batches import count_micro_batches
 from meshwright.spec.paths import PREPARED_INDEX
 from meshwright.spec.train_defaults import defaults, setting
 
+PLAIN_TEXT = (".txt", ".md")
+"""Endings of files without records."""
 Reason = Callable[[Job], str | None]
 """Why a setting has no effect in a job with a settled layout; None if it has one."""
 
@@ -121,9 +123,9 @@ def _explain_decay(job: Job) -> str | None:
 
 def _explain_lr_schedule(job: Job) -> str | None:
     train = job.train
-    if train.warmup < train.steps:
+    if train.warmup + 1 < train.steps:
         return None
-    return f"the warm-up takes all steps (train.warmup={train.warmup}, train.steps={train.steps})"
+    return f"at most one step follows the warm-up (train.warmup={train.warmup}, train.steps={train.steps})"
 
 
 def _explain_min_lr(job: Job) -> str | None:
@@ -157,6 +159,17 @@ def _explain_spares(job: Job) -> str | None:
     return "the first failure ends the run (elastic.restarts=0)" if job.elastic.restarts == 0 else None
 
 
+def _explain_snapshots(job: Job) -> str | None:
+    return _explain_spares(job) or _longer_than_run("elastic.snapshot_every", "no snapshot is taken")(job)
+
+
+def _explain_text_field(job: Job) -> str | None:
+    paths = [job.data.path, *(one.path for one in (*job.data.eval, *job.data.sources))]
+    if not all(Path(path).suffix in PLAIN_TEXT for path in paths if path):
+        return None
+    return f"data.path={job.data.path} is plain text without fields"
+
+
 def _explain_one_node(job: Job) -> str | None:
     return "the run has one node" if job.cluster.nodes == 1 else None
 
@@ -187,9 +200,11 @@ REASONS: dict[str, Reason] = {
     "elastic.collective_timeout_s": _explain_timeout,
     "elastic.stop_grace_s": _explain_timeout,
     "elastic.spares": _explain_spares,
+    "elastic.snapshot_every": _explain_snapshots,
     "elastic.join_timeout_s": _explain_one_node,
     "elastic.node_wait_s": _explain_one_node,
     "data.cache": _explain_preparation,
+    "data.text_field": _explain_text_field,
     "data.on_bad_records": _explain_preparation,
 }
 """Why a key has no effect. A key that is not here has an effect in every legal job."""
