@@ -164,10 +164,11 @@ def _explain_snapshots(job: Job) -> str | None:
 
 
 def _explain_text_field(job: Job) -> str | None:
-    paths = [job.data.path, *(one.path for one in (*job.data.eval, *job.data.sources))]
+    data = job.data
+    paths = [data.path, *(one.path for one in data.eval), *(one.path for one in data.sources)]
     if not all(Path(path).suffix in PLAIN_TEXT for path in paths if path):
         return None
-    return f"data.path={job.data.path} is plain text without fields"
+    return "all data are plain text without fields"
 
 
 def _explain_one_node(job: Job) -> str | None:
