@@ -112,7 +112,7 @@ class EventText:
 
     def _describe_recovered(self, event: Event) -> str:
         again = format_plural(event["replayed_steps"], "step")
-        went_on = f"went on from step {event['restored_step']} ({event['source']}), {again} to do again"
+        went_on = f"resumed from step {event['restored_step']} ({event['source']}), {again} to replay"
         return f"recovered in {format_seconds(event['seconds'])}: {went_on}"
 
     def _describe_replayed(self, event: Event) -> str:

@@ -93,7 +93,7 @@ class History:
             places.append((float(at), f"restart {number} at step {at}"))
         for recovery in self.run.recoveries:
             step = recovery.restored_step
-            places.append((float(step), f"rank {recovery.failed_rank} failed; went on from step {step}"))
+            places.append((float(step), f"rank {recovery.failed_rank} failed; resumed from step {step}"))
         return tuple(places)
 
     def not_finite(self) -> tuple[tuple[float, str], ...]:
