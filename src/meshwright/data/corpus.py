@@ -232,7 +232,7 @@ class _Rejects:
         if self.skip:
             self.tally.quarantine(name, str(error))
             return
-        fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with on_bad_records=skip"
+        fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with data.on_bad_records=skip"
         raise UserError(
             Problem(error.code, f"cannot be used: {error}", path=printable(name), fix=fix)
         ) from error
@@ -363,10 +363,10 @@ def _record_text(record: dict[str, Any], text_field: str) -> str:
         if holds_conversation(record):
             reason, fix = (
                 f"a conversation, which needs a template ({reason})",
-                "Set template, for example to chatml",
+                "Set data.template: tokenizer for that of model.hf, or a built-in one such as chatml",
             )
             raise BadDataError("data-needs-template", reason, fix)
-        raise BadDataError("data-field-missing", reason, "Set text_field to the field with the text")
+        raise BadDataError("data-field-missing", reason, "Set data.text_field to the field with the text")
     text = record[text_field]
     if not isinstance(text, str):
         kind = "null" if text is None else f"of type {type(text).__name__}"
