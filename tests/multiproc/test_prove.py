@@ -135,7 +135,7 @@ def test_a_nan_loss_is_a_verdict_that_names_the_module(prove, monkeypatch):
     monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:nan_weight")
     found = prove("layout.dp_replicate=2", expect=3)
     assert found["max_rel_diff"] is None
-    assert found["losses"] == [None]
+    assert found["losses"] in ([], [None])  # rank 0 may be halted before it reports its step
     first = found["first_divergence"]
     assert (first["kind"], first["module"], first["rank"]) == ("weight", "blocks.0.ffn.up", 1)
 

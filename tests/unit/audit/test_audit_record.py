@@ -105,7 +105,7 @@ def test_a_file_instead_of_a_run_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(UserError) as caught:
         read_record(tmp_path / "run")
-    assert caught.value.problems[0].code == "run-unreadable"
+    assert caught.value.problems[0].code == "run-missing"
 
 
 # Attempts
