@@ -338,7 +338,8 @@ class Supervisor:
             self._joined.add(rank.rank)
             if self._recovery is not None:
                 self._recovery.note_setup(rank.rank, event["setup_s"])
-            if len(self._joined) == self.world_size:
+            waiting = self.state in (State.STARTING, State.REGROUPING)  # no rank has failed since
+            if waiting and len(self._joined) == self.world_size:
                 self._resume_running(event["step"])
 
     def _note_step(self, step: int) -> None:
