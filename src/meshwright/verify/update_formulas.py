@@ -65,6 +65,8 @@ class UpdateRule:
     """Factor of the gradient."""
     count: int
     """Updates, including this one."""
+    bias_count: int | None = None
+    """AdamW: the same for the bias correction, if it differs."""
     corrects_bias: tuple[bool, bool] = (True, True)
     """AdamW: of the first and the second moment."""
     keeps_moments: bool = True
@@ -183,8 +185,9 @@ def _adamw(old: dict[str, Tensor], g: Tensor, rule: UpdateRule) -> tuple[dict[st
     m = beta1 * old["exp_avg"] + (1 - beta1) * g
     v = beta2 * old["exp_avg_sq"] + (1 - beta2) * g * g
     first, second = rule.corrects_bias
-    m_hat = m / (1 - beta1**rule.count) if first and rule.count else m
-    v_hat = v / (1 - beta2**rule.count) if second and rule.count else v
+    updates = rule.count if rule.bias_count is None else rule.bias_count
+    m_hat = m / (1 - beta1**updates) if first and updates else m
+    v_hat = v / (1 - beta2**updates) if second and updates else v
     count = torch.tensor(float(rule.count), dtype=torch.float64)
     moments = {STEP_COUNT: count, "exp_avg": m, "exp_avg_sq": v}
     return moments, m_hat / (v_hat.sqrt() + setting(rule.train, "eps"))
@@ -230,6 +233,9 @@ def _explanations(
         yield "bias correction", "not applied to the second moment", change(rule, corrects_bias=(True, False))
         count = int(after.moments[STEP_COUNT])
         yield "bias correction", f"that of update {count} instead of {rule.count}", change(rule, count=count)
+        for other in {rule.count - 1, rule.count + 1} - {0}:
+            note = f"that of update {other} instead of {rule.count}"
+            yield "bias correction", note, change(rule, bias_count=other)
     yield "moment", "restarted from zero", change(rule, keeps_moments=False)
     yield "gradient", "zero in the update", change(rule, clipping=0.0)
     factor = _fit_clipping(before, gradient, after, rule)

@@ -344,10 +344,14 @@ def _evaluations(found: RunFigures, expected: RunFigures, tolerance: float) -> I
 
 
 def _checkpoint(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Iterator[Divergence]:
-    """Tensors that a checkpoint does not save or restore as they were, by parameter."""
+    """Tensors that a checkpoint does not save or restore as they were, by parameter.
+
+    A tensor that is wrong in the file is also wrong after the reload: the file comes first.
+    """
     order = {name: index for index, name in enumerate(reference.parameters)}
     rows = [(found.rank, row) for found in findings for row in found.checkpoint]
-    for rank, row in sorted(rows, key=lambda item: order.get(item[1].parameter or "", -1)):
+    rows.sort(key=lambda item: (order.get(item[1].parameter or "", -1), item[1].note != "saved"))
+    for rank, row in rows:
         module = row.what if row.parameter is None else _module(row.parameter)
         yield Divergence(
             "checkpoint", module, RELOAD_STEP, row.difference, rank, row.parameter, row.note, row.what

@@ -100,6 +100,18 @@ def _reset_count(updated):
     updated.optimizer.state[updated.parameter]["step"].zero_()
 
 
+def _count_one_update_more(updated):
+    """In the bias correction of the next update only."""
+    count, original = updated.optimizer.state[updated.parameter]["step"], updated.optimizer.step
+
+    def step():
+        count.add_(1)
+        original()
+        count.sub_(1)
+
+    updated.optimizer.step = step
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_missing_weight_decay_is_named(optimizer):
     found = Updated(optimizer).judge(_no_decay)
@@ -123,6 +135,7 @@ def test_wrong_factor_of_the_gradient_is_named(optimizer, key, value, term):
         (_zero_state, "moment", "restarted"),
         (_reverse_rows, "moment exp_avg", ""),
         (_reset_count, "bias correction", "update 1 instead of 4"),
+        (_count_one_update_more, "bias correction", "update 5 instead of 4"),
     ],
 )
 def test_wrong_term_of_adamw_is_named(spoil, term, note):
