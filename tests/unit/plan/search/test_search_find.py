@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -264,3 +266,19 @@ def test_complexity_grows_with_axes_and_settings():
     found = list(complexity(Grid.of(ordered)))
     assert found == sorted(found)
     assert len(set(found)) == len(found)
+
+
+def test_a_busy_machine_does_not_change_the_result(make_decoder_job, monkeypatch):
+    """The budget is CPU time: a wall clock that runs a thousand times as fast finds the same layouts."""
+    job = make_decoder_job("llama3-8b", **LARGE["llama3-8b"])
+    calm = find_layouts(job, {}, 8)
+    fast = SimpleNamespace(perf_counter=lambda: 1000 * time.perf_counter(), process_time=time.process_time)
+    monkeypatch.setattr("meshwright.plan.search.find.time", fast)
+    busy = find_layouts(job, {}, 8)
+    assert not busy.stopped_early
+    assert [p.layout for p in busy.best] == [p.layout for p in calm.best]
+
+
+def test_some_layouts_are_checked_whatever_the_budget(make_decoder_job):
+    job = make_decoder_job("llama3-8b", **LARGE["llama3-8b"])
+    assert find_layouts(job, {}, 64, budget_s=1e-9).best
