@@ -31,15 +31,6 @@ PHASES = (
     "checkpoint",
 )
 SUPERVISOR_EVENTS = ("hang", "rank_lost", "recovered", "rejoined")
-PHASES = (
-    "waiting for data",
-    "forward",
-    "backward",
-    "update",
-    "control all-reduce",
-    "evaluation",
-    "checkpoint",
-)
 SEED = 5
 
 
