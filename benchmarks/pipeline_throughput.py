@@ -143,7 +143,7 @@ class Ours:
 
     def clear(self) -> None:
         """Zero the gradients."""
-        self._trainer.sharded_state.zero_grads()
+        self._trainer.rank_parameters.zero_grads()
 
 
 def require_equal_losses(trainer: Trainer, ours: Ours, torch_pipeline: TorchPipeline) -> None:

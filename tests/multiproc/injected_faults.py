@@ -203,16 +203,16 @@ def infinite_gradient_on_rank_1(run_dir, listener):
     original = Trainer.update
 
     def update(trainer, lr):
-        assign = trainer.sharded_state.assign_shard_grads
+        assign = trainer.rank_parameters.assign_shard_grads
 
         def assign_and_overflow():
             assign()
             if trainer.step == 2 and trainer.mesh.rank == 1:
-                dict(trainer.sharded_state.named_parameters())["norm.weight"].grad[0] = float("inf")
+                dict(trainer.rank_parameters.named_parameters())["norm.weight"].grad[0] = float("inf")
 
-        trainer.sharded_state.assign_shard_grads = assign_and_overflow
+        trainer.rank_parameters.assign_shard_grads = assign_and_overflow
         norm = original(trainer, lr)
-        trainer.sharded_state.assign_shard_grads = assign
+        trainer.rank_parameters.assign_shard_grads = assign
         return norm
 
     Trainer.update = update
@@ -253,25 +253,25 @@ def record_saving_memory(run_dir, listener):
 
 def sigkill_during_save(run_dir, listener):
     """Rank 0 gets SIGKILL when half of the tensors of step 4 are gathered."""
-    original = saver.take_snapshot
+    original = saver.list_checkpoint_tensors
 
-    def take_snapshot(state, has_checkpoint):
-        snapshot = original(state, has_checkpoint)
+    def list_checkpoint_tensors(state, has_checkpoint):
+        tensors = original(state, has_checkpoint)
         if state.counters.step != 4 or os.environ["RANK"] != "0":
-            return snapshot
-        half = sum(len(header) for header in snapshot.headers().values()) // 2
-        tensors = snapshot.tensors()
+            return tensors
+        half = sum(len(header) for header in tensors.headers().values()) // 2
+        values = tensors.values()
 
         def kill_at_half():
-            for index, tensor in enumerate(tensors):
+            for index, tensor in enumerate(values):
                 if index == half:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield tensor
 
-        snapshot._tensors = kill_at_half()
-        return snapshot
+        tensors._values = kill_at_half()
+        return tensors
 
-    saver.take_snapshot = take_snapshot
+    saver.list_checkpoint_tensors = list_checkpoint_tensors
     return run_rank(run_dir, listener)
 
 
@@ -333,7 +333,7 @@ def plant_nan(run_dir, listener):
 
 def _list_state(trainer):
     """This rank's parameters and optimizer state."""
-    parameters = [parameter for _, parameter in trainer.sharded_state.named_parameters()]
+    parameters = [parameter for _, parameter in trainer.rank_parameters.named_parameters()]
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     moments = [value for value in states if isinstance(value, torch.Tensor)]
     return [t.detach().to_local() if hasattr(t, "to_local") else t.detach() for t in (*parameters, *moments)]

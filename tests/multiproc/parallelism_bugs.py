@@ -23,11 +23,11 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import stages
 from meshwright.parallel.pipeline.p2p import P2PExchange
 from meshwright.parallel.pipeline.stages import StageRunner
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.parallel.ring_attention import RingContextParallel
-from meshwright.parallel.sharded_state import ShardedState
 from meshwright.parallel.tensor import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
 from meshwright.parallel.tensor_collectives import TensorParallel
-from meshwright.parallel.zero1 import Zero1State
+from meshwright.parallel.zero1 import Zero1Parameters
 from meshwright.schedule.pipeline.actions import Action, Kind
 from meshwright.train import build
 from meshwright.train import evaluate as evaluation
@@ -294,7 +294,7 @@ balance_counts_per_rank = with_method(
 
 
 pp_tied_embedding_unreduced = with_method(
-    ShardedState, "_all_reduce_tied_embedding", lambda original, self: None
+    RankParameters, "_all_reduce_tied_embedding", lambda original, self: None
 )
 """The tied embedding's gradient is not reduced between first and last stage."""
 
@@ -319,7 +319,7 @@ MICRO_BATCHES = 2
 """Micro-batches per step in the test of ``pp_reduce_one_backward_early``."""
 pp_reduce_one_backward_early = with_method(BucketReducer, "begin", _reduce_early)
 pp_clip_by_stage_norm = with_method(
-    ShardedState,
+    RankParameters,
     "_global_norm",
     lambda original, self, gradients: torch.nn.utils.get_total_norm(list(gradients.values())),
 )
@@ -430,7 +430,7 @@ lr_of_next_step = with_function(
     trainer_module, "lr_at", lambda original, step, train: original(step + 1, train)
 )
 replicas_in_norm = with_method(
-    ShardedState, "_global_norm", lambda original, self, gradients: 2**0.5 * original(self, gradients)
+    RankParameters, "_global_norm", lambda original, self, gradients: 2**0.5 * original(self, gradients)
 )
 
 
@@ -464,7 +464,7 @@ def _gather_stale(original, self):
                 self._parameters[name][0] = row
 
 
-first_rows_not_gathered = with_method(Zero1State, "all_gather_parameters", _gather_stale)
+first_rows_not_gathered = with_method(Zero1Parameters, "all_gather_parameters", _gather_stale)
 
 
 def _count_rank_0(original, trainer):
@@ -511,7 +511,7 @@ second_moment_not_loaded = with_loaded_moments(_keep_second_moment)
 
 def moment_rows_swapped_in_file(run_dir, listener):
     """Saving and loading reverse the rows of moments: this layout restores them, another would not."""
-    state = Zero1State
+    state = Zero1Parameters
     original, save, shard = prove_rank.save_and_reload, state.full_tensor, state.shard_to
     file_of = checkpoint_resume.open_tensors
 
@@ -549,13 +549,13 @@ def _save_stale(original, state, has_checkpoint):
     with torch.no_grad():
         kept = parameter.clone()
         parameter.mul_(1.01)
-        snapshot = original(state, has_checkpoint)
-        snapshot._tensors = iter([tensor.clone() for tensor in snapshot.tensors()])
+        tensors = original(state, has_checkpoint)
+        tensors._values = iter([tensor.clone() for tensor in tensors.values()])
         parameter.copy_(kept)
-    return snapshot
+    return tensors
 
 
-stale_weights_saved = with_function(checkpoint_saver, "take_snapshot", _save_stale)
+stale_weights_saved = with_function(checkpoint_saver, "list_checkpoint_tensors", _save_stale)
 
 
 def _zero_row(model, mesh):
@@ -594,11 +594,11 @@ norm_keeps_loss_scale = with_method(
 """fp16: the reported gradient norm is that of the scaled gradients."""
 
 
-def _clip_scaled(original, self, sharded_state, *arguments):
+def _clip_scaled(original, self, rank_parameters, *arguments):
     """Rank 1 multiplies its gradients by two after they are unscaled."""
-    norm = original(self, sharded_state, *arguments)
+    norm = original(self, rank_parameters, *arguments)
     if torch.distributed.get_rank() == 1:
-        for _, parameter in sharded_state.named_parameters():
+        for _, parameter in rank_parameters.named_parameters():
             parameter.grad *= 2
     return norm
 

@@ -216,14 +216,14 @@ def compare_with_one_process(trainer):
     job, batches = trainer.job, trainer.data.train
     first, second = trainer.data.order.samples_at(range(2 * job.train.global_batch)).reshape(2, -1)
     trainer.forward_backward(batches.micro_batches(first), batches.count_targets(first))
-    trainer.sharded_state.zero_grads()
+    trainer.rank_parameters.zero_grads()
     divisor = batches.count_targets(second)
     trainer.forward_backward(batches.micro_batches(second), divisor)
-    trainer.sharded_state.assign_shard_grads()
+    trainer.rank_parameters.assign_shard_grads()
     full = build_model(with_layout(job, Layout(mode="given", micro_batch=1)), trainer.mesh.device)
     for batch in Batcher(batches.dataset, 0, 1, 1).micro_batches(second):
         (full(*batch) / divisor).backward()
-    state = trainer.sharded_state
+    state = trainer.rank_parameters
     errors = {
         name: _relative_error(state.full_tensor(name, own.grad), full.get_parameter(name).grad)
         for name, own in state.named_parameters()

@@ -1,7 +1,7 @@
 """Decides when to save a checkpoint, and writes it: rank 0 writes the full state into a fresh folder.
 
 The folder is filled under a temporary name, flushed and renamed. So there is never a partial checkpoint.
-``manifest`` describes its files. The writer holds one tensor at a time (``snapshot``).
+``manifest`` describes its files. The writer holds one tensor at a time (``tensors``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from meshwright.checkpoint.manifest import (
     mark_best,
     rotate,
 )
-from meshwright.checkpoint.memory_snapshot import MemorySnapshots
-from meshwright.checkpoint.snapshot import DTYPES, Snapshot, take_snapshot
 from meshwright.checkpoint.state import CheckpointedState
+from meshwright.checkpoint.state_snapshots import StateSnapshots
+from meshwright.checkpoint.tensors import DTYPES, CheckpointTensors, list_checkpoint_tensors
 from meshwright.core.events import Commit, EventWriter
 from meshwright.core.files import folder_bytes, sync_path
 from meshwright.core.tensor_header import TensorInfo, build_tensor_header
@@ -53,7 +53,7 @@ class CheckpointSaver:
         state: CheckpointedState,
         rank: int,
         events: EventWriter,
-        snapshots: MemorySnapshots | None = None,
+        snapshots: StateSnapshots | None = None,
         commit: Commit = nullcontext,
     ) -> None:
         """Start without a checkpoint.
@@ -124,19 +124,19 @@ class CheckpointSaver:
 
     def _save(self, eval_loss: float | None, best: bool) -> None:
         step, started = self.state.counters.step, time.perf_counter()
-        snapshot = take_snapshot(self.state, self.has_checkpoint)
+        tensors = list_checkpoint_tensors(self.state, self.has_checkpoint)
         if self._rank != 0:
-            snapshot.drain()
+            tensors.drain()
             return
         try:
             manifest = build_manifest(self.state, eval_loss)
-            path = save_checkpoint(self._root, manifest, snapshot, self.state.small_files, self._commit)
+            path = save_checkpoint(self._root, manifest, tensors, self.state.small_files, self._commit)
             with self._commit():
                 if best:
                     mark_best(path.parent, path)
                 rotate(path.parent, self._settings.keep_last, path)
         except OSError as error:  # a full disk costs a checkpoint, not the run
-            snapshot.drain()
+            tensors.drain()
             self._events.write("checkpoint_failed", step=step, reason=str(error))
             return
         seconds, size = time.perf_counter() - started, folder_bytes(path)
@@ -176,7 +176,7 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
 def save_checkpoint(
     root: Path,
     manifest: Manifest,
-    snapshot: Snapshot,
+    tensors: CheckpointTensors,
     small_files: Mapping[str, bytes] | None = None,
     commit: Commit = nullcontext,
 ) -> Path:
@@ -186,8 +186,8 @@ def save_checkpoint(
     try:
         draft.mkdir(parents=True)
         files = {
-            name: _write_tensors(draft / name, header, snapshot.tensors())
-            for name, header in snapshot.headers().items()
+            name: _write_tensors(draft / name, header, tensors.values())
+            for name, header in tensors.headers().items()
         }
         for name, file_content in (small_files or {}).items():
             (draft / name).write_bytes(file_content)

@@ -35,7 +35,7 @@ class TrainState:
 
 
 class ShardedTensors(Protocol):
-    """The parameters that this rank updates (``parallel.sharded_state``)."""
+    """The parameters that this rank updates (``parallel.rank_parameters``)."""
 
     is_sharded: bool
     """Whether other ranks hold the rest."""

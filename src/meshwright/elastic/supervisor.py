@@ -34,7 +34,7 @@ from meshwright.launch.environment import CALLER_VARIABLES, RELAYED_STORE
 from meshwright.launch.exits import EXIT_OK
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.rank_process import Order
-from meshwright.launch.snapshot_memory import newest_common_step
+from meshwright.launch.snapshot_slots import newest_common_step
 from meshwright.launch.store_server import StoreServer
 
 LOGS = "logs"

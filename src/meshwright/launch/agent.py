@@ -31,7 +31,7 @@ from meshwright.launch.channel import Channel, Message
 from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.fence import Fence
 from meshwright.launch.rank_process import Order, RankSetup, run_rank_process
-from meshwright.launch.snapshot_memory import SnapshotMemory
+from meshwright.launch.snapshot_slots import SnapshotSlots
 
 POLL_S = 0.2
 """Interval of looking for ended ranks, where the system has no pidfd."""
@@ -110,7 +110,7 @@ class Agent:
     store_dir: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="meshwright-"))
     """Folder of the rendezvous stores, one file per generation; only this user can read it."""
     processes: list[_Process] = field(default_factory=list)
-    snapshots: dict[int, SnapshotMemory] = field(default_factory=dict)
+    snapshots: dict[int, SnapshotSlots] = field(default_factory=dict)
     """By rank."""
     recorders: dict[int, FlightMemory] = field(default_factory=dict)
     """The flight recorder of each rank's newest process."""
@@ -266,7 +266,7 @@ class Agent:
         self.recipe = {"entry": entry, "run_dir": run_dir, "environment": environment, "log": log}
         self.generation = max(self.generation, order["generation"])
         if keep_snapshots and rank not in self.snapshots:
-            self.snapshots[rank] = SnapshotMemory.create(rank)
+            self.snapshots[rank] = SnapshotSlots.create(rank)
         if rank in self.recorders:
             self.recorders[rank].close()
         recorder = self.recorders[rank] = FlightMemory.create(rank)

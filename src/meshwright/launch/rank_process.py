@@ -27,7 +27,7 @@ from meshwright.launch.environment import STORE_VARIABLE
 from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.fence import CommitGuard, HaltedError
 from meshwright.launch.requests import Requests
-from meshwright.launch.snapshot_memory import SnapshotMemory
+from meshwright.launch.snapshot_slots import SnapshotSlots
 
 STUCK_S = 2.0
 """A rank that was told to leave its collectives and uses no CPU time for this long never leaves them."""
@@ -95,7 +95,7 @@ class RankLink:
             channel: To the agent.
         """
         self.commit = CommitGuard()
-        self.snapshots: SnapshotMemory | None = None
+        self.snapshots: SnapshotSlots | None = None
         """Memory for the snapshots of the rank."""
         self.ordered_at = time.perf_counter()
         """When the newest order to join came; that of the first one: when the process started."""
@@ -164,7 +164,7 @@ class RankLink:
         setup = order.setup
         if setup is not None:
             self.commit.open(setup.fence)
-            self.snapshots = None if setup.snapshots is None else SnapshotMemory.open(setup.snapshots)
+            self.snapshots = None if setup.snapshots is None else SnapshotSlots.open(setup.snapshots)
             _redirect_output(setup.log)
         self.ordered_at = time.perf_counter()
         if order.action == "join":

@@ -135,7 +135,7 @@ def local_count(job: Job, parameter: Parameter) -> int:
     return padded_count(parameter, ranks) // ranks
 
 
-def sharded_state(job: Job, rank: int) -> dict[str, int]:
+def sharded_state_bytes(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
     parameters = local_parameter_kinds(job, pp_rank_of(job, rank))
     count = gradients = sum(local_count(job, p) for p in parameters)

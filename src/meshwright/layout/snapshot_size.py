@@ -1,7 +1,7 @@
 """Bytes of in-memory snapshots: the format that a rank writes, and the size that the plan predicts.
 
-Each rank has memory for two snapshots, which are written in turn (``launch.snapshot_memory``,
-``checkpoint.memory_snapshot``)::
+Each rank has memory for two snapshots, which are written in turn (``launch.snapshot_slots``,
+``checkpoint.state_snapshots``)::
 
     header | slot 0: counters, tensors | slot 1: counters, tensors
 

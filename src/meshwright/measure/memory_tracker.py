@@ -51,7 +51,7 @@ class References(NamedTuple):
         return self.tensor > other.tensor or self.storage > other.storage
 
 
-class LocalState(Protocol):
+class LocalTensors(Protocol):
     """The tensors of a rank's parameters and gradients."""
 
     def local_parameters(self) -> Iterable[Tensor]:
@@ -61,12 +61,12 @@ class LocalState(Protocol):
         """Gradients."""
 
 
-def state_bytes(sharded_state: LocalState, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def state_bytes(rank_parameters: LocalTensors, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of this rank's parameters, gradients and optimizer state."""
     moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return {
-        "parameters": unique_bytes(sharded_state.local_parameters()),
-        "gradients": unique_bytes(sharded_state.local_grads()),
+        "parameters": unique_bytes(rank_parameters.local_parameters()),
+        "gradients": unique_bytes(rank_parameters.local_grads()),
         "optimizer": unique_bytes(moments),
     }
 

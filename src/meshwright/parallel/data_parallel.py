@@ -17,12 +17,12 @@ from meshwright.models.init import WeightSource
 from meshwright.parallel.bucket_reducer import BucketReducer, find_bucket_groups
 from meshwright.parallel.build import LocalModel, list_decoders
 from meshwright.parallel.ddp import FixedBucketDDP, apply_ddp
-from meshwright.parallel.fsdp import FsdpState, apply_fsdp, set_gradient_sync
+from meshwright.parallel.fsdp import FsdpParameters, apply_fsdp, set_gradient_sync
 from meshwright.parallel.full_tensors import is_sharded
 from meshwright.parallel.local_shards import LocalShards
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.sharded_state import ShardedState, list_all_reduced
-from meshwright.parallel.zero1 import Zero1State
+from meshwright.parallel.rank_parameters import RankParameters, list_all_reduced
+from meshwright.parallel.zero1 import Zero1Parameters
 from meshwright.spec.job import Job
 
 
@@ -46,17 +46,17 @@ def build_bucket_reducer(model: nn.Module, job: Job, mesh: Mesh) -> BucketReduce
     return BucketReducer(model, buckets, job.compression.kind) if buckets else None
 
 
-def build_sharded_state(
+def build_rank_parameters(
     model: nn.Module, job: Job, mesh: Mesh, local_shards: LocalShards | None
-) -> ShardedState:
-    """The optimizer shard of this rank."""
+) -> RankParameters:
+    """The parameters of this rank, and its optimizer shard."""
     if job.layout.zero >= 2:
-        return FsdpState(model, job, mesh, local_shards)
+        return FsdpParameters(model, job, mesh, local_shards)
     if job.layout.zero == 1:
-        return Zero1State(model, job, mesh, local_buckets(job, mesh.pp_rank), local_shards)
+        return Zero1Parameters(model, job, mesh, local_buckets(job, mesh.pp_rank), local_shards)
     # All-reduced gradients are views of buckets: a dropped one would be allocated again beside its bucket.
     reduced = list_all_reduced(job, (name for name, _ in model.named_parameters()))
-    return ShardedState(model, mesh, local_shards, keep_gradients=reduced)
+    return RankParameters(model, mesh, local_shards, keep_gradients=reduced)
 
 
 def gradient_sync(module: nn.Module, job: Job, last: bool) -> AbstractContextManager[None]:

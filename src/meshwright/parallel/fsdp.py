@@ -37,7 +37,7 @@ from meshwright.models.init import WeightSource, fill, tie_weights
 from meshwright.parallel.full_tensors import is_sharded
 from meshwright.parallel.local_shards import LocalShards
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.sharded_state import RowShardedState
+from meshwright.parallel.rank_parameters import RowShardedParameters
 from meshwright.spec.job import Job
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def set_gradient_sync(module: FSDPModule, job: Job, last: bool) -> None:
     module.set_reshard_after_backward(last or job.layout.zero == 3)
 
 
-class FsdpState(RowShardedState):
+class FsdpParameters(RowShardedParameters):
     """ZeRO-2 and ZeRO-3: the local shards of FSDP2's parameters."""
 
     def __init__(

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from meshwright.parallel.collectives import all_gather_into
 from meshwright.parallel.local_shards import LocalShards
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.sharded_state import RowShardedState, list_all_reduced
+from meshwright.parallel.rank_parameters import RowShardedParameters, list_all_reduced
 from meshwright.spec.job import Job
 
 
-class Zero1State(RowShardedState):
+class Zero1Parameters(RowShardedParameters):
     """Views of the rows that this rank updates. After the optimizer step the parameters are all-gathered."""
 
     def __init__(

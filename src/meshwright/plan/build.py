@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.layout.axes import dense_shard_axis, reduces_full_grads
 from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.flops import flops_per_token
-from meshwright.layout.fsdp_groups import shard_ranks, sharded_state
+from meshwright.layout.fsdp_groups import shard_ranks, sharded_state_bytes
 from meshwright.layout.no_effect import find_unused_settings
 from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.parameters import count_parameters
@@ -152,7 +152,7 @@ def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
         pp_rank, shards = pp_rank_of(job, rank), shard_ranks(job, rank)
         ledger = memory.ledgers[pp_rank]
         if (pp_rank, shards) not in states:
-            state = sharded_state(job, rank) if sharded else ledger.state_bytes
+            state = sharded_state_bytes(job, rank) if sharded else ledger.state_bytes
             states[pp_rank, shards], offloaded[pp_rank, shards] = state, offloaded_state(job, state)
             snapshots[pp_rank, shards] = predict_snapshot_bytes(job, rank) if keeps_snapshots(job) else 0
         predicted = _predict_rank(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])

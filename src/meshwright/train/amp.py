@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.divergence import loss_scale_collapsed_error
 from meshwright.models.attention import prefer_fast_attention
 from meshwright.models.dtypes import AUTOCAST_DTYPES
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
 from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor
@@ -63,7 +63,7 @@ class MixedPrecision:
         self._scaler.scale(loss).backward()
 
     def clip_gradients(
-        self, sharded_state: ShardedState, optimizer: torch.optim.Optimizer, max_norm: float
+        self, rank_parameters: RankParameters, optimizer: torch.optim.Optimizer, max_norm: float
     ) -> Tensor:
         """Unscale the gradients and clip them; returns their norm.
 
@@ -72,19 +72,19 @@ class MixedPrecision:
         """
         norm = None
         if (
-            self._scaled and sharded_state.is_sharded
+            self._scaled and rank_parameters.is_sharded
         ):  # an overflow in the shard of another rank must be seen here too
-            norm = sharded_state.grad_norm()
-            for _, parameter in sharded_state.named_parameters():
+            norm = rank_parameters.grad_norm()
+            for _, parameter in rank_parameters.named_parameters():
                 assert parameter.grad is not None, "a parameter without gradient"
                 parameter.grad += norm * 0  # adds zero, or NaN
             norm = norm / self._scaler.get_scale()
         self._scaler.unscale_(optimizer)
-        norm = sharded_state.grad_norm() if norm is None else norm
+        norm = rank_parameters.grad_norm() if norm is None else norm
         if isinstance(optimizer, FusedAdamW):
             optimizer.factor = clipping_factor(norm, max_norm or math.inf)
         elif max_norm:
-            parameters = [parameter for _, parameter in sharded_state.named_parameters()]
+            parameters = [parameter for _, parameter in rank_parameters.named_parameters()]
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.hf.source import SOURCE_FILE, load_source, read_hf_folder
-from meshwright.checkpoint.memory_snapshot import MemorySnapshots
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
+from meshwright.checkpoint.state_snapshots import StateSnapshots
 from meshwright.layout.snapshot_size import keeps_snapshots
 from meshwright.models.decoder import Stages
 from meshwright.models.init import WeightSource, find_weight_source
 from meshwright.models.kernels.gemm_autotune import autotune_gemms
 from meshwright.parallel.apply import parallelize
-from meshwright.parallel.data_parallel import build_bucket_reducer, build_sharded_state
+from meshwright.parallel.data_parallel import build_bucket_reducer, build_rank_parameters
 from meshwright.parallel.pipeline.build import build_pipeline
 from meshwright.parallel.pipeline.p2p import gather_to_first_stage
 from meshwright.spec.execution import uses_fused_adamw
@@ -53,8 +53,8 @@ def build_trainer(
     amp = MixedPrecision(job, mesh.device)
     model = _parallelize(context, amp, weights or find_weight_source(job, from_hf=assignment.hf_weights))
     copies = None if model.weight_copies is None else model.weight_copies.copies
-    optimizer = build_optimizer(model.sharded_state, job.train, copies, uses_fused_adamw(job))
-    offloaded = build_offloaded_state(optimizer, model.sharded_state, job, mesh)
+    optimizer = build_optimizer(model.rank_parameters, job.train, copies, uses_fused_adamw(job))
+    offloaded = build_offloaded_state(optimizer, model.rank_parameters, job, mesh)
     balancer = build_expert_balancer(model.model, job, mesh.device, amp)
     data = open_data(
         job, Path(assignment.data_dir), mesh, model.parallel.cp, open_split, assignment.eval_sets
@@ -64,7 +64,7 @@ def build_trainer(
         plan=context.plan,
         counters=TrainState(),
         model=model.model,
-        sharded=model.sharded_state,
+        sharded=model.rank_parameters,
         optimizer=optimizer,
         loss_scaler=amp,
         expert_biases=balancer,
@@ -91,9 +91,9 @@ def build_trainer(
     return Trainer(context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop)
 
 
-def _build_snapshots(context: RankContext, state: CheckpointedState) -> MemorySnapshots | None:
+def _build_snapshots(context: RankContext, state: CheckpointedState) -> StateSnapshots | None:
     """The in-memory snapshots of this rank; None if they are off, or if there is not enough memory."""
-    plan, memory = context.plan, context.snapshot_memory
+    plan, memory = context.plan, context.snapshot_slots
     if memory is None or not keeps_snapshots(plan.job):
         return None
     if plan.host_memory is not None and plan.host_memory.snapshots_off:
@@ -101,7 +101,7 @@ def _build_snapshots(context: RankContext, state: CheckpointedState) -> MemorySn
             context.events.write("snapshots_off", reason=plan.host_memory.snapshots_off, planned=True)
         return None
     try:
-        return MemorySnapshots(memory, state, plan.job.elastic.snapshot_every, context.commit)
+        return StateSnapshots(memory, state, plan.job.elastic.snapshot_every, context.commit)
     except OSError as error:
         context.events.write("snapshots_off", reason=str(error), planned=False)
         return None
@@ -136,5 +136,5 @@ def _parallelize(context: RankContext, amp: MixedPrecision, weights: WeightSourc
         pipeline = build_pipeline(model, job, plan.micro_batches, mesh, amp)
     else:
         reducer = build_bucket_reducer(model, job, mesh)
-    sharded_state = build_sharded_state(model, job, mesh, parallel.local_shards)
-    return ParallelModel(model, module, pipeline, reducer, parallel, sharded_state, weight_copies)
+    rank_parameters = build_rank_parameters(model, job, mesh, parallel.local_shards)
+    return ParallelModel(model, module, pipeline, reducer, parallel, rank_parameters, weight_copies)

@@ -53,7 +53,7 @@ def _evaluate_samples(
         found = trainer.pipeline.evaluate(batches)
     else:
         found = _sum_losses(trainer, batches)
-    trainer.sharded_state.reshard_after_eval()
+    trainer.rank_parameters.reshard_after_eval()
     loss_sum, targets = trainer.mesh.all_reduce_scalars(found if trainer.mesh.reports_loss else (0.0, 0.0))
     if not targets:
         reason = f"the first {len(samples)} samples of {what} hold masked prompts only"

@@ -279,7 +279,7 @@ def recompute_step(trainer: Trainer, checks: FiniteChecks) -> Samples:
     Its collectives have the phase ``check`` and are not audited.
     """
     batch = trainer.data.prefetcher.get(trainer.state.position - trainer.job.train.global_batch)
-    trainer.sharded_state.zero_grads()
+    trainer.rank_parameters.zero_grads()
     trainer.observer = checks
     eager: AbstractContextManager[Any] = nullcontext()
     if uses_torch_compile(trainer.job):  # compiled code has no hooks

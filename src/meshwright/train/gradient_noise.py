@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from meshwright.models.init import parameter_seed
 from meshwright.parallel.ddp import FixedBucketDDP
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.job import Train
 
 ANNEALING = 0.55
@@ -44,17 +44,17 @@ def noise_std(step: int, train: Train) -> float:
 
 
 @torch.no_grad()
-def add_noise(sharded_state: ShardedState, train: Train, step: int) -> None:
+def add_noise(rank_parameters: RankParameters, train: Train, step: int) -> None:
     """Add the noise of a step to every gradient, the same in every layout; nothing with ``grad_noise=0``.
 
     It is drawn on the CPU for every device, like initial weights.
     """
     if not train.grad_noise:
         return
-    for name, parameter in sharded_state.named_parameters():
+    for name, parameter in rank_parameters.named_parameters():
         if parameter.grad is not None:
-            drawn = draw_noise(name, sharded_state.shape(name), train, step)
-            parameter.grad.add_(sharded_state.shard(name, drawn).to(parameter.grad.device))
+            drawn = draw_noise(name, rank_parameters.shape(name), train, step)
+            parameter.grad.add_(rank_parameters.shard(name, drawn).to(parameter.grad.device))
 
 
 def draw_noise(name: str, shape: Sequence[int], train: Train, step: int) -> Tensor:

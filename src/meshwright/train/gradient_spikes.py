@@ -108,7 +108,7 @@ def _name_ranks(trainer: Trainer, limit: float) -> tuple[list[int], LocalNorm | 
         return [], None
     gradients = LocalGradients(model)
     recompute_step(trainer, gradients)
-    trainer.sharded_state.zero_grads()
+    trainer.rank_parameters.zero_grads()
     own = gradients.total()
     norms = [own]
     if trainer.mesh.control is not None:

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from meshwright.layout.lr_schedule import scaled_lr
 from meshwright.layout.optimizer_state import STEP_COUNT, decays, rule_of, state_keys
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import setting
 from meshwright.train.optimizers.adamw import FusedAdamW
@@ -26,7 +26,7 @@ Group = dict[str, Any]
 
 
 def build_optimizer(
-    sharded_state: ShardedState | nn.Module,
+    rank_parameters: RankParameters | nn.Module,
     train: Train,
     copies: Mapping[nn.Parameter, Tensor] | None = None,
     fused: bool = False,
@@ -37,12 +37,12 @@ def build_optimizer(
     and a resumed run would have nothing to load into.
 
     Args:
-        sharded_state: The parameters to update.
+        rank_parameters: The parameters to update.
         train: The settings.
         copies: 16-bit copies of parameters, which FusedAdamW writes with them.
         fused: Whether to use FusedAdamW (``spec.execution.uses_fused_adamw``).
     """
-    named = [(name, p) for name, p in sharded_state.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in rank_parameters.named_parameters() if p.requires_grad]
     if fused:
         optimizer: Optimizer = _build_fused_adamw(train, named, copies)
     else:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from meshwright.layout.optimizer_offload import STAGING_BUFFERS, list_state_buckets, staging_sizes
 from meshwright.measure.memory_tracker import unique_bytes
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.job import Job
 
 State = dict[str, Tensor]
@@ -147,18 +147,18 @@ class OffloadedOptimizerState:
 
 
 def build_offloaded_state(
-    optimizer: Optimizer, sharded_state: ShardedState, job: Job, mesh: Mesh
+    optimizer: Optimizer, rank_parameters: RankParameters, job: Job, mesh: Mesh
 ) -> OffloadedOptimizerState | None:
     """Offload the optimizer state with ``layout.offload = "optimizer"``, if there is any state."""
     if job.layout.offload != "optimizer" or not optimizer.state:
         return None
-    named = dict(sharded_state.named_parameters())
+    named = dict(rank_parameters.named_parameters())
     buckets = [[named[name] for name in names] for names in list_state_buckets(job, mesh.rank)]
     return OffloadedOptimizerState(optimizer, buckets, mesh.device)
 
 
 def offloaded_bytes(
-    sharded_state: ShardedState,
+    rank_parameters: RankParameters,
     optimizer: Optimizer,
     offloaded: OffloadedOptimizerState | None,
     job: Job,
@@ -171,8 +171,8 @@ def offloaded_bytes(
     """
     moments = [value for state in optimizer.state.values() for value in state.values()]
     kinds = {
-        "parameters": sharded_state.local_parameters(),
-        "gradients": sharded_state.local_grads(),
+        "parameters": rank_parameters.local_parameters(),
+        "gradients": rank_parameters.local_grads(),
         "optimizer": moments,
     }
     if device.type == "cpu" and job.layout.offload != "all":

@@ -55,9 +55,9 @@ class StepAudit:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._device = trainer.mesh.device
-        gradients = trainer.sharded_state.local_grads()
+        gradients = trainer.rank_parameters.local_grads()
         state = {
-            "parameters": trainer.sharded_state.local_parameters(),
+            "parameters": trainer.rank_parameters.local_parameters(),
             "gradients": gradients,
             "optimizer": [v for values in trainer.optimizer.state.values() for v in values.values()],
         }
@@ -76,7 +76,7 @@ class StepAudit:
                 self._profile = AllocationProfile()
                 self._unseen_bytes += unique_bytes(alive)
             else:
-                self._tracker = PeakTracker(alive, trainer.sharded_state.list_all_gather_outputs)
+                self._tracker = PeakTracker(alive, trainer.rank_parameters.list_all_gather_outputs)
         self._before_forward = 0
         self._kept: list[int] = []
         """By forward pass; with a profile, what its allocations are to be corrected by."""
@@ -119,13 +119,13 @@ class StepAudit:
         trainer.events.write(
             "state",
             step=trainer.step,
-            state_bytes=state_bytes(trainer.sharded_state, trainer.optimizer),
+            state_bytes=state_bytes(trainer.rank_parameters, trainer.optimizer),
             offloaded_bytes=offloaded_bytes(
-                trainer.sharded_state, trainer.optimizer, trainer.offloaded, trainer.job, self._device
+                trainer.rank_parameters, trainer.optimizer, trainer.offloaded, trainer.job, self._device
             ),
             activation_bytes=activations,
             peak_bytes=peak,
-            snapshot_bytes=trainer.saver.snapshot_bytes if trainer.has_snapshot_memory else None,
+            snapshot_bytes=trainer.saver.snapshot_bytes if trainer.has_snapshot_slots else None,
             routed_rows=self._rows.summary(),
             compiled=self._compiled,
             first_step=trainer.step == trainer.state.first_step,
@@ -154,7 +154,7 @@ class StepAudit:
             return self._tracker.live_bytes - self._tracker.gathered_bytes
         if self._profile is not None:
             self._profile.mark()
-        tensors = self._trainer.sharded_state.list_all_gather_outputs()
+        tensors = self._trainer.rank_parameters.list_all_gather_outputs()
         return (self.live_bytes() or 0) - sum(tensor.untyped_storage().size() for tensor in tensors)
 
 

@@ -21,7 +21,7 @@ from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
 from meshwright.core.events import Commit, EventWriter
 from meshwright.launch.assignment import Assignment
-from meshwright.launch.snapshot_memory import SnapshotMemory
+from meshwright.launch.snapshot_slots import SnapshotSlots
 from meshwright.layout.lr_schedule import lr_at
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.step_observer import StepObserver
@@ -35,7 +35,7 @@ from meshwright.parallel.ddp import sync_batch_norm_stats
 from meshwright.parallel.mesh import ControlAllReduce, Mesh
 from meshwright.parallel.parallel_context import ParallelContext
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.plan.contract import PlanContract
 from meshwright.spec.job import Job
 from meshwright.train.amp import MixedPrecision
@@ -58,7 +58,7 @@ class RankContext:
     mesh: Mesh
     counter: CollectiveCounter
     events: EventWriter
-    snapshot_memory: SnapshotMemory | None = None
+    snapshot_slots: SnapshotSlots | None = None
     """Where this rank keeps in-memory snapshots."""
     restore_step: int | None = None
     """The step of the in-memory snapshot to start from."""
@@ -81,7 +81,7 @@ class ParallelModel:
     """All-reduces gradients, where neither the module nor the pipeline does."""
     parallel: ParallelContext
     """This rank's shards by the inner axes: cp, tp, ep."""
-    sharded_state: ShardedState
+    rank_parameters: RankParameters
     """The parameters that this rank updates and keeps optimizer state for."""
     weight_copies: WeightCopies | None
     """bf16 copies of the weights that GEMMs read."""
@@ -137,10 +137,10 @@ class Trainer:
         """
         self.plan, self.assignment, self.mesh = context.plan, context.assignment, context.mesh
         self.counter, self.events, self.flight = context.counter, context.events, context.counter.flight
-        self.setup, self.has_snapshot_memory = context.setup, context.snapshot_memory is not None
+        self.setup, self.has_snapshot_slots = context.setup, context.snapshot_slots is not None
         self.model, self.module, self.pipeline = model.model, model.module, model.pipeline
         self.reducer, self.parallel = model.reducer, model.parallel
-        self.sharded_state, self.weight_copies = model.sharded_state, model.weight_copies
+        self.rank_parameters, self.weight_copies = model.rank_parameters, model.weight_copies
         self.amp, self.optimizer, self.offloaded, self.balancer = amp, optimizer, offloaded, balancer
         self.data, self.state, self.saver, self.stop = data, state, saver, stop
         self.noise_scale = NoiseScale(self.module, self.job.train.noise_scale_every)
@@ -291,7 +291,7 @@ class Trainer:
         if self.pipeline is not None:
             read = self.flight.read_data(batches, "forward and backward")
             found = self.pipeline.train(read, divisor, observer)
-            self.sharded_state.finalize_grads()
+            self.rank_parameters.finalize_grads()
             return found
         if isinstance(self.model, Decoder):
             self.model.set_expected_loss_grad(1 / divisor)
@@ -316,7 +316,7 @@ class Trainer:
             loss_sum += loss.detach()
         if self.reducer is not None:
             self.reducer.finish()
-        self.sharded_state.finalize_grads()
+        self.rank_parameters.finalize_grads()
         return loss_sum, targets_seen
 
     def update(self, lr: float, on_grad_norm: Callable[[Tensor], None] = lambda _: None) -> Tensor:
@@ -329,16 +329,16 @@ class Trainer:
         Returns:
             The gradient norm of the whole model. If it is not finite, nothing changed.
         """
-        sharded_state = self.sharded_state
+        rank_parameters = self.rank_parameters
         self.flight.enter("update")
-        sharded_state.assign_shard_grads()
-        grad_norm = self.amp.clip_gradients(sharded_state, self.optimizer, self.job.train.clip)
+        rank_parameters.assign_shard_grads()
+        grad_norm = self.amp.clip_gradients(rank_parameters, self.optimizer, self.job.train.clip)
         on_grad_norm(grad_norm)
-        add_noise(sharded_state, self.job.train, self.step)
+        add_noise(rank_parameters, self.job.train, self.step)
         set_lr(self.optimizer, lr)
         self.amp.step(self.optimizer, grad_norm)
-        sharded_state.all_gather_parameters()
-        sharded_state.zero_grads()
+        rank_parameters.all_gather_parameters()
+        rank_parameters.zero_grads()
         if self.weight_copies is not None:
             self.weight_copies.is_stale = not updates_weight_copies(self.optimizer)
         return grad_norm

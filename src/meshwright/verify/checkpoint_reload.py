@@ -39,7 +39,7 @@ WEIGHT = "weight"
 
 def can_save(trainer: Trainer) -> bool:
     """Whether every rank has the state of all its parameters: one without gradient may have none."""
-    frozen = sum(not parameter.requires_grad for _, parameter in trainer.sharded_state.named_parameters())
+    frozen = sum(not parameter.requires_grad for _, parameter in trainer.rank_parameters.named_parameters())
     with trainer.counter.during(PROOF_PHASE):
         return trainer.mesh.all_reduce_scalars([float(frozen)])[0] == 0
 
@@ -67,7 +67,7 @@ def save_and_reload(trainer: Trainer) -> list[StateDifference]:
 def _overwrite(trainer: Trainer) -> None:
     """A reload that does nothing must not pass."""
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    for tensor in (*trainer.sharded_state.local_parameters(), *moments):
+    for tensor in (*trainer.rank_parameters.local_parameters(), *moments):
         tensor.fill_(math.nan)
     if trainer.balancer is not None and trainer.balancer.bias_LE is not None:
         trainer.balancer.bias_LE.fill_(math.nan)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.layout.optimizer_state import STEP_COUNT
 from meshwright.parallel.full_tensors import canonical_name, full_tensor, named_parameters
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.train.trainer import Trainer
 from meshwright.verify.update_formulas import ParameterState
 
@@ -27,7 +27,7 @@ class LocalState:
         moments = {key: value.clone() for key, value in self.moments.items()}
         return LocalState(self.parameter.clone(), gradient, moments)
 
-    def full(self, sharded: ShardedState, name: str) -> ParameterState:
+    def full(self, sharded: RankParameters, name: str) -> ParameterState:
         """All-gather the parameter and its moments."""
         moments = {
             key: value if key == STEP_COUNT else sharded.full_tensor(name, full_tensor(value))
@@ -38,7 +38,7 @@ class LocalState:
 
 def list_local_state(trainer: Trainer) -> dict[str, LocalState]:
     """Parameters, gradients and moments of this rank, by parameter."""
-    shards = {canonical_name(name): shard for name, shard in trainer.sharded_state.named_parameters()}
+    shards = {canonical_name(name): shard for name, shard in trainer.rank_parameters.named_parameters()}
     return {
         name: LocalState(
             p.detach(),

@@ -300,14 +300,14 @@ class ReferenceComparer(ProofObserver):
                     if name in recorded:
                         yield name, TensorDifference(None, missing=True)
                     continue
-                found = self.trainer.sharded_state.unshard(name, full_tensor(tensor))
+                found = self.trainer.rank_parameters.unshard(name, full_tensor(tensor))
                 wanted = expected.get_tensor(name) if name in recorded else torch.zeros(found.shape)
                 yield name, compare_tensors(found, wanted)
 
     def _compare_updates(self, step: int, result: StepResult) -> Iterator[tuple[str, UpdateDifference]]:
         """Compare updates, on all ranks in the same order: gathers are collectives."""
         trainer, record = self.trainer, self._record
-        train, state = trainer.job.train, trainer.sharded_state
+        train, state = trainer.job.train, trainer.rank_parameters
         after = list_local_state(trainer)
         clipping = 1.0
         if train.clip:

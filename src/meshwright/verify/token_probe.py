@@ -99,7 +99,7 @@ class _Probe:
 
     def gather_rows(self, module: str, weight: Tensor) -> Tensor:
         """The full weight of a module; copied, because the stage gathers its own."""
-        return self.trainer.sharded_state.unshard(f"{module}.weight", full_tensor(weight)).clone()
+        return self.trainer.rank_parameters.unshard(f"{module}.weight", full_tensor(weight)).clone()
 
     def find_wrong_inputs(self, embedding: nn.Embedding, rows: Tensor) -> Iterator[int]:
         """The tokens whose embedding is not their row of the weight."""

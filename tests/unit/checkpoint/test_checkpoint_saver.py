@@ -19,7 +19,7 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.checkpoint.saver import save_checkpoint
-from meshwright.checkpoint.snapshot import SavedTensor, Snapshot
+from meshwright.checkpoint.tensors import CheckpointTensors, SavedTensor
 
 MODEL = {
     "blocks.10.weight": torch.arange(6.0).reshape(2, 3),
@@ -37,16 +37,16 @@ def manifest(step: int = 1) -> Manifest:
     )
 
 
-def snapshot_of(model, state=STATE) -> Snapshot:
+def tensors_of(model, state=STATE) -> CheckpointTensors:
     files = {MODEL_FILE: model, OPTIMIZER_FILE: state}
-    return Snapshot(
+    return CheckpointTensors(
         {file: {n: SavedTensor.of(t) for n, t in tensors.items()} for file, tensors in files.items()}
     )
 
 
 def test_written_files_equal_those_of_safetensors_and_match_their_checksums(tmp_path: Path):
     """Two dtypes, a scalar, an empty tensor, one that is not contiguous, and names that sort as text."""
-    done = save_checkpoint(tmp_path / "c", manifest(), snapshot_of(MODEL), {"tokenizer.json": b"{}"})
+    done = save_checkpoint(tmp_path / "c", manifest(), tensors_of(MODEL), {"tokenizer.json": b"{}"})
     assert set(read_manifest(done, verify=True).files) == {MODEL_FILE, OPTIMIZER_FILE, "tokenizer.json"}
     for file, tensors in ((MODEL_FILE, MODEL), (OPTIMIZER_FILE, STATE)):
         save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / file)
@@ -65,15 +65,15 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
         made.append(weakref.ref(tensor))
         return tensor
 
-    def build_snapshot() -> Snapshot:
+    def build_tensors() -> CheckpointTensors:
         files = {
             file: {f"{n}": SavedTensor(torch.float32, (100,), make) for n in range(4)} for file in ("a", "b")
         }
-        return Snapshot(files)
+        return CheckpointTensors(files)
 
-    save_checkpoint(tmp_path, manifest(), build_snapshot())
+    save_checkpoint(tmp_path, manifest(), build_tensors())
     assert len(made) == 8
-    build_snapshot().drain()
+    build_tensors().drain()
     assert len(made) == 16
 
 
@@ -88,19 +88,19 @@ def test_a_failed_write_leaves_no_files_and_the_rest_can_still_be_gathered(tmp_p
         return SavedTensor(torch.float32, (1000,), lambda: (gathered.append(name), torch.zeros(1000))[1])
 
     names = [f"{n}" for n in range(5)]
-    snapshot = Snapshot(
+    tensors = CheckpointTensors(
         {MODEL_FILE: {n: saved_tensor(n) for n in names}, OPTIMIZER_FILE: {"s": saved_tensor("s")}}
     )
-    save_checkpoint(tmp_path, manifest(1), snapshot_of(MODEL))
+    save_checkpoint(tmp_path, manifest(1), tensors_of(MODEL))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
         with pytest.raises(OSError, match="large"):
-            save_checkpoint(tmp_path, manifest(2), snapshot)
+            save_checkpoint(tmp_path, manifest(2), tensors)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert 0 < len(gathered) < 6
-    snapshot.drain()
+    tensors.drain()
     assert gathered == [*names, "s"]
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
     assert not list_leftovers(tmp_path)
@@ -109,6 +109,6 @@ def test_a_failed_write_leaves_no_files_and_the_rest_can_still_be_gathered(tmp_p
 def test_a_tensor_that_differs_from_its_header_is_not_written(tmp_path: Path):
     wrong = SavedTensor(torch.float32, (2, 3), lambda: torch.zeros(3, 2))
     with pytest.raises(AssertionError, match="its header says"):
-        save_checkpoint(tmp_path, manifest(), Snapshot({MODEL_FILE: {"w": wrong}}))
+        save_checkpoint(tmp_path, manifest(), CheckpointTensors({MODEL_FILE: {"w": wrong}}))
     assert not list_checkpoints(tmp_path)
     assert not list_leftovers(tmp_path)

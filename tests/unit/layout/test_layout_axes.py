@@ -28,7 +28,7 @@ from meshwright.layout.axes import (
     state_axis,
 )
 from meshwright.layout.ddp_buckets import local_buckets
-from meshwright.layout.fsdp_groups import chunk_rows, count_sharded, list_groups, sharded_state
+from meshwright.layout.fsdp_groups import chunk_rows, count_sharded, list_groups, sharded_state_bytes
 from meshwright.layout.parameters import list_parameters
 from meshwright.layout.stages import list_stages, local_parameters, pp_rank_of
 from meshwright.layout.tensor_parallel import (
@@ -317,7 +317,7 @@ def test_state_bytes_of_all_ranks_follow_from_their_parameters(job):
     for rank in range(0, job.layout.world_size, 3):
         parameters = local_parameters(job, pp_rank_of(job, rank))
         own = sum(count_sharded(job, p, rank) for p in parameters)
-        state = sharded_state(job, rank)
+        state = sharded_state_bytes(job, rank)
         assert state["optimizer"] == 8 * own + 4 * len(parameters)
         assert state["parameters"] >= 4 * own
         if job.layout.zero < 2:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.layout.fsdp_groups import chunk_rows, list_groups, padded_count, sharded_state
+from meshwright.layout.fsdp_groups import chunk_rows, list_groups, padded_count, sharded_state_bytes
 from meshwright.layout.optimizer_offload import staging_sizes
 from meshwright.layout.parameters import Parameter, list_parameters
 from meshwright.layout.stages import list_stages
@@ -44,7 +44,7 @@ def test_state_by_zero_stage_if_rows_divide(job_file, zero, parameters, optimize
     job = load_job(str(job_file), ["layout.dp_shard=2", f"layout.zero={zero}"])
     count, tensors = sum(p.count for p in list_parameters(job.model)), len(list_parameters(job.model))
     for rank in (0, 1):
-        assert sharded_state(job, rank) == {
+        assert sharded_state_bytes(job, rank) == {
             "parameters": 4 * count // parameters,
             "gradients": 4 * count // parameters,
             "optimizer": 8 * count // optimizer + 4 * tensors,
@@ -55,7 +55,7 @@ def test_uneven_rows_pad_parameters_but_not_moments(job_file):
     """Three ranks have 22, 22 and 20 of 64 rows. Their moments sum to the whole, their parameters to more."""
     job = load_job(str(job_file), ["layout.dp_shard=3"])
     count, tensors = sum(p.count for p in list_parameters(job.model)), len(list_parameters(job.model))
-    states = [sharded_state(job, rank) for rank in range(3)]
+    states = [sharded_state_bytes(job, rank) for rank in range(3)]
     assert sum(state["optimizer"] - 4 * tensors for state in states) == 8 * count
     assert states[0]["optimizer"] > states[2]["optimizer"]
     assert states[0]["parameters"] == states[2]["parameters"] > 4 * count / 3
@@ -91,7 +91,9 @@ def test_deferred_reduction_has_one_reduce_scatter_and_unsharded_gradients(job_f
         calls, size = once.pop(("dp_shard", "reduce_scatter", "step"))
         assert often.pop(("dp_shard", "reduce_scatter", "step")) == (3 * calls, 3 * size)
         assert often == once
-        assert sharded_state(jobs[0], 0) == sharded_state(jobs[1], 0), "equal after the last backward pass"
+        assert sharded_state_bytes(jobs[0], 0) == sharded_state_bytes(jobs[1], 0), (
+            "equal after the last backward pass"
+        )
         sharded, deferred = (build_plan(job)[0].ranks[0] for job in jobs)
         lines = {line.name: line.bytes for line in deferred.lines}
         assert deferred.peak_bytes > sharded.peak_bytes
@@ -178,12 +180,12 @@ def test_offloaded_gradients_of_a_gpu_are_not_padded(job_file):
     """They are copied row by row. On a CPU they stay in the padded buffer of the reduce-scatter."""
     given = ["layout.dp_shard=3", "layout.offload=all"]
     on_core, on_gpu = (
-        sharded_state(load_job(str(job_file), [*given, *more]), 0)
+        sharded_state_bytes(load_job(str(job_file), [*given, *more]), 0)
         for more in ((), ("cluster.device=cuda", "cluster.devices_per_node=3"))
     )
     count = sum(p.count for p in list_parameters(load_job(str(job_file)).model))
     states = [
-        sharded_state(
+        sharded_state_bytes(
             load_job(str(job_file), [*given, "cluster.device=cuda", "cluster.devices_per_node=3"]), r
         )
         for r in range(3)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes, unique_bytes
 from meshwright.parallel.build import build_model
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.spec.load import load_job
 from meshwright.train.optimizer import build_optimizer
@@ -98,7 +98,7 @@ def test_predicted_peak_is_within_5_percent(job_file, shape, micro_batches, prec
             (loss / 7).backward()
             del inputs, loss
     ledger = predict_ledger(job, 4, micro_batches)
-    assert state_bytes(ShardedState(model), optimizer) == ledger.state_bytes
+    assert state_bytes(RankParameters(model), optimizer) == ledger.state_bytes
     assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.05), ledger.peak_at
     assert ledger.activation_bytes == pytest.approx(kept, rel=0.05)
     assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes

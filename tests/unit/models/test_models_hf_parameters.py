@@ -23,7 +23,7 @@ from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
 from meshwright.checkpoint.hf.source import SOURCE_FILE, read_hf_folder  # noqa: E402
 from meshwright.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
 from meshwright.checkpoint.saver import save_checkpoint  # noqa: E402
-from meshwright.checkpoint.snapshot import SavedTensor, Snapshot  # noqa: E402
+from meshwright.checkpoint.tensors import CheckpointTensors, SavedTensor  # noqa: E402
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.data.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer  # noqa: E402
@@ -154,8 +154,8 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
         buckets=[],
     )
     pieces = {name: SavedTensor.of(parameter.detach()) for name, parameter in model.named_parameters()}
-    snapshot = Snapshot({MODEL_FILE: pieces, OPTIMIZER_FILE: {}})
-    return save_checkpoint(root, manifest, snapshot, files)
+    tensors = CheckpointTensors({MODEL_FILE: pieces, OPTIMIZER_FILE: {}})
+    return save_checkpoint(root, manifest, tensors, files)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ from meshwright.layout.parameters import count_statistics, list_parameters
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes
 from meshwright.models.resnet import BatchNorm, ResNet
 from meshwright.parallel.build import build_model
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.load import build_job
@@ -192,7 +192,7 @@ def test_predicted_memory_matches_an_eager_step(shape, micro_batches, precision,
         del images, labels, loss
         train = dataclasses.replace(job.train, global_batch=count * micro_batches)
         ledger = predict_ledger(dataclasses.replace(job, train=train), count, micro_batches)
-        assert state_bytes(ShardedState(network), optimizer) == ledger.state_bytes
+        assert state_bytes(RankParameters(network), optimizer) == ledger.state_bytes
         assert ledger.activation_bytes == pytest.approx(kept, rel=0.01)
         assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.01), ledger.peak_at
         assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import RunFailedError
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.load import load_job
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.optimizer import build_optimizer
@@ -24,7 +24,7 @@ def job(job_file):
 def take_step(precision: MixedPrecision, weight: nn.Parameter, optimizer, value: float) -> dict:
     """One step on a loss whose gradient is ``value``."""
     precision.backward((weight * value).sum())
-    norm = precision.clip_gradients(ShardedState(nn.ParameterList([weight])), optimizer, 0.0)
+    norm = precision.clip_gradients(RankParameters(nn.ParameterList([weight])), optimizer, 0.0)
     precision.step(optimizer, norm)
     optimizer.zero_grad()
     return precision.step_fields(1.0, float(norm))
@@ -96,7 +96,7 @@ def test_no_optimizer_changes_a_weight_if_the_gradient_norm_is_not_finite(job_fi
     optimizer_name = name.removeprefix("fused ")
     job = load_job(str(job_file), [f"train.optimizer={optimizer_name}"])
     model = nn.ModuleDict({"blocks": nn.Linear(4, 4)})  # a matrix of a block, for Muon
-    state, precision = ShardedState(model), MixedPrecision(job, CPU)
+    state, precision = RankParameters(model), MixedPrecision(job, CPU)
     optimizer = build_optimizer(state, job.train, fused=name == "fused adamw")
     before = [p.detach().clone() for p in model.parameters()]
     for gradient, changed in ((value, False), (1.0, True)):

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.parallel.build import build_model
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.job import Train
 from meshwright.spec.load import load_job
 from meshwright.train.gradient_noise import EMA_DECAY, NoiseScale, add_noise, estimate_noise, noise_std
@@ -28,7 +28,7 @@ def gradients_with_noise(job_file, step, **keys):
     model = build_model(load_job(str(job_file)), CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    add_noise(ShardedState(model), make_train(**keys), step)
+    add_noise(RankParameters(model), make_train(**keys), step)
     return {name: p.grad for name, p in model.named_parameters()}
 
 

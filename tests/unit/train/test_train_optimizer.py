@@ -11,7 +11,7 @@ from meshwright.layout.optimizer_state import predict_optimizer
 from meshwright.layout.parameters import list_parameters
 from meshwright.measure.memory_tracker import state_bytes
 from meshwright.parallel.build import build_model
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.load import load_job
 from meshwright.train.optimizer import build_optimizer, set_lr
 from meshwright.train.optimizers.muon import orthogonalise
@@ -62,9 +62,9 @@ def test_state_exists_from_the_start_with_the_predicted_size(job_file, kind):
     """The size equals the prediction before the first step and after two."""
     job, model, optimizer = build(job_file, kind)
     predicted = predict_optimizer(list_parameters(job.model), job.train).state_bytes
-    assert state_bytes(ShardedState(model), optimizer)["optimizer"] == predicted
+    assert state_bytes(RankParameters(model), optimizer)["optimizer"] == predicted
     take_steps(model, optimizer, 2)
-    assert state_bytes(ShardedState(model), optimizer)["optimizer"] == predicted
+    assert state_bytes(RankParameters(model), optimizer)["optimizer"] == predicted
     assert all(isinstance(v, torch.Tensor) for state in optimizer.state.values() for v in state.values())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.layout.parameters import INT64_BYTES
 from meshwright.plan.estimate.grid import Floats
-from meshwright.plan.estimate.snapshots import Facts
+from meshwright.plan.estimate.memory_snapshots import Facts
 from meshwright.plan.estimate.stages import Stage
 from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.terms import Sum, Term

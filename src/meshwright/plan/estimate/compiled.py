@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.layout.parameters import FLOAT32_BYTES, count_parameters, list_parameters, with_gradients
 from meshwright.plan.estimate.grid import RECOMPUTES, Flags, Grid
-from meshwright.plan.estimate.snapshots import NOTHING, GridSnapshot
+from meshwright.plan.estimate.memory_snapshots import NOTHING, GridMemorySnapshot
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.memory.compiled import list_compiled_snapshots
 from meshwright.plan.memory.snapshots import ALL_GRADS, PersistentGrads
@@ -28,7 +28,7 @@ def has_unsharded_layers(grid: Grid) -> Flags:
     return np.asarray((grid.pp * grid.tp * grid.cp == 1) & (grid.zero < 2))
 
 
-def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) -> GridSnapshot:
+def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) -> GridMemorySnapshot:
     """The peak of each layout with unsharded layers.
 
     Args:
@@ -46,7 +46,7 @@ def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) ->
     ]
     held[:, whole] = np.array(parts).T[:, indices.reshape(-1)]
     activations, temporary, gradients = held
-    return GridSnapshot(
+    return GridMemorySnapshot(
         "peak of a compiled step",
         Sum((Term("saved by compiled blocks", (activations,)),)),
         NOTHING,

@@ -15,10 +15,10 @@ from meshwright.layout.loss_chunks import eager_chunk
 from meshwright.plan.estimate.activations import SavedBytes, attention_saved_bytes, sum_saved_bytes
 from meshwright.plan.estimate.compiled import find_compiled_peak, has_unsharded_layers
 from meshwright.plan.estimate.grid import Flags, Floats
-from meshwright.plan.estimate.snapshots import (
+from meshwright.plan.estimate.memory_snapshots import (
     NOTHING,
     Facts,
-    GridSnapshot,
+    GridMemorySnapshot,
     StageActivations,
     sum_gathered,
     sum_head_gathered,
@@ -32,7 +32,7 @@ WIDE_ATTENTION = 2.5
 """From this ratio of feed-forward size to query width on, attention is never the peak."""
 
 
-def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> list[GridSnapshot]:
+def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> list[GridMemorySnapshot]:
     """Backward of the last block, of the first one and of the embedding, and the loss."""
     grid, model = facts.grid, facts.workload.model
     activations, persistent = StageActivations.of(facts, stage), _has_persistent_grads(facts)
@@ -58,12 +58,12 @@ def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> lis
     for name, work, live, again in points:
         workspace = again + work + tied
         snapshots += [
-            GridSnapshot(f"last block, {name}", saved, NOTHING, workspace, gathered, last_grads),
-            GridSnapshot(f"first block, {name}", live, NOTHING, work + tied, gathered, first_grads),
+            GridMemorySnapshot(f"last block, {name}", saved, NOTHING, workspace, gathered, last_grads),
+            GridMemorySnapshot(f"first block, {name}", live, NOTHING, work + tied, gathered, first_grads),
         ]
     table = Sum((Term("parts of the embedding's gradient", (local.table, FLOAT32, parts)),))
     snapshots.append(
-        GridSnapshot("embedding, backward", NOTHING, NOTHING, table, NOTHING, possible=stage.embeds)
+        GridMemorySnapshot("embedding, backward", NOTHING, NOTHING, table, NOTHING, possible=stage.embeds)
     )
     if stage.heads.any():
         snapshots.append(_loss(facts, stage, local, saved, copies, persistent))
@@ -148,7 +148,7 @@ def _attention_works(facts: Facts, activations: StageActivations) -> list[tuple[
 
 def _loss(
     facts: Facts, stage: Stage, local: LocalWeights, saved: Sum, copies: Floats, persistent: Flags
-) -> GridSnapshot:
+) -> GridMemorySnapshot:
     """The loss, in forward: all activations are saved, and the head's gradient is computed."""
     grid, tokens, low, model = facts.grid, facts.tokens, facts.low, facts.workload.model
     width = float(model.hidden_size)
@@ -170,7 +170,7 @@ def _loss(
         ]
     norm = Sum((Term("final norm", (tokens.residual, width + 1.0, FLOAT32)),))
     gradients = np.where(persistent, 1.0, 0.0)
-    return GridSnapshot(
+    return GridMemorySnapshot(
         "loss",
         saved + norm,
         Sum(tuple(terms)),

@@ -18,8 +18,13 @@ from meshwright.plan.estimate.buffers import sum_buffers
 from meshwright.plan.estimate.compiled import may_keep_bf16_grads
 from meshwright.plan.estimate.eager import list_eager_snapshots
 from meshwright.plan.estimate.grid import OFFLOADS, Flags, Floats, Grid, Ints
+from meshwright.plan.estimate.memory_snapshots import (
+    SNAPSHOT_LINES,
+    Facts,
+    GridMemorySnapshot,
+    list_snapshots,
+)
 from meshwright.plan.estimate.sizes import share_parameters
-from meshwright.plan.estimate.snapshots import SNAPSHOT_LINES, Facts, GridSnapshot, list_snapshots
 from meshwright.plan.estimate.stages import CLASSES, Stage, split_stages
 from meshwright.plan.estimate.state import STATE_LINES, state_lines
 from meshwright.plan.estimate.terms import Sum
@@ -73,7 +78,7 @@ class StageLedger:
 
     stage: Stage
     state: dict[str, Sum]
-    snapshots: list[GridSnapshot]
+    snapshots: list[GridMemorySnapshot]
     peak_index: Ints
     """Which snapshot is the peak, per layout."""
     buffers: Sum
@@ -156,7 +161,7 @@ def _count_bf16_savings(workload: Workload, grid: Grid) -> Floats:
     )
 
 
-def _find_peaks(snapshots: list[GridSnapshot], gradients: Floats) -> Ints:
+def _find_peaks(snapshots: list[GridMemorySnapshot], gradients: Floats) -> Ints:
     """The index of the largest snapshot, per layout."""
     best = np.full(len(gradients), -1.0)
     which = np.zeros(len(gradients), dtype=np.int64)

@@ -7,7 +7,7 @@ import numpy as np
 from meshwright.plan.contract import Line
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.memory import StageLedger, ledger_stages
-from meshwright.plan.estimate.snapshots import SNAPSHOT_LINES
+from meshwright.plan.estimate.memory_snapshots import SNAPSHOT_LINES
 from meshwright.plan.estimate.state import STATE_LINES
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.ledger import Ledger

@@ -2,7 +2,7 @@
 
 All of the rank's state is live, with the bf16 weight copies and the cuBLAS workspace. Tensors are gathered
 one at a time: first over the shards, then over ``tp`` or ``ep``; then each is checked for non-finite values
-(``checkpoint.snapshot``).
+(``checkpoint.tensors``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from meshwright.core.units import MIB
 from meshwright.layout.axes import dense_shard_axis, gradient_axis, uses_ddp
 from meshwright.layout.ddp_buckets import local_buckets
-from meshwright.layout.fsdp_groups import sharded_state
+from meshwright.layout.fsdp_groups import sharded_state_bytes
 from meshwright.layout.optimizer_offload import STAGING_BUFFERS, offloaded_state, staging_bytes
 from meshwright.layout.optimizer_state import UPDATE_CHUNK, UPDATE_CHUNK_BYTES, predict_optimizer
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, Parameter, count_gradient_bytes
@@ -177,7 +177,7 @@ def _count_state(job: Job, pp_rank: int, version: int) -> _State:
         sizes = count * FLOAT32_BYTES, grads, optimizer.state_bytes
         state = dict(zip(("parameters", "gradients", "optimizer"), sizes, strict=True))
     else:
-        state, formula = sharded_state(job, rank), f"{formula}, rows over {shards} ranks"
+        state, formula = sharded_state_bytes(job, rank), f"{formula}, rows over {shards} ranks"
     if job.layout.zero >= 2:
         sized = f"rows over {shards} ranks, padded, x 4 (float32)"
         formula = f"the state of these rows, not padded, over {shards} ranks"

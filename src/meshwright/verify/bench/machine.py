@@ -271,7 +271,7 @@ def time_block_launch(trainer: Trainer) -> float:
     x = torch.randn(shape, device=device).to(model.residual_dtype).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
-        trainer.sharded_state.zero_grads()  # they would accumulate
+        trainer.rank_parameters.zero_grads()  # they would accumulate
         x.grad = None  # likewise
         _wait(device)
         started = time.perf_counter()

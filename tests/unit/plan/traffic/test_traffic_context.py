@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.layout.fsdp_groups import sharded_state
+from meshwright.layout.fsdp_groups import sharded_state_bytes
 from meshwright.plan.build import build_plan
 from meshwright.plan.predict import predict
 from meshwright.plan.traffic.predict import predict_traffic
@@ -98,7 +98,7 @@ def test_zero_shards_the_state_over_dp_shard_and_cp(rows_of, make_job):
     assert rows["dp_replicate+cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
     assert rows["cp", "all_gather", "step"] == (1, PARAMETERS * 4)
     layout = {"dp_shard": 2, "cp": 2, "zero": 3, "micro_batch": 2}
-    assert sharded_state(make_job(model=MODEL, layout=layout), 1)["parameters"] == PARAMETERS
+    assert sharded_state_bytes(make_job(model=MODEL, layout=layout), 1)["parameters"] == PARAMETERS
 
 
 def test_tp_and_pp_move_only_the_tokens_of_a_cp_rank(rows_of):

@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.layout.fsdp_groups import list_groups, sharded_state
+from meshwright.layout.fsdp_groups import list_groups, sharded_state_bytes
 from meshwright.layout.stages import local_stages
 from meshwright.plan.build import build_plan, plan_from, summarize_plan
 from meshwright.plan.contract import read_plan, write_plan
@@ -180,7 +180,7 @@ def test_pp_ranks_hold_their_stages_and_a_copy_of_a_tied_embedding(settled):
 
 def test_fsdp_shards_only_the_stages_of_a_rank(settled):
     job = settled(pp=2, dp_shard=2, zero=3)
-    held = [sharded_state(job, rank)["parameters"] for rank in range(4)]
+    held = [sharded_state_bytes(job, rank)["parameters"] for rank in range(4)]
     assert held == [2 * (EMBEDDING + BLOCK)] * 2 + [2 * (EMBEDDING + BLOCK + NORM)] * 2
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.build import build_model
-from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.execution import uses_fused_adamw
 from meshwright.spec.load import load_job
 from meshwright.train.amp import MixedPrecision
@@ -102,7 +102,7 @@ def test_norm_of_bf16_gradients_is_computed_in_float32():
     for parameter in (model[1], model[2]):
         parameter.grad_dtype = torch.bfloat16
         parameter.grad = torch.ones(1000, 333, dtype=torch.bfloat16)
-    norm = ShardedState(model).grad_norm()
+    norm = RankParameters(model).grad_norm()
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx((666_000 + 20) ** 0.5, rel=1e-6)
 
@@ -185,7 +185,7 @@ def test_fused_clipping_does_not_change_gradients(job_file):
         optimizer = build_optimizer(model, job.train, fused=fused)
         model(*torch.ones(2, 2, 8, dtype=torch.int64)).backward()
         gradients = [p.grad.clone() for p in model.parameters()]
-        norm = MixedPrecision(job, CPU).clip_gradients(ShardedState(model), optimizer, 0.5)
+        norm = MixedPrecision(job, CPU).clip_gradients(RankParameters(model), optimizer, 0.5)
         assert norm > 0.5
         untouched = all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
         assert untouched == fused == isinstance(optimizer, FusedAdamW)

@@ -1,10 +1,10 @@
-"""The optimizer shard of a rank: the part of each parameter that it updates and keeps optimizer state for.
+"""The parameters of one rank, and its optimizer shard: the part of each parameter that it updates.
 
 The optimizer, the gradient norm, checkpoints and the audit use this interface and do not look at the layout:
 
-``ShardedState``  all rows of every local parameter: one process, or replicas (DDP);
-``Zero1State``    a chunk of rows of a parameter that is full on every rank (``zero1``);
-``FsdpState``     a chunk of rows of a parameter that FSDP2 shards (``fsdp``).
+``RankParameters``   updates all rows of every local parameter: one process, or replicas (DDP);
+``Zero1Parameters``  updates a chunk of rows; the parameter is full on every rank (``zero1``);
+``FsdpParameters``   updates a chunk of rows; FSDP2 shards the parameter (``fsdp``).
 
 With tensor or expert parallelism a local parameter is already a shard (``local_shards``). ``shard`` and
 ``full_tensor`` go through both levels. The gradient norm counts a replicated element once.
@@ -33,8 +33,8 @@ def list_all_reduced(job: Job, names: Iterable[str]) -> frozenset[str]:
     return frozenset(name for name in names if gradient_axis(job, name).size > 1)
 
 
-class ShardedState:
-    """All rows of every local parameter."""
+class RankParameters:
+    """Base class: this rank updates all rows of every local parameter."""
 
     def __init__(
         self,
@@ -209,8 +209,11 @@ class ShardedState:
         """Free what an evaluation gathered."""
 
 
-class RowShardedState(ShardedState):
-    """A chunk of rows of every parameter. Experts may be sharded over other ranks than dense parameters."""
+class RowShardedParameters(RankParameters):
+    """This rank updates a chunk of rows of every parameter.
+
+    Experts may be sharded over other ranks than dense parameters.
+    """
 
     def __init__(
         self, module: nn.Module, job: Job, mesh: Mesh, local_shards: LocalShards | None = None

@@ -70,7 +70,7 @@ class BlockActivations:
 
 
 @dataclass(frozen=True)
-class GridSnapshot:
+class GridMemorySnapshot:
     """Lines of one snapshot, and the fraction of the gradients that exists by then."""
 
     name: str
@@ -121,12 +121,12 @@ class StageActivations:
         return cls(all=local.times(stage.in_flight), recomputed=more, block=block, saved=saved)
 
 
-def list_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> list[GridSnapshot]:
+def list_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> list[GridMemorySnapshot]:
     """The snapshots of a class of ranks, all frameworks but Meshwright."""
     activations = StageActivations.of(facts, stage)
     gathered = sum_gathered(facts, local)
     snapshots = [
-        GridSnapshot(name, activations.all, NOTHING, activations.recomputed + work, gathered)
+        GridMemorySnapshot(name, activations.all, NOTHING, activations.recomputed + work, gathered)
         for name, work in _backward_works(facts)
     ]
     return snapshots + _head_snapshots(facts, stage, local, activations) if stage.heads.any() else snapshots
@@ -195,7 +195,7 @@ def sum_unsharded(facts: Facts, local: LocalWeights) -> Sum:
 
 def _head_snapshots(
     facts: Facts, stage: Stage, local: LocalWeights, activations: StageActivations
-) -> list[GridSnapshot]:
+) -> list[GridMemorySnapshot]:
     """The loss and the head's backward, with all activations saved.
 
     The loss holds as many bytes per logit as the profile says. The head's backward holds the logits' 16-bit
@@ -221,10 +221,10 @@ def _head_snapshots(
         head.append(Term("scratch of the head's shape", (local.table, low)))
     here = sum_head_gathered(facts, local)
     return [
-        GridSnapshot(
+        GridMemorySnapshot(
             "loss", activations.all, Sum((loss, norm, gathered)), NOTHING, here, possible=stage.heads
         ),
-        GridSnapshot(
+        GridMemorySnapshot(
             "head, backward",
             activations.all,
             Sum((*head, norm, gathered)),

@@ -47,7 +47,7 @@ class SavedTensor:
         return TensorInfo(DTYPES[self.dtype], self.shape, size)
 
 
-class Snapshot:
+class CheckpointTensors:
     """The tensors of all files of a checkpoint, each produced once."""
 
     def __init__(self, files: Mapping[str, Mapping[str, SavedTensor]]) -> None:
@@ -61,7 +61,7 @@ class Snapshot:
             file: dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
             for file, tensors in files.items()
         }
-        self._tensors = (saved.full() for tensors in self._files.values() for saved in tensors.values())
+        self._values = (saved.full() for tensors in self._files.values() for saved in tensors.values())
 
     def headers(self) -> dict[str, dict[str, TensorInfo]]:
         """The header of each file, in order."""
@@ -70,16 +70,18 @@ class Snapshot:
             for file, tensors in self._files.items()
         }
 
-    def tensors(self) -> Iterator[Tensor]:
+    def values(self) -> Iterator[Tensor]:
         """The tensors of all files, from the first that was not produced yet."""
-        return self._tensors
+        return self._values
 
     def drain(self) -> None:
         """Take part in the remaining gathers and keep nothing: the other ranks wait in each of them."""
-        deque(self._tensors, maxlen=0)
+        deque(self._values, maxlen=0)
 
 
-def take_snapshot(state: CheckpointedState, has_checkpoint: Callable[[], bool]) -> Snapshot:
+def list_checkpoint_tensors(
+    state: CheckpointedState, has_checkpoint: Callable[[], bool]
+) -> CheckpointTensors:
     """The parameters, optimizer state and buffers of the current step; a tied head is saved once.
 
     Producing a weight that is not finite raises: it must not replace a good checkpoint.
@@ -114,7 +116,7 @@ def take_snapshot(state: CheckpointedState, has_checkpoint: Callable[[], bool]) 
         return full
 
     model = {name: replace(s, full=partial(require_finite, name, s.full)) for name, s in model.items()}
-    return Snapshot({MODEL_FILE: model, OPTIMIZER_FILE: optimizer})
+    return CheckpointTensors({MODEL_FILE: model, OPTIMIZER_FILE: optimizer})
 
 
 def _gathered(

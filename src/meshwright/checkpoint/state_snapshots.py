@@ -1,8 +1,8 @@
 """In-memory snapshots of one rank's state, for a quick restart after a failure.
 
-Two slots are written in turn (``launch.snapshot_memory``). Every step ends with the control all-reduce. So no
+Two slots are written in turn (``launch.snapshot_slots``). Every step ends with the control all-reduce. So no
 rank overwrites a slot before all ranks have written the other one, and there is always a step of which every
-rank has a whole snapshot. A restored snapshot is equal bit by bit.
+rank has a complete snapshot. A restored snapshot is equal bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.core.events import Commit
-from meshwright.launch.snapshot_memory import EMPTY, SnapshotMemory
+from meshwright.launch.snapshot_slots import EMPTY, SnapshotSlots
 from meshwright.layout.snapshot_size import (
     COUNTER_BYTES,
     HEADER_BYTES,
@@ -30,12 +30,12 @@ from meshwright.layout.snapshot_size import (
 )
 
 
-class MemorySnapshots:
+class StateSnapshots:
     """Writes and restores the snapshots of one rank."""
 
     def __init__(
         self,
-        memory: SnapshotMemory,
+        memory: SnapshotSlots,
         state: CheckpointedState,
         every_steps: int,
         commit: Commit = nullcontext,

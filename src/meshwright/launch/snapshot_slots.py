@@ -1,7 +1,7 @@
-"""Memory of a rank's in-memory snapshots: a memfd with two slots, so that one is whole at any time.
+"""Memory of a rank's in-memory snapshots: a memfd with two slots, of which one is always complete.
 
 The agent creates it and keeps it open, so it outlives the rank. The rank sets its size and writes the slots
-(``checkpoint.memory_snapshot``). The header says which step each slot holds.
+(``checkpoint.state_snapshots``). The header says which step each slot holds.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MAGIC = b"mwsnap01"
 
 
 @dataclass(frozen=True)
-class SnapshotMemory:
+class SnapshotSlots:
     """The memfd of one rank."""
 
     fd: int
 
     @classmethod
-    def create(cls, rank: int) -> SnapshotMemory:
+    def create(cls, rank: int) -> SnapshotSlots:
         """A new, empty one."""
         return cls(os.memfd_create(f"snapshots of rank {rank}"))
 
     @classmethod
-    def open(cls, path: str) -> SnapshotMemory:
+    def open(cls, path: str) -> SnapshotSlots:
         """That of the agent, in the process of the rank."""
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
@@ -64,18 +64,18 @@ class SnapshotMemory:
         return self._read_header()[0]
 
     def steps(self) -> list[int]:
-        """The step of each slot, ``EMPTY`` for one that is not whole."""
+        """The step of each slot, ``EMPTY`` for one that is not complete."""
         return self._read_header()[1]
 
     def set_step(self, slot: int, step: int) -> None:
-        """Mark a slot as whole, or as ``EMPTY`` before it is written."""
+        """Mark a slot as complete, or as ``EMPTY`` before it is written."""
         size, steps = self._read_header()
         steps[slot] = step
         self._write_header(size, steps)
 
-    def copy(self, rank: int) -> SnapshotMemory:
+    def copy(self, rank: int) -> SnapshotSlots:
         """A copy that the process of the original cannot write to."""
-        copied, size = SnapshotMemory.create(rank), os.fstat(self.fd).st_size
+        copied, size = SnapshotSlots.create(rank), os.fstat(self.fd).st_size
         if size:
             os.posix_fallocate(copied.fd, 0, size)
         done = 0
@@ -99,7 +99,7 @@ class SnapshotMemory:
 
 
 def newest_common_step(steps_by_rank: dict[int, list[int]], world_size: int) -> int | None:
-    """The newest step of which every rank has a whole snapshot; None if there is none."""
+    """The newest step of which every rank has a complete snapshot; None if there is none."""
     if len(steps_by_rank) < world_size:
         return None
     common = set.intersection(*(set(steps) for steps in steps_by_rank.values())) - {EMPTY}

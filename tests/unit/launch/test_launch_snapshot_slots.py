@@ -6,13 +6,13 @@ import os
 
 import pytest
 
-from meshwright.launch.snapshot_memory import EMPTY, SnapshotMemory, newest_common_step
+from meshwright.launch.snapshot_slots import EMPTY, SnapshotSlots, newest_common_step
 from meshwright.layout.snapshot_size import HEADER_BYTES, reserved_bytes
 
 
 @pytest.fixture
 def memory():
-    created = SnapshotMemory.create(3)
+    created = SnapshotSlots.create(3)
     yield created
     created.close()
 
