@@ -136,9 +136,8 @@ def compare_runs(
     losses: Mapping[int, Any], expected: Mapping[int, Any], root: Path, expected_root: Path
 ) -> list[str]:
     """Every loss, and the parameters and optimizer state of every common checkpoint, are equal bit by bit."""
-    found = [
-        f"step {step}: no such step in the fault-free run" for step in sorted(set(losses) - set(expected))
-    ]
+    extra = sorted(set(losses) - set(expected))
+    found = [f"step {extra[0]} and {len(extra) - 1} more: not in the fault-free run"] if extra else []
     differing = [step for step in sorted(losses) if step in expected and losses[step] != expected[step]]
     if differing:
         step = differing[0]

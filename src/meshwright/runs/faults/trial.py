@@ -101,12 +101,11 @@ class Trial:
             self._start()
             while True:
                 self._poll()
-                if self.command.poll() is not None and self.injector.done:
-                    break
                 if self.command.poll() is not None and not self._is_restarted():
-                    self.violations.append(
-                        f"the command ended with status {self.command.returncode}{self._error()}"
-                    )
+                    if self._wrong_call is None:
+                        self.violations.append(
+                            f"the command ended early with status {self.command.returncode}{self._error()}"
+                        )
                     break
                 if not self.started_s and self.view.first_step_at is not None:
                     self.started_s = time.monotonic() - began
