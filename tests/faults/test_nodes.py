@@ -98,14 +98,27 @@ def test_another_agent_replaces_one_that_was_killed(make_nodes, train, job_file)
 
 def test_a_run_whose_node_is_lost_ends_and_names_it(make_nodes, job_file):
     nodes = make_nodes(2)
-    running = nodes.train(job_file, *ONE_EACH, "train.steps=100000", "elastic.node_wait_s=0")
+    running = nodes.train(job_file, *ONE_EACH, "train.steps=100000", "elastic.policy=give-up")
     agent = nodes.join(1)
     wait_until(step_is_done(nodes, 5))
     kill_agent(agent)
     status, _, err = running.finish()
     assert status == 4
-    assert "the agent of node 1 (host-1) is gone" in err
+    assert "the agent of node 1 (host-1) is gone; elastic.policy=give-up ends the run" in err
     assert "[run-node-lost]" in err
+    nodes.require_empty()
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_a_lost_node_and_then_ends(make_nodes, job_file):
+    nodes = make_nodes(2)
+    running = nodes.train(job_file, *ONE_EACH, "train.steps=100000", "elastic.node_wait_s=1.5")
+    agent = nodes.join(1)
+    wait_until(step_is_done(nodes, 5))
+    kill_agent(agent)
+    status, _, err = running.finish()
+    assert status == 4
+    assert "is gone; no other agent joined within elastic.node_wait_s=1.5" in err
     nodes.require_empty()
 
 
@@ -132,7 +145,7 @@ def test_a_stopped_rank_of_another_node_is_found(make_nodes, train, job_file):
     result = result_of(running)
     assert result["losses"] == alone.losses
     (hang,) = [e for e in nodes.events() if e["event"] == "hang"]
-    assert (hang["cause"], hang["rank"]) == ("stopped", 1)
+    assert (hang["cause"], hang["rank"], hang["waiting"]) == ("stopped", 1, [0])
     assert 1 < hang["since_s"] < 10
     nodes.require_empty()
 

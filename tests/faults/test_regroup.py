@@ -101,6 +101,21 @@ def test_without_snapshots_the_newest_checkpoint_is_used(command, train, job_fil
     assert (recovered["source"], recovered["restored_step"]) == (source, 10 if source == "checkpoint" else 0)
 
 
+@pytest.mark.slow
+def test_the_peak_of_a_device_is_measured_once(command, job_file, tmp_path):
+    """Survivors keep the matmul rate that they measured; a replacement gets that of its predecessor."""
+    job_file.write_text(job_file.read_text().replace("matmul_flops_per_s = 1e11", ""))
+    run_dir = tmp_path / "run"
+    options = ("layout.dp_replicate=2", "train.steps=20", f"run_dir={run_dir}", "--json")
+    running = command("train", job_file, *options)
+    kill_at(running, run_dir, rank=1, step=12)
+    result_of(running)
+    ready = [e for e in running.events(run_dir) if e["event"] == "ready"]
+    peaks = {(e["rank"], e["generation"]): e["peak_flops_per_s"] for e in ready}
+    assert [peaks[rank, 1] for rank in (0, 1)] == [peaks[rank, 0] for rank in (0, 1)]
+    assert peaks[0, 0] != peaks[1, 0], "each rank measured its own, so that a second measurement would differ"
+
+
 def test_a_rank_that_dies_again_and_again_ends_the_run(command, job_file, tmp_path):
     """Without a new step the third failure ends a run with ``restarts = 2``."""
     run_dir = tmp_path / "run"

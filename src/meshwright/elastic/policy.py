@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.units import format_plural
+from meshwright.spec.job import LostNodePolicy
+
+GIVES_UP = "elastic.policy=give-up ends the run"
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,29 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What a run may spend on failures: the settings of ``elastic``."""
+
+    restarts: int = 0
+    """Failures in a row without a new step; 0: the first one ends the run."""
+    on_lost_node: LostNodePolicy = "wait"
+    """``elastic.policy``."""
+    node_wait_s: float = 0.0
+    """How long another agent of a lost node may take to join."""
+
+    @property
+    def waits_for_node_s(self) -> float:
+        """How long the run waits after the loss of a node."""
+        return self.node_wait_s if self.on_lost_node == "wait" else 0.0
+
+    def explain_missing_node(self) -> str:
+        """Why a run ends whose lost node was not replaced."""
+        if self.on_lost_node == "give-up":
+            return GIVES_UP
+        return f"no other agent joined within elastic.node_wait_s={self.node_wait_s:g}"
+
+
+@dataclass(frozen=True)
 class Decision:
     """The decision and its reason."""
 
@@ -32,15 +58,15 @@ class Decision:
     reason: str
 
 
-def decide(failure: Failure, earlier: Sequence[Failure], restarts: int, node_wait_s: float = 0.0) -> Decision:
+def decide(failure: Failure, earlier: Sequence[Failure], budget: Budget) -> Decision:
     """Decide whether the run goes on.
 
     Args:
         failure: The newest.
         earlier: Those before it in this run, oldest first.
-        restarts: Failures in a row that are allowed without a new step.
-        node_wait_s: How long the run may wait for another agent of a lost node.
+        budget: Of the run.
     """
+    restarts = budget.restarts
     if failure.refused:
         return Decision("give up", "another attempt would fail alike")
     if restarts == 0:
@@ -54,10 +80,10 @@ def decide(failure: Failure, earlier: Sequence[Failure], restarts: int, node_wai
         in_a_row += 1
     if in_a_row > restarts:
         return Decision("give up", f"{in_a_row} failures without a new step; elastic.restarts={restarts}")
-    if failure.kind == "node" and node_wait_s == 0:
-        return Decision("give up", "elastic.node_wait_s is 0")
+    if failure.kind == "node" and budget.on_lost_node == "give-up":
+        return Decision("give up", GIVES_UP)
     if failure.kind == "node":
-        return Decision("wait for a node", f"another agent may join within {node_wait_s:g} s")
+        return Decision("wait for a node", f"another agent may join within {budget.node_wait_s:g} s")
     return Decision("regroup", f"failure {in_a_row} of at most {restarts} without a new step")
 
 

@@ -43,6 +43,8 @@ class RankView:
     failed_at: float = 0.0
     """Time of its failure, by the supervisor's monotonic clock."""
     last_event: Event = field(default_factory=dict)
+    peak_flops_per_s: float | None = None
+    """Of its device, once it was ready; its replacement does not measure it again."""
 
     @property
     def left(self) -> bool:

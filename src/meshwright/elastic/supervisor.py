@@ -16,21 +16,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, Event, EventWriter, warn
 from meshwright.core.flight_ring import FlightMemory, RemoteFlight
 from meshwright.core.units import format_plural
+from meshwright.elastic.failure_report import FailureReport, report_lost_node, report_wrong_call
 from meshwright.elastic.hang import WRONG_CALLS, Verdict
-from meshwright.elastic.policy import Failure, decide
+from meshwright.elastic.policy import Budget, Failure, decide
 from meshwright.elastic.rank_view import RankView, State, first_failed
 from meshwright.elastic.rank_watch import RankWatch
 from meshwright.elastic.recovery import Recovery
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.caught_signals import caught_signals
 from meshwright.launch.channel import Message
-from meshwright.launch.environment import CALLER_VARIABLES, RELAYED_STORE
+from meshwright.launch.environment import CALLER_VARIABLES, PEAK_VARIABLE, RELAYED_STORE
 from meshwright.launch.exits import EXIT_OK
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.rank_process import Order
@@ -42,15 +43,8 @@ ADOPT_WAIT_S = 15.0
 """How long a new supervisor waits for the agents of other nodes whose ranks it adopts."""
 LOCAL_START_S = 60.0
 """How long to wait for a new agent on this machine."""
-NODE_LOST = "NodeLost"
-"""Kind of the failure of ranks whose agent is gone."""
 POLL_S = 0.5
 """Interval of looking at signals and deadlines, when no message arrives."""
-SIGNAL_HINTS = {
-    signal.SIGILL: "A kernel used an instruction that this machine advertises but does not have (AMX on "
-    "virtual machines): set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or train.precision=fp32. ",
-}
-"""Hints for signals with a known cause."""
 
 
 @dataclass
@@ -70,8 +64,8 @@ class Supervisor:
     """Modules that the fork server imports."""
     heartbeat_timeout_s: float = 0.0
     """Time within which a silent or stuck rank is found; 0 for never."""
-    restarts: int = 0
-    """Failures in a row without a new step after which the run fails; 0: the first one."""
+    budget: Budget = field(default_factory=Budget)
+    """What the run may spend on failures."""
     find_checkpoint: Callable[[], str | None] = lambda: None
     """Finds the checkpoint to go on from, where there is no snapshot."""
     orphan_s: float = 0.0
@@ -87,8 +81,6 @@ class Supervisor:
     """Whether the ranks of these agents train already."""
     join_timeout_s: float = 300.0
     """How long to wait for the agents of all nodes."""
-    node_wait_s: float = 0.0
-    """How long to wait for another agent after that of a node was lost."""
     furthest_step: int = 0
     """Steps that ranks to adopt have done."""
 
@@ -99,6 +91,8 @@ class Supervisor:
         self._ranks = [RankView(rank, alive=self.adopts) for rank in range(self.world_size)]
         self._joined: set[int] = set()
         self._failures: list[Failure] = []
+        self._ending = ""
+        """Why the run does not go on, when it has failed."""
         self._deadline = float("inf")
         """When ranks that did not leave the generation are killed, or no longer waited for an agent."""
         self._ready: set[int] = set()
@@ -133,7 +127,7 @@ class Supervisor:
             self._watch()
         failed = [rank for rank in self._ranks if rank.failed]
         if failed and not self._stop:
-            raise RunFailedError(self._report_failure(first_failed(failed)))
+            raise RunFailedError(self._report_on(first_failed(failed)).problem(time.time()))
         return bool(self._stop)
 
     def _watch(self) -> None:
@@ -169,9 +163,8 @@ class Supervisor:
             else:
                 self._signal(signal.SIGKILL, [rank])
             return
-        problems = [self._describe_hang(found).as_dict()]
-        failure = {"kind": "Hang", "message": found.verdict, "problems": problems, "peer_lost": False}
-        rank.failure, rank.failed_at = failure, time.monotonic()
+        rank.failure = report_wrong_call(found, self.run_dir / LOGS, self.saved)
+        rank.failed_at = time.monotonic()
         self._order(rank, Order("halt", self.generation))
         self._halt()
 
@@ -244,7 +237,8 @@ class Supervisor:
         self._deadline = float("inf")
         missing = sorted(set(range(self._agents.count)) - self._ready)
         if self._recovery is not None:
-            self._give_up()
+            own = f"no agent started on this machine within {LOCAL_START_S:g} s"
+            self._give_up(own if 0 in missing else self.budget.explain_missing_node())
         elif self.adopts:
             self._agents.end_adoption()
             self.state = State.RUNNING
@@ -308,6 +302,8 @@ class Supervisor:
             "LOCAL_RANK": str(self._agents.local_rank(rank.rank)),
             "LOCAL_WORLD_SIZE": str(len(self._on_node(self._agents.node_of(rank.rank)))),
         }
+        if rank.peak_flops_per_s is not None:
+            own[PEAK_VARIABLE] = repr(rank.peak_flops_per_s)
         self._agents.send(
             rank.rank,
             {
@@ -318,7 +314,7 @@ class Supervisor:
                 "environment": {**self._shared_environment(), **own},
                 "log": str(self._log(rank.rank)),
                 "order": order.as_dict(),
-                "keep_snapshots": self.restarts > 0,
+                "keep_snapshots": self.budget.restarts > 0,
             },
         )
 
@@ -334,6 +330,8 @@ class Supervisor:
         self._notify(event)
         if event["event"] == "step":
             self._note_step(event["step"])
+        if event["event"] == "ready":
+            rank.peak_flops_per_s = event["peak_flops_per_s"]
         if event["event"] == "ready" and event["generation"] == self.generation:
             self._joined.add(rank.rank)
             if self._recovery is not None:
@@ -407,25 +405,26 @@ class Supervisor:
     def _decide(self) -> None:
         first = first_failed([rank for rank in self._ranks if rank.failed])
         self._find_wrong_call(first)
-        failure = self._describe(first)
-        decision = decide(failure, self._failures, 0 if self._stop else self.restarts, self.node_wait_s)
+        report = self._report_on(first)
+        failure, how = report.classify(), report.how()
+        decision = decide(failure, self._failures, Budget() if self._stop else self.budget)
         self._failures.append(failure)
         self._deadline = float("inf")
         if decision.action == "give up":
-            self._give_up()
+            self._give_up(decision.reason)
             return
         assert self._recovery is not None, "it began with the failure"
-        self._recovery.note_halted(first.rank, self._how(first))
-        self._write_event("rank_lost", failed_rank=first.rank, how=self._how(first), reason=decision.reason)
-        self.state, self._deadline = State.WAITING, time.monotonic() + self.node_wait_s
+        self._recovery.note_halted(first.rank, how)
+        self._write_event("rank_lost", failed_rank=first.rank, how=how, reason=decision.reason)
+        self.state, self._deadline = State.WAITING, time.monotonic() + self.budget.waits_for_node_s
         if 0 not in self._agents.nodes:
             self._agents.add(0, LocalAgent.start(self.preload))
             self._deadline = max(self._deadline, time.monotonic() + LOCAL_START_S)
         self._go_on_if_complete()
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: str) -> None:
         """Let the ranks exit: the run has failed."""
-        self.state = State.FAILED
+        self.state, self._ending = State.FAILED, reason
         self._deadline = time.monotonic() + self.stop_grace_s
         for rank in self._ranks:
             if rank.alive:
@@ -434,7 +433,7 @@ class Supervisor:
     def _find_wrong_call(self, first: RankView) -> None:
         """Find out whether a rank failed because of a wrong call: gloo aborts the process."""
         if self._hang is None and not first.lost_peer:
-            found = self._recorders.judge(exits={first.rank: self._how(first)})
+            found = self._recorders.judge(exits={first.rank: self._report_on(first).how()})
             self._hang = found if found.cause == "mismatch" else None
 
     def _on_snapshots(self, message: Message) -> None:
@@ -471,7 +470,7 @@ class Supervisor:
     def _forward_stop(self, stops_sent: int) -> None:
         """First signal: the ranks stop after their step. Second: they are killed."""
         if self.state is State.WAITING:  # the ranks wait, too
-            self._give_up()
+            self._give_up("a signal stopped it")
             return
         self._signal(signal.SIGTERM if stops_sent == 1 else signal.SIGKILL, self._ranks)
         if stops_sent == 1:
@@ -481,16 +480,16 @@ class Supervisor:
         """The agent of a node is gone, and its ranks with it."""
         node, now = message["node"], time.monotonic()
         self._ready.discard(node)
-        text = f"the agent of {self._agents.name(node)} is gone"
         cannot_start = self.state is State.WAITING and node == 0
         for rank in self._on_node(node):
+            rank.peak_flops_per_s = None  # another machine may replace it
             if rank.alive or cannot_start:
                 rank.alive, rank.failed_at = False, now
-                rank.failure = {"kind": NODE_LOST, "message": text, "problems": [], "peer_lost": False}
+                rank.failure = report_lost_node(self._agents.name(node))
         if cannot_start:
-            self._give_up()
+            self._give_up("another one could not be started")
         elif self.state is State.WAITING and self._recovery is not None:
-            self._deadline = min(self._deadline, now + self.node_wait_s)
+            self._deadline = min(self._deadline, now + self.budget.waits_for_node_s)
         elif any(rank.failed for rank in self._ranks):
             self._halt()
 
@@ -507,75 +506,16 @@ class Supervisor:
         except Exception as error:
             warn(f"an event could not be shown ({error!r}): {event}")
 
-    def _describe(self, rank: RankView) -> Failure:
-        """The failure of a rank, for the policy."""
-        report = rank.failure
-        if self._hang is not None and self._hang.cause in WRONG_CALLS:
-            return Failure(rank.rank, "raised", self._hang.verdict, self.furthest_step, refused=True)
-        if report is None:
-            kind: Literal["exited", "silent"] = "silent" if self._is_taken_for_hang(rank) else "exited"
-            return Failure(rank.rank, kind, self._how(rank), self.furthest_step)
-        if report["kind"] == NODE_LOST:
-            lost: Literal["node", "exited"] = "node" if self._agents.node_of(rank.rank) else "exited"
-            return Failure(rank.rank, lost, report["message"], self.furthest_step)
-        message, refused = f"{report['kind']}: {report['message']}", bool(report["problems"])
-        return Failure(rank.rank, "raised", message, self.furthest_step, refused)
-
-    def _is_taken_for_hang(self, rank: RankView) -> bool:
-        """Whether its process was fenced or killed because it did not answer."""
-        taken = rank.fenced or rank.exit_status == -signal.SIGKILL
-        return taken and self._hang is not None and self._hang.ends_run and self._hang.rank == rank.rank
-
-    def _describe_hang(self, found: Verdict) -> Problem:
-        rule = f"The run on {socket.gethostname()} hangs: {found.verdict}"
-        logs = f"The output of the ranks is in {self.run_dir / LOGS}"
-        return Problem("run-hang", rule, fix=f"{logs}; {self._describe_resume()}")
-
-    def _describe_resume(self) -> str:
-        if self.saved:
-            return "resume the run to continue from the last checkpoint"
-        return "there is no checkpoint yet; set checkpoint.every_steps to save them"
-
-    def _how(self, rank: RankView) -> str:
-        """How a rank failed, in a few words."""
-        status = rank.exit_status
-        if self._hang is not None and self._is_taken_for_hang(rank):
-            then = "fenced" if rank.fenced else "killed"
-            return f"{self._hang.cause} for {self._hang.since_s:.1f} s, then {then}"
-        if rank.failure is not None and rank.failure["kind"] == NODE_LOST:
-            return str(rank.failure["message"])
-        if rank.failure is not None:
-            what = f"{rank.failure['kind']}: {rank.failure['message'].splitlines()[0]}"
-            return what if status is None else f"exit status {status}: {what}"
-        assert status is not None, "a rank without a report has ended"
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-
-    def _report_failure(self, rank: RankView) -> Problem:
-        last, report = rank.last_event, rank.failure
-        if report is not None and report["problems"]:
-            return Problem.from_dict(report["problems"][0])
-        if self._hang is not None and self._is_taken_for_hang(rank):
-            return self._describe_hang(self._hang)
-        step = f" of step {last['step']}" if "step" in last else ""
-        age = f", {time.time() - last['time']:.1f} s ago" if last else ""
-        seen = f"its last event was {last['event']!r}{step}{age}" if last else "it sent no event"
-        if self._hang is not None and self._hang.step >= self.furthest_step:  # it did not resolve itself
-            seen += f"; {self._hang.verdict}"
-        hint = (
-            SIGNAL_HINTS.get(signal.Signals(-(rank.exit_status or 0)), "")
-            if (rank.exit_status or 0) < 0
-            else ""
-        )
+    def _report_on(self, rank: RankView) -> FailureReport:
         node = self._agents.node_of(rank.rank)
-        host = socket.gethostname() if node == 0 else self._agents.name(node)
-        if report is not None and report["kind"] == NODE_LOST:
-            waited = f"no other agent joined within elastic.node_wait_s={self.node_wait_s:g}"
-            rule = f"{report['message']}; {waited if node and self.node_wait_s else 'the run cannot go on'}"
-            fix = f"See the output of its command and its logs; {self._describe_resume()}"
-            return Problem("run-node-lost", rule, fix=fix)
-        where = f"rank {rank.rank} of {self.world_size} on {host}"
-        return Problem(
-            "run-rank-died",
-            f"{where} died ({self._how(rank)}); {seen}",
-            fix=f"{hint}Its output is in {self._log(rank.rank)}; {self._describe_resume()}",
+        return FailureReport(
+            rank,
+            self._hang,
+            self.world_size,
+            self.furthest_step,
+            node,
+            host=socket.gethostname() if node == 0 else self._agents.name(node),
+            log=self._log(rank.rank),
+            saved=self.saved,
+            reason=self._ending,
         )

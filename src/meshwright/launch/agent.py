@@ -189,11 +189,20 @@ class Agent:
         return True
 
     def _flush(self) -> None:
+        """Send what is queued, and wait for room to send the rest."""
+        for process in self.processes:
+            if process.channel.fileno() >= 0:
+                with contextlib.suppress(OSError):  # one that is gone is noticed by its exit
+                    process.channel.flush()
+                self._await_room(process.channel)
         if self.supervisor is not None:
             with _noticing_loss():
                 self.supervisor.flush()
-            mask = selectors.EVENT_READ | (self.supervisor.has_output and selectors.EVENT_WRITE)
-            self.selector.modify(self.supervisor, mask, self._read_supervisor)
+            self._await_room(self.supervisor)
+
+    def _await_room(self, channel: Channel) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_output else 0)
+        self.selector.modify(channel, events, self.selector.get_key(channel).data)
 
     def _report(self, message: Message) -> None:
         if message["is"] not in ("event", "request"):  # events are in the run folder, too

@@ -15,6 +15,8 @@ STORE_VARIABLE = "MESHWRIGHT_STORE"
 """File of the rendezvous store; every generation has its own."""
 RELAYED_STORE = "relayed"
 """In place of the file: the store of a run on several nodes, which the supervisor holds."""
+PEAK_VARIABLE = "MESHWRIGHT_PEAK_FLOPS"
+"""The peak FLOP/s of a rank's device, for a process that takes over the rank."""
 CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
 """Passed to the ranks explicitly: the environment of the fork server is fixed when it starts."""
 

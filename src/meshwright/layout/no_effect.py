@@ -175,6 +175,16 @@ def _explain_one_node(job: Job) -> str | None:
     return "the run has one node" if job.cluster.nodes == 1 else None
 
 
+def _explain_policy(job: Job) -> str | None:
+    return _explain_one_node(job) or _explain_spares(job)
+
+
+def _explain_node_wait(job: Job) -> str | None:
+    if job.elastic.policy == "give-up":
+        return "a lost node ends the run (elastic.policy=give-up)"
+    return _explain_policy(job)
+
+
 def _explain_preparation(job: Job) -> str | None:
     """Prepared folders are used where they are."""
     paths = [job.data.path, *(one.path for one in job.data.eval)]
@@ -203,7 +213,8 @@ REASONS: dict[str, Reason] = {
     "elastic.spares": _explain_spares,
     "elastic.snapshot_every": _explain_snapshots,
     "elastic.join_timeout_s": _explain_one_node,
-    "elastic.node_wait_s": _explain_one_node,
+    "elastic.policy": _explain_policy,
+    "elastic.node_wait_s": _explain_node_wait,
     "data.cache": _explain_preparation,
     "data.text_field": _explain_text_field,
     "data.on_bad_records": _explain_preparation,

@@ -11,6 +11,7 @@ from pathlib import Path
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import Event
 from meshwright.core.packages import package_version
+from meshwright.elastic.policy import Budget
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.launch.environment import prepare_environment
 from meshwright.runs.reporter import Reporter
@@ -64,13 +65,16 @@ def build_launch(
         listener=listener,
         environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=preload,
-        restarts=0 if find_checkpoint is None else job.elastic.restarts,
+        budget=Budget(
+            0 if find_checkpoint is None else job.elastic.restarts,
+            job.elastic.policy,
+            job.elastic.node_wait_s,
+        ),
         find_checkpoint=find_checkpoint or (lambda: None),
         spares=0 if find_checkpoint is None else job.elastic.spares,
         keeps_silent=job.cluster.device == "cpu",
         orphan_s=0.0 if find_checkpoint is None else job.elastic.orphan_s,
         join_timeout_s=job.elastic.join_timeout_s,
-        node_wait_s=job.elastic.node_wait_s,
     )
 
 

@@ -24,6 +24,7 @@ from meshwright.spec.fields import (
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ResNetModel, TaggedModel
 
+LostNodePolicy = Literal["wait", "give-up"]
 Runtime = Literal[
     "meshwright",
     "megatron-lm",
@@ -262,8 +263,11 @@ class Elastic:
     meanwhile; 0: they are killed at once."""
     join_timeout_s: Positive = 300.0
     """How long a run on several nodes waits for the agents of the other nodes to join."""
-    node_wait_s: NonNegative = 60.0
-    """How long a run waits for a new agent after the agent of a node is lost; 0: the run fails at once."""
+    policy: LostNodePolicy = "wait"
+    """What a run does when the agent of a node is lost: `wait` for another one (`node_wait_s`), or `give-up`:
+    the run fails at once."""
+    node_wait_s: Positive = 60.0
+    """How long a run waits for another agent of a lost node to join; then it fails."""
     snapshot_every: Natural = 10
     """Steps between in-memory snapshots of the state, from which ranks go on after a failure; 0: none."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import subprocess
@@ -10,6 +11,7 @@ import time
 
 import torch
 
+from meshwright.launch.environment import PEAK_VARIABLE
 from meshwright.layout.flops import peak_rate
 from meshwright.models.dtypes import AUTOCAST_DTYPES
 from meshwright.plan.contract import PlanContract
@@ -35,12 +37,22 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> 
     return best
 
 
+@functools.cache
+def measure_matmul_once(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """The rate of :func:`measure_matmul`, measured in the first generation only.
+
+    A process keeps its result. One that takes over a rank is given the result of its predecessor.
+    """
+    given = os.environ.get(PEAK_VARIABLE)
+    return measure_matmul(device, dtype, seconds) if given is None else float(given)
+
+
 def find_peak_flops(job: Job, device: torch.device) -> tuple[float, str]:
     """The peak FLOP/s that MFU refers to, and a description of it."""
     cluster = job.cluster
     if cluster.preset == "local" and cluster.matmul_flops_per_s is None and cluster.probed is None:
         dtype, seconds = AUTOCAST_DTYPES.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
-        rate = measure_matmul(device, dtype, seconds)
+        rate = measure_matmul_once(device, dtype, seconds)
         precision = "bf16" if job.train.precision == "fp8" else job.train.precision
         return rate, f"the {precision} matmul rate of this device, measured for {seconds:g} s"
     return peak_rate(cluster, job.train.precision)

@@ -107,7 +107,7 @@ def test_a_position_that_does_not_match_the_step_is_found(tmp_path):
     [
         ({1: 0.5, 2: 0.25}, b"weights", None),
         ({1: 0.5, 2: 0.25000001}, b"weights", "step 2: loss 0.25000001"),
-        ({1: 0.5, 2: 0.25, 3: 0.1}, b"weights", "step 3 and 0 more: not in the fault-free run"),
+        ({1: 0.5, 2: 0.25, 3: 0.1}, b"weights", "not in the fault-free run: 1 step from 3 on"),
         ({1: 0.5, 2: 0.25}, b"weightz", "model.safetensors differs"),
         ({1: 0.5, 2: 0.25}, None, "no checkpoint of the same step"),
     ],

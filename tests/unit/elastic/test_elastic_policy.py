@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.elastic.policy import Failure, decide
+from meshwright.elastic.policy import Budget, Failure, decide
 
 
 def killed(step: int) -> Failure:
@@ -33,7 +33,7 @@ def raised(step: int, message: str = "RuntimeError: no") -> Failure:
 )
 def test_decision(failure, earlier, restarts, action):
     """New steps reset the count of failures; an equal error after the same step is not tried a third time."""
-    assert decide(failure, earlier, restarts).action == action
+    assert decide(failure, earlier, Budget(restarts)).action == action
 
 
 def lost_node(step: int) -> Failure:
@@ -41,14 +41,37 @@ def lost_node(step: int) -> Failure:
 
 
 @pytest.mark.parametrize(
-    ("earlier", "restarts", "node_wait_s", "action"),
+    ("earlier", "budget", "action", "reason"),
     [
-        ([], 3, 60.0, "wait for a node"),
-        ([], 3, 0.0, "give up"),
-        ([], 0, 60.0, "give up"),
-        ([lost_node(4)], 3, 60.0, "wait for a node"),
-        ([killed(5), killed(5), killed(5)], 3, 60.0, "give up"),
+        ([], Budget(3, "wait", 60.0), "wait for a node", "another agent may join within 60 s"),
+        ([], Budget(3, "give-up", 60.0), "give up", "elastic.policy=give-up ends the run"),
+        ([], Budget(0, "wait", 60.0), "give up", "elastic.restarts is 0"),
+        ([lost_node(4)], Budget(3, "wait", 60.0), "wait for a node", "another agent may join within 60 s"),
+        (
+            [killed(5), killed(5), killed(5)],
+            Budget(3, "wait", 60.0),
+            "give up",
+            "4 failures without a new step; elastic.restarts=3",
+        ),
     ],
 )
-def test_decision_after_a_lost_node(earlier, restarts, node_wait_s, action):
-    assert decide(lost_node(5), earlier, restarts, node_wait_s).action == action
+def test_decision_after_a_lost_node(earlier, budget, action, reason):
+    decision = decide(lost_node(5), earlier, budget)
+    assert (decision.action, decision.reason) == (action, reason)
+
+
+def test_the_policy_for_lost_nodes_does_not_change_other_decisions():
+    for failure in (killed(5), raised(5)):
+        assert decide(failure, [], Budget(3, "give-up", 60.0)).action == "regroup"
+
+
+@pytest.mark.parametrize(
+    ("budget", "waits_s", "missing"),
+    [
+        (Budget(3, "wait", 7.5), 7.5, "no other agent joined within elastic.node_wait_s=7.5"),
+        (Budget(3, "give-up", 7.5), 0.0, "elastic.policy=give-up ends the run"),
+    ],
+)
+def test_how_long_a_run_waits_for_a_node(budget, waits_s, missing):
+    """Also for a node that is lost while the run waits for another one."""
+    assert (budget.waits_for_node_s, budget.explain_missing_node()) == (waits_s, missing)

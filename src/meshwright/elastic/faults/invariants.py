@@ -22,6 +22,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.core.errors import UserError
 from meshwright.core.events import Event
+from meshwright.core.units import format_plural
 
 COMMITS = ("ready", "step", "eval", "checkpoint")
 FILES = (MODEL_FILE, OPTIMIZER_FILE)
@@ -137,7 +138,8 @@ def compare_runs(
 ) -> list[str]:
     """Every loss, and the parameters and optimizer state of every common checkpoint, are equal bit by bit."""
     extra = sorted(set(losses) - set(expected))
-    found = [f"step {extra[0]} and {len(extra) - 1} more: not in the fault-free run"] if extra else []
+    steps = format_plural(len(extra), "step")
+    found = [f"not in the fault-free run: {steps} from {extra[0]} on"] if extra else []
     differing = [step for step in sorted(losses) if step in expected and losses[step] != expected[step]]
     if differing:
         step = differing[0]
