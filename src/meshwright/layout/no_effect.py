@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.core.units import format_plural
 from meshwright.layout.axes import (
     dense_reduce_axis,
     dense_shard_axis,
@@ -20,10 +21,12 @@ from meshwright.layout.axes import (
     has_expert_axes,
     reduces_full_grads,
 )
+from meshwright.layout.stages import list_stages
 from meshwright.spec.execution import (
     autotunes_gemms,
     find_triton_obstacle,
     keeps_bf16_grads,
+    resolve_block_backend,
     uses_triton_blocks,
 )
 from meshwright.spec.job import Job
@@ -94,15 +97,26 @@ def _explain_accumulate(job: Job) -> str | None:
 
 def _explain_offload(job: Job) -> str | None:
     train, stateless = job.train, job.train.optimizer == "sgd" and setting(job.train, "momentum") == 0
+    if job.cluster.device == "cpu":
+        return "the device is a CPU, so all state is in CPU memory either way; the copies cost time"
     if job.layout.offload != "optimizer" or not stateless:
         return None
     return f"train.optimizer={train.optimizer} without momentum has no state"
 
 
+def _explain_prefetch(job: Job) -> str | None:
+    layers = max(len(stage.layers) for stage in list_stages(job))
+    if job.layout.prefetch <= layers:
+        return None
+    where = "model" if job.layout.pp == 1 else "largest stage"
+    return f"the {where} has {format_plural(layers, 'layer')}; it runs as layout.prefetch={layers}"
+
+
 def _explain_block_backend(job: Job) -> str | None:
     if job.train.block_backend != "triton" or uses_triton_blocks(job):
         return None
-    return f"it needs {find_triton_obstacle(job)}; the blocks run as train.block_backend=compile"
+    backend = resolve_block_backend(job)
+    return f"it needs {find_triton_obstacle(job)}; the blocks run as train.block_backend={backend}"
 
 
 def _explain_grad_dtype(job: Job) -> str | None:
@@ -198,6 +212,7 @@ REASONS: dict[str, Reason] = {
     "layout.bucket_mb": _explain_bucket_size,
     "layout.accumulate": _explain_accumulate,
     "layout.offload": _explain_offload,
+    "layout.prefetch": _explain_prefetch,
     "train.block_backend": _explain_block_backend,
     "train.grad_dtype": _explain_grad_dtype,
     "train.gemm_autotune": _explain_gemm_autotune,

@@ -21,16 +21,16 @@ MIN_ROPE_HEAD_SIZE = 16
 def resolve_block_backend(job: Job) -> BlockBackend:
     """The backend that computes the transformer blocks.
 
-    ``triton`` falls back to ``compile`` where the device, the model or the layout rules Triton blocks out
-    (``layout.no_effect`` reports it).
+    ``triton`` falls back to ``eager`` on a CPU, where nobody asked to compile, and to ``compile`` where the
+    model or the layout rules Triton blocks out (``layout.no_effect`` reports both).
 
     Args:
         job: With its layout settled.
     """
     backend = wanted_block_backend(job)
-    if backend == "triton" and find_triton_obstacle(job) is not None:
-        return "compile"
-    return backend
+    if backend != "triton" or find_triton_obstacle(job) is None:
+        return backend
+    return "compile" if job.cluster.device == "cuda" else "eager"
 
 
 def wanted_block_backend(job: Job) -> BlockBackend:
@@ -100,7 +100,7 @@ def uses_bf16_weight_copies(job: Job) -> bool:
 
 def uses_eager_blocks(job: Job) -> bool:
     """Whether the blocks run as plain PyTorch modules."""
-    return wanted_block_backend(job) == "eager"
+    return resolve_block_backend(job) == "eager"
 
 
 def uses_triton_blocks(job: Job) -> bool:

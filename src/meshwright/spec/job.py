@@ -202,9 +202,9 @@ class Train:
     """Seed of the initial weights and of the sample order."""
     block_backend: Literal["eager", "compile", "triton"] | None = None
     """Backend of the blocks: PyTorch `eager`, torch.`compile`, or `triton` kernels for Llama-shaped
-    decoders on a GPU with unsharded weights (elsewhere it runs as `compile`). By default the fastest:
-    `triton` for a dense decoder in 16 bits or fp8 on GPUs, `eager` otherwise. With `compile`, the audit skips
-    activations and peak memory."""
+    decoders on a GPU with unsharded weights (elsewhere it runs as `compile`, on a CPU as `eager`). By default
+    the fastest: `triton` for a dense decoder in 16 bits or fp8 on GPUs, `eager` otherwise. With `compile`,
+    the audit skips activations and peak memory."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """Backend of torch.compile: `inductor` generates fast code; `aot_eager` only traces, for tests."""
     gemm_autotune: Flag = False

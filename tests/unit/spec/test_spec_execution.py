@@ -1,4 +1,4 @@
-"""The block backend: Triton for Llama-shaped decoders with unsharded weights on a GPU, otherwise compile."""
+"""The block backend: Triton for Llama-shaped decoders with unsharded weights on a GPU, or a fallback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.layout.no_effect import find_unused_settings
-from meshwright.spec.execution import explain_block_backend, resolve_block_backend
+from meshwright.spec.execution import explain_block_backend, resolve_block_backend, uses_eager_blocks
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
@@ -65,7 +65,6 @@ def test_triton_blocks_run_if_device_model_and_layout_support_them(tables):
 @pytest.mark.parametrize(
     "tables",
     [
-        {"cluster": CPU},
         {"train": {"compile_backend": "aot_eager"}},
         {"train": {"precision": "fp32"}},
         {"model": {"attention_bias": True}},
@@ -89,6 +88,14 @@ def test_triton_falls_back_to_compile_with_a_reason(tables):
     job = build(**tables)
     assert resolve_block_backend(job) == "compile"
     assert [unused.key for unused in find_unused_settings(job)] == ["train.block_backend"]
+
+
+def test_triton_falls_back_to_eager_on_a_cpu():
+    """Compilation by inductor would take longer than a short run; nobody asked for it."""
+    job = build(cluster=CPU)
+    assert (resolve_block_backend(job), uses_eager_blocks(job)) == ("eager", True)
+    (unused,) = find_unused_settings(job)
+    assert unused.reason == "it needs a GPU; the blocks run as train.block_backend=eager"
 
 
 @pytest.mark.parametrize(

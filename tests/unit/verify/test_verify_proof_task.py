@@ -26,6 +26,7 @@ TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")
 
 def test_proof_is_float32_eager_and_deterministic_on_cpus():
     overrides = [
+        "cluster.device=cuda",
         "train.precision=fp16",
         "train.loss_scale=8.0",
         "train.block_backend=triton",
@@ -48,6 +49,7 @@ def test_proof_is_float32_eager_and_deterministic_on_cpus():
     ):
         assert key in said
     fast = [
+        "cluster.device=cuda",
         "train.precision=bf16",
         "train.block_backend=triton",
         "train.residual_dtype=bf16",

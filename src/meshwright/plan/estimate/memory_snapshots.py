@@ -169,7 +169,8 @@ def sum_gathered(facts: Facts, local: LocalWeights) -> Sum:
         return Sum((matrix,)) + sum_unsharded(facts, local)
     block, whole = local.block + local.expert_block, sum_unsharded(facts, local)
     partly = streamed(grid) & (np.asarray(whole.bytes) == 0.0) if whole.parts else streamed(grid)
-    ahead = Term("all-gathered blocks", (partly, 1.0 + grid.prefetch, block, low))
+    prefetched = np.minimum(grid.prefetch, model.num_layers)
+    ahead = Term("all-gathered blocks", (partly, 1.0 + prefetched, block, low))
     gradients = Term("gradients of a block", (streamed(grid), block, low + FLOAT32))
     return Sum((ahead, gradients)) + whole
 

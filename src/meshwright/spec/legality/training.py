@@ -81,7 +81,8 @@ def check_residual_dtype(job: Job) -> Problem | None:
     if train.residual_dtype == "fp32" or fused:
         return None
     rule = "needs compiled or Triton blocks in bf16 or fp8: eager norms keep a float32 copy of it"
-    fix = "Set train.precision=bf16 and train.block_backend=compile or triton, or omit train.residual_dtype"
+    backends = "compile or triton" if job.cluster.device == "cuda" else "compile (triton needs a GPU)"
+    fix = f"Set train.precision=bf16 and train.block_backend={backends}, or omit train.residual_dtype"
     return Problem(
         "train-residual-dtype", rule, path="train.residual_dtype", value=train.residual_dtype, fix=fix
     )

@@ -178,7 +178,7 @@ def test_fused_update_depends_on_the_job(job_file):
 
 def test_fused_clipping_does_not_change_gradients(job_file):
     """The step equals that of torch's AdamW with scaled gradients. Its state exists from the start."""
-    job = load_job(str(job_file), ["train.block_backend=triton", "train.compile_backend=aot_eager"])
+    job = load_job(str(job_file), ["train.block_backend=compile", "train.compile_backend=aot_eager"])
     found = []
     for fused in (False, True):
         model = build_model(job, CPU)
