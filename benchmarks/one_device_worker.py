@@ -52,6 +52,8 @@ OURS = (
 """Settings of our job; ``--set`` overrides them."""
 TRITON_KERNELS = ("train.gemm_autotune=true", "train.grad_dtype=bf16")
 """Further settings if Triton blocks are possible."""
+CPU_BACKEND = ("train.block_backend=compile", "train.compile_backend=aot_eager")
+"""On a CPU, where Triton blocks do not run and C++ takes too long to compile."""
 OTHER_KERNELS = {"train.block_backend=compile", "train.block_backend=eager"}
 """Settings that exclude Triton blocks."""
 WARM_UP = 3
@@ -107,10 +109,9 @@ def build_shape(task: Task, folder: Path, layers: int | None = None) -> Any:
         },  # given, as a run would measure it for a second
         "checkpoint": {"every_minutes": 0.0},
     }
-    backend = (
-        ("train.compile_backend=aot_eager",) if task.device == "cpu" else ()
-    )  # C++ takes too long to compile
-    own = () if OTHER_KERNELS & set(task.settings) else TRITON_KERNELS
+    on_cpu = task.device == "cpu"
+    backend = CPU_BACKEND if on_cpu else ()
+    own = () if on_cpu or OTHER_KERNELS & set(task.settings) else TRITON_KERNELS
     if any(text.startswith(("train.optimizer=", "train.grad_noise=")) for text in task.settings):
         own = tuple(text for text in own if not text.startswith("train.grad_dtype="))  # only with AdamW
     settings = (*OURS, *own, *backend, *task.settings)

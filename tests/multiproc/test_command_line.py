@@ -50,6 +50,30 @@ def test_train_generate_and_audit_work_end_to_end(job_file, tmp_path):
     assert "Audit: ok." in audit.stdout
 
 
+def test_a_short_run_with_many_evaluations_and_checkpoints_fits_on_a_screen(job_file, corpus, tmp_path):
+    """A mixture, two evaluation sets, and an evaluation and a checkpoint after every step: 25 lines."""
+    (tmp_path / "other.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    tables = "".join(
+        f'\n[[data.{table}]]\nname = "{name}"\npath = "{path}"\n'
+        for table, name, path in (
+            ("sources", "a", corpus),
+            ("sources", "b", "other.txt"),
+            ("eval", "old", "other.txt"),
+            ("eval", "new", corpus),
+        )
+    )
+    job = tmp_path / "mixture.toml"
+    job.write_text(Path(job_file).read_text() + tables)
+    often = ("train.steps=10", "train.eval_every=1", "checkpoint.every_steps=1", "data.path=")
+    done = run("train", job, "layout.dp_replicate=2", *often, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    assert len(printed.splitlines()) <= 25, printed
+    assert "held-out loss" in printed
+    assert "data: a mixture of a 50.0%, b 50.0%" in printed
+    assert "saved)" in printed
+
+
 def test_a_resumed_run_prints_as_much_as_it_is_asked_to(job_file, tmp_path):
     """``--quiet``: the result only. ``-v``: the tables, which count the collectives of both attempts."""
     job = ("train", job_file, "layout.dp_replicate=2", "run_dir=r")

@@ -89,7 +89,7 @@ def test_sets_and_keys_that_do_not_match_are_refused(trained, corpus, tmp_path):
     prepare_corpus(spec, Path())
     cases = [
         ("eval-set-name", trained.run_dir, [f"a={corpus}", f"a={other}"], ()),
-        ("eval-set-name", trained.run_dir, [], ()),
+        ("eval-no-data", trained.run_dir, [], ()),
         ("eval-override", trained.run_dir, corpus, ("train.lr=1",)),
         ("eval-override", trained.run_dir, corpus, ("data.path=x",)),
         ("job-unknown-key", trained.run_dir, corpus, ("data.seqlen=1",)),

@@ -91,6 +91,9 @@ def init(
             autocompletion=complete_cluster,
         ),
     ] = None,
+    text_field: Annotated[
+        str | None, typer.Option(help="Field or column with the text. Default: the obvious one.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Job file to write.")] = Path("job.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     as_json: Json = False,
@@ -99,7 +102,7 @@ def init(
     from meshwright.cli.init import InitRequest, init_job  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: init_job(output, InitRequest(model, data, gpus, out, force)))
+    guarded(output, lambda: init_job(output, InitRequest(model, data, gpus, text_field, out, force)))
 
 
 @app.command()

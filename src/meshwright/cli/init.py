@@ -14,8 +14,11 @@ import typer
 from meshwright.api import load_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
-from meshwright.runs.data import find_template
-from meshwright.spec.job_template import write_job_text
+from meshwright.core.units import format_plural
+from meshwright.runs.data_fields import find_fields
+from meshwright.spec.cluster import count_cores, find_gpus
+from meshwright.spec.job import Job
+from meshwright.spec.job_template import DataFields, write_job_text
 from meshwright.spec.load import other_format_problem
 from meshwright.spec.paths import BUILTIN
 
@@ -29,6 +32,7 @@ class InitRequest:
     model: str | None
     data: str | None
     gpus: str | None
+    text_field: str | None
     out: Path
     force: bool
 
@@ -46,8 +50,8 @@ def init_job(output: Output, request: InitRequest) -> int:
     data = request.data or _ask(asks, "Data (a file, folder or glob; empty for built-in data)", "")
     devices = request.gpus or _ask(asks, "Devices (local, a number, or such as 8x8xh100-sxm)", DEVICES)
     _require_data(data)
-    template = find_template(data, Path(model)) if data else None
-    text = write_job_text(model, data or None, devices, out, template)
+    fields = _choose_fields(data, Path(model), request.text_field, asks)
+    text = write_job_text(model, data or None, devices, out, fields)
     draft = out.with_name(f".{out.stem}.{os.getpid()}.toml")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -59,12 +63,56 @@ def init_job(output: Output, request: InitRequest) -> int:
     finally:
         with suppress(OSError):
             draft.unlink()
-    cluster = job.spec.cluster
-    output.print(f"wrote {out}: {model} on {cluster.world_size} x {cluster.device_name}")
+    spec = job.spec
+    output.print(f"wrote {out}: {model} on {_describe_devices(spec)}")
+    if fields.text_field:
+        output.print(f"  the text is in the field {fields.text_field!r} (data.text_field)")
     output.print(f"  meshwright plan {out}")
     output.print(f"  meshwright train {out}")
-    output.result({"path": str(out), "model": model, "data": job.spec.data.path, "devices": devices})
+    if note := _explain_devices(spec):
+        output.warn(note)
+    output.result({"path": str(out), "model": model, "data": spec.data.path, "devices": devices})
     return 0
+
+
+def _describe_devices(job: Job) -> str:
+    cluster = job.cluster
+    if cluster.device == "cpu":
+        return f"{format_plural(cluster.world_size, 'CPU process', 'es')}"
+    return f"{cluster.world_size} x {cluster.device_name}"
+
+
+def _explain_devices(job: Job) -> str:
+    """What a number of devices means on a machine that has fewer; empty if it has enough."""
+    cluster = job.cluster
+    named, wanted = "name their type, such as --gpus 8xh100-sxm", cluster.devices_per_node
+    if cluster.preset != "local":
+        return ""
+    if cluster.device == "cpu" and wanted > (cores := count_cores()):
+        here = f"this machine has no GPU: {wanted} processes share {format_plural(cores, 'CPU core')}"
+        return f"{here}. To plan for GPUs that are elsewhere, {named}"
+    if cluster.device == "cuda" and wanted > (gpus := len(find_gpus())):
+        here = f"this machine has {format_plural(gpus, 'GPU')}: train needs one with {wanted}"
+        return f"{here}. To plan for GPUs that are elsewhere, {named}"
+    return ""
+
+
+def _choose_fields(data: str, model: Path, text_field: str | None, asks: bool) -> DataFields:
+    """How the records of the data are read; on a terminal it asks for the field if none is obvious.
+
+    Raises:
+        UserError: No field is obviously the text, and none is named.
+    """
+    if text_field is not None:
+        return DataFields(text_field=text_field)
+    found = find_fields(data, model)
+    if found.chosen is not None:
+        return found.chosen
+    names = ", ".join(found.names)
+    if asks:
+        return DataFields(text_field=_ask(asks, f"Field with the text ({names})", found.names[0]))
+    rule, fix = f"has the fields {names}, and none is obviously the text", "Name one with --text-field"
+    raise UserError(Problem("init-text-field", rule, path="data", value=data, fix=fix, is_argument=True))
 
 
 def _ask(asks: bool, question: str, default: str) -> str:

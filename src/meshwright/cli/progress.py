@@ -19,8 +19,15 @@ WIDE_ENOUGH = 110
 class ProgressView:
     """Shows the events of a run on a console."""
 
-    def __init__(self, console: Console, job: Job) -> None:
-        self._console, self._text = console, EventText(job)
+    def __init__(self, console: Console, job: Job, every_line: bool = False) -> None:
+        """Show a run.
+
+        Args:
+            console: To print on.
+            job: That runs.
+            every_line: Whether all evaluations and checkpoints get a line of their own.
+        """
+        self._console, self._text = console, EventText(job, every_line)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -41,10 +48,10 @@ class ProgressView:
 
     def feed(self, event: Event) -> None:
         """Show one event."""
-        text = self._text.describe(event)
-        if text is None:
-            return
         if event["event"] == "step" and self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=event["step"], description=text)
-        elif self._text.is_due(event):
-            self._console.print(text)
+            if text := self._text.describe(event):
+                self._bar.update(self._task, completed=event["step"], description=text)
+                if news := self._text.take_news():  # stays on the screen, above the bar
+                    self._console.print(news)
+        elif line := self._text.log_line(event):
+            self._console.print(line)

@@ -36,6 +36,11 @@ class ConsoleReporter(Reporter):
         if not self._quiet:
             self._output.print(text)
 
+    def detail(self, text: str) -> None:
+        """A line that only ``-v`` prints."""
+        if self._output.verbosity == Verbosity.verbose:
+            self._output.print(text)
+
     def progress(self, text: str) -> None:
         """A line about what is being done, on standard error."""
         if not self._quiet:
@@ -65,7 +70,8 @@ class ConsoleReporter(Reporter):
         if self._quiet:
             yield
             return
-        self._view = ProgressView(self._output.errors, job)
+        every_line = self._output.verbosity == Verbosity.verbose
+        self._view = ProgressView(self._output.errors, job, every_line)
         with self._view.shown():
             yield
 

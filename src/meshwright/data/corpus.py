@@ -91,6 +91,8 @@ class CorpusStats:
     """UTF-8 bytes of the documents that were kept."""
     quarantined_names: list[str] = field(default_factory=list)
     """``name: reason``, the first ``MAX_NAMED``."""
+    without_records: str = ""
+    """The first file of records that has none, for errors."""
     total_bytes: int = 0
     """Size of all files."""
     files_done_bytes: int = 0
@@ -175,25 +177,6 @@ def iter_corpus(
     return _read_all(sources, base, options or ReadOptions(), skipped, tally)
 
 
-def starts_with_conversation(source: str, base: Path, options: ReadOptions) -> bool:
-    """Whether the first record of a source is a conversation; a text file has no records.
-
-    A file that cannot be read counts as none: reading the source reports it.
-    """
-    for _, path in iter_files(source, base, frozenset(), _ignore):
-        try:
-            kind = file_kind(path)
-            if kind.kind == "text":
-                return False
-            with open_file(path, kind.compression) as (stream, _):
-                for _, record in iter_records(kind.kind, stream, (), _record_fields(options)):
-                    if isinstance(record, dict):
-                        return holds_conversation(record, options.prompt_field, options.answer_field)
-        except (BadDataError, OSError):
-            continue
-    return False
-
-
 def size_of(path: Path) -> int:
     """Size of a file; 0 for one that cannot be read, which is reported later."""
     try:
@@ -250,6 +233,8 @@ def _empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusSt
     wanted = "UTF-8 text" if options.template is None else "conversations"
     counts = f"{tally.empty} empty documents and {tally.quarantined} that could not be read as {wanted}"
     example = f", such as {tally.quarantined_names[0]}" if tally.quarantined_names else ""
+    if tally.documents_in == 0 and tally.without_records:
+        counts = tally.without_records
     fix = "Use files with UTF-8 text, or records with text in the field that text_field names"
     if options.template is not None:
         fix = "Use records with messages, or with prompt and answer; or leave the template out"
@@ -327,7 +312,8 @@ def _read_records(
     columns = () if options.template is not None else (options.text_field,)
     with open_file(path, kind.compression) as (stream, raw):
         tally.opened(raw, tally.files_done_bytes)
-        for where, record in iter_records(kind.kind, stream, columns, _record_fields(options)):
+        where = ""
+        for where, record in iter_records(kind.kind, stream, columns, record_fields(options)):
             try:
                 if isinstance(record, BadDataError):
                     raise record
@@ -336,9 +322,12 @@ def _read_records(
                 reject(f"{name}{where}", error)
             else:
                 yield document
+        if not where and not tally.without_records:
+            rows = "rows below a header" if kind.kind in ("csv", "tsv") else "records"
+            tally.without_records = f"{printable(name)} has no {rows}"
 
 
-def _record_fields(options: ReadOptions) -> tuple[str, ...]:
+def record_fields(options: ReadOptions) -> tuple[str, ...]:
     """Fields of which a record has at least one."""
     own_field = options.text_field if options.template is None else options.prompt_field
     return (*RECORD_FIELDS, own_field) if own_field else RECORD_FIELDS

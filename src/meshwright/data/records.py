@@ -57,7 +57,7 @@ def iter_records(
         return _JsonReader(decode_chunks(stream), record_fields).records()
     if kind == "parquet":
         return _read_parquet(stream, columns)
-    return _read_csv(stream, "\t" if kind == "tsv" else ",")
+    return _read_csv(stream, "\t" if kind == "tsv" else ",", columns)
 
 
 def _read_jsonl(stream: IO[bytes]) -> Iterator[Record]:
@@ -73,12 +73,14 @@ def _read_jsonl(stream: IO[bytes]) -> Iterator[Record]:
             yield where, BadDataError("data-bad-json", f"not JSON: {error}", "Correct the line")
 
 
-def _read_csv(stream: IO[bytes], delimiter: str) -> Iterator[Record]:
+def _read_csv(stream: IO[bytes], delimiter: str, columns: tuple[str, ...]) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)  # the default refuses fields above 128 KiB
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
     rows = csv.reader(text, delimiter=delimiter, strict=True)
     try:
         header = next(rows, None)
+        if header and not set(columns) & set(header):
+            _check_delimiter(header, delimiter)
         for row in rows:
             if not row:
                 continue
@@ -96,6 +98,21 @@ def _read_csv(stream: IO[bytes], delimiter: str) -> Iterator[Record]:
         raise BadDataError("data-bad-csv", f"line {rows.line_num}: {error}", fix) from error
     finally:
         text.detach()
+
+
+def _check_delimiter(header: list[str], delimiter: str) -> None:
+    """Refuse a header of one column whose name looks like several, separated by another delimiter.
+
+    Raises:
+        BadDataError: With the delimiter that it seems to have.
+    """
+    others = {";": "semicolons", "\t": "tabs", ",": "commas", "|": "bars"}
+    found = next((name for sign, name in others.items() if sign != delimiter and sign in header[0]), None)
+    if len(header) == 1 and found:
+        reason = f"its header {header[0]!r} is one column: the fields seem to be separated by {found}"
+        fix = f"Separate them by {others[delimiter]}"
+        fix += ", or by tabs in a .tsv file" if delimiter == "," else ", or by commas in a .csv file"
+        raise BadDataError("data-bad-csv", reason, fix)
 
 
 def _read_parquet(stream: IO[bytes], columns: tuple[str, ...]) -> Iterator[Record]:

@@ -26,6 +26,8 @@ FROM_EVERY_RANK = frozenset(
 """Events that are shown whichever rank wrote them; of all others only rank 0's."""
 LOG_LINES = 20
 """About this many step lines in a log, whatever the number of steps."""
+OWN_LINES = 4
+"""Evaluations and checkpoints that get lines of their own; if there are more, step lines have them."""
 
 
 def format_loss(loss: float | None, digits: int = 4) -> str:
@@ -38,8 +40,19 @@ def format_loss(loss: float | None, digits: int = 4) -> str:
 class EventText:
     """Turns the events of one run into lines; keeps what the remaining time is computed from."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, every_line: bool = False) -> None:
+        """Start with a run.
+
+        Args:
+            job: That runs.
+            every_line: Whether all evaluations and checkpoints get a line of their own, however many.
+        """
         self._unit = job.unit
+        steps, train = job.train.steps, job.train
+        evaluations = steps // train.eval_every * (1 + len(job.data.eval)) if train.eval_every else 0
+        saves = steps // job.checkpoint.every_steps if job.checkpoint.every_steps else 0
+        self._adds_news = evaluations + saves > OWN_LINES and not every_line
+        self._news: dict[int, list[str]] = {}
         self.steps = job.train.steps
         self._memory_bytes: int | None = None
         self._compiler = job.train.compile_backend if uses_torch_compile(job) else None
@@ -53,12 +66,20 @@ class EventText:
         describe = getattr(self, f"_describe_{event['event']}", None)
         return None if describe is None else describe(event)
 
-    def is_due(self, event: Event) -> bool:
-        """Whether a log shows this event: of many steps only some."""
-        if event["event"] != "step":
-            return True
-        step = event["step"]
-        return step in (self._first + 1, self.steps) or step % max(1, self.steps // LOG_LINES) == 0
+    def log_line(self, event: Event) -> str | None:
+        """The event in one line of a log; None if it is not shown: of many steps only some are."""
+        text = self.describe(event)
+        if text is None or event["event"] != "step":
+            return text
+        step, news = event["step"], self.take_news()
+        due = step in (self._first + 1, self.steps) or step % max(1, self.steps // LOG_LINES) == 0
+        return f"{text}{f'  ({news})' if news else ''}" if due or news else None
+
+    def take_news(self) -> str:
+        """The evaluations and checkpoints since the last call that have no line of their own."""
+        news = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in self._news.items())
+        self._news = {}
+        return news
 
     def _describe_ready(self, event: Event) -> str | None:
         self._first, self._started = event["step"], time.monotonic()
@@ -79,12 +100,22 @@ class EventText:
         gain = f"{event['gain']:.1%} less GEMM time ({format_seconds(event['seconds'])})"
         return f"GEMM autotuning: {shapes}, {gain}"
 
-    def _describe_eval(self, event: Event) -> str:
+    def _describe_eval(self, event: Event) -> str | None:
+        name, loss = event.get("set"), _event_loss(event)
+        if self._adds_news and event["step"] < self.steps:
+            self._add_news(event["step"], f"held-out loss {loss}" if name is None else f"{name} {loss}")
+            return None
         samples = format_plural(event["samples"], "sample")
-        of = "" if event.get("set") is None else f" of {event['set']}"
-        return f"step {event['step']}: held-out loss {_event_loss(event)} on {samples}{of}"
+        of = "" if name is None else f" of {name}"
+        return f"step {event['step']}: held-out loss {loss} on {samples}{of}"
 
-    def _describe_checkpoint(self, event: Event) -> str:
+    def _add_news(self, step: int, text: str) -> None:
+        self._news.setdefault(step, []).append(text)
+
+    def _describe_checkpoint(self, event: Event) -> str | None:
+        if self._adds_news and event["step"] < self.steps:
+            self._add_news(event["step"], "saved")
+            return None
         cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
         return f"step {event['step']}: checkpoint {event['path']} ({cost})"
 

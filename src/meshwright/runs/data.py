@@ -15,8 +15,8 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
 from meshwright.data.chat import Template
-from meshwright.data.chat_templates import TOKENIZER_TEMPLATE, has_template, load_template
-from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus, starts_with_conversation
+from meshwright.data.chat_templates import load_template
+from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
 from meshwright.data.dataset import TokenDataset, no_prompts
 from meshwright.data.images import check_images, image_shape, looks_like_images, open_images
@@ -81,13 +81,14 @@ def prepare_data(job: Job, reporter: Reporter) -> Path:
     return folder
 
 
-def prepare_source(job: Job, data: Data, reporter: Reporter) -> Path:
+def prepare_source(job: Job, data: Data, reporter: Reporter, one_of_several: bool = False) -> Path:
     """The folder of prepared data of one path; prepares it if it is text.
 
     Args:
         job: The job, for its model.
         data: Its data, with the path.
         reporter: Receives messages.
+        one_of_several: Whether it is a source of a mixture or an evaluation set: its line is a detail.
     """
     folder = Path(data.path)
     if looks_like_images(folder):
@@ -99,7 +100,7 @@ def prepare_source(job: Job, data: Data, reporter: Reporter) -> Path:
     name = data.tokenizer or tokenizer_name(job)
     if name is not None and parse_tokenizer_name(name).kind == "file":  # before hours of preparation
         _require_vocabulary(job.model, load_tokenizer(locate(name, Path.cwd())).vocab_size)
-    return _prepare_cached(dataclasses.replace(data, tokenizer=name), reporter)
+    return _prepare_cached(dataclasses.replace(data, tokenizer=name), reporter, one_of_several)
 
 
 def prepare_mixture(job: Job, data: Data, reporter: Reporter) -> Path:
@@ -112,7 +113,7 @@ def prepare_mixture(job: Job, data: Data, reporter: Reporter) -> Path:
     elif parse_tokenizer_name(name).kind == "bpe":
         name = str(_train_shared_tokenizer(sources, name, data, reporter))
     folders = [
-        prepare_source(job, d if d in prepared else dataclasses.replace(d, tokenizer=name), reporter)
+        prepare_source(job, d if d in prepared else dataclasses.replace(d, tokenizer=name), reporter, True)
         for d in sources
     ]
     tokenizers = {ShardFolder.open(folder).index.tokenizer.sha256 for folder in folders}
@@ -127,6 +128,9 @@ def prepare_mixture(job: Job, data: Data, reporter: Reporter) -> Path:
     folder = Path(data.cache or DEFAULT_CACHE) / f"mixture-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     write_mixture(folder, mixed)
+    total = sum(source.weight for source in data.sources)
+    shares = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in data.sources)
+    reporter.message(f"data: a mixture of {shares}, in {folder}")
     return folder
 
 
@@ -179,13 +183,6 @@ def _train_shared_tokenizer(sources: list[Data], name: str, data: Data, reporter
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / TOKENIZER_FILE, trained.serialized)
     return (folder / TOKENIZER_FILE).resolve()
-
-
-def find_template(source: str, model: Path) -> str | None:
-    """A chat template for a source of conversations: the model folder's own, or ``alpaca``; None for text."""
-    if not starts_with_conversation(source, Path.cwd(), ReadOptions()):
-        return None
-    return TOKENIZER_TEMPLATE if has_template(model) else "alpaca"
 
 
 def read_options(data: Data, template: Template | None) -> ReadOptions:
@@ -269,7 +266,7 @@ def _refuse_preparing(data: Data) -> None:
             )
 
 
-def _prepare_cached(data: Data, reporter: Reporter) -> Path:
+def _prepare_cached(data: Data, reporter: Reporter, one_of_several: bool) -> Path:
     """Prepare text once; the name of the cache folder is a fingerprint of the text and the settings."""
     base = Path.cwd()
     if problem := source_problem(data.path, base):
@@ -296,7 +293,8 @@ def _prepare_cached(data: Data, reporter: Reporter) -> Path:
             raise
         problems = [dataclasses.replace(p, fix="Set data.cache to a writable folder") for p in error.problems]
         raise UserError(*problems) from None
-    reporter.message(report.describe())
+    say = reporter.detail if one_of_several and not report.quarantined else reporter.message
+    say(report.describe())
     return folder
 
 

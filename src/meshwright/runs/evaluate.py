@@ -67,7 +67,7 @@ def name_sets(data: HeldOutData) -> dict[str, str]:
     """Paths by name; a path alone is named after its file.
 
     Raises:
-        UserError: Two sets have one name, or there is none.
+        UserError: Two sets have one name, or there is no set.
     """
     sets = {name: str(path) for name, path in data.items()} if isinstance(data, Mapping) else {}
     texts = () if isinstance(data, Mapping) else [str(data)] if isinstance(data, str | Path) else data
@@ -79,7 +79,9 @@ def name_sets(data: HeldOutData) -> dict[str, str]:
             raise UserError(Problem("eval-set-name", rule, path=name, fix=fix))
         sets[name] = path
     if not sets:
-        raise UserError(Problem("eval-set-name", "names no held-out set", path="--data", fix="Give a path"))
+        rule = "is missing: an evaluation needs at least one held-out set"
+        fix = "Add --data PATH or --data NAME=PATH: text, records, images, or a prepared folder"
+        raise UserError(Problem("eval-no-data", rule, path="--data", fix=fix))
     return sets
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.corpus import starts_with_conversation
+from meshwright.data.first_records import starts_with_conversation
 from meshwright.data.hf_tokenizer import hf_tokenizer_text
 from meshwright.data.images import has_eval_split
 from meshwright.data.shards import looks_prepared
@@ -63,7 +63,7 @@ def prepare_held_out(job: Job, one: EvalSet, tokenizer: Path, reporter: Reporter
         data = dataclasses.replace(data, template=None, prompt_field=None, answer_field=None)
     masked = data.prompt_masking and data.template is not None
     data = dataclasses.replace(data, tokenizer=own, eval_fraction=1.0, prompt_masking=masked)
-    return prepare_source(job, data, reporter).resolve()
+    return prepare_source(job, data, reporter, one_of_several=bool(job.data.eval)).resolve()
 
 
 def _holds_conversations(data: Data) -> bool:

@@ -32,6 +32,10 @@ class Reporter:
         if self._log is not None:
             self._log(text)
 
+    def detail(self, text: str) -> None:
+        """A line that is left out unless everything is asked for."""
+        self.message(text)
+
     def progress(self, text: str) -> None:
         """A line about what is being done."""
         self.message(text)
@@ -49,7 +53,7 @@ class Reporter:
         """An event of a rank."""
         if self._on_event is not None:
             self._on_event(event)
-        if self._text is not None and (line := self._text.describe(event)) and self._text.is_due(event):
+        if self._text is not None and (line := self._text.log_line(event)):
             self.message(line)
 
     @contextmanager

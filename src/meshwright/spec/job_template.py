@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,19 @@ keep_last = 2
 """
 
 
-def write_job_text(model: str, data: str | None, devices: str, out: Path, template: str | None = None) -> str:
+@dataclass(frozen=True)
+class DataFields:
+    """How the records of data are read."""
+
+    template: str | None = None
+    """Chat template of conversations."""
+    text_field: str | None = None
+    """Field with the text; ``text``, the default, is not written."""
+
+
+def write_job_text(
+    model: str, data: str | None, devices: str, out: Path, fields: DataFields | None = None
+) -> str:
     """The text of a job file that loads, plans and trains as it is.
 
     Args:
@@ -56,7 +69,7 @@ def write_job_text(model: str, data: str | None, devices: str, out: Path, templa
         devices: ``local`` for the devices of this machine, a number of them, or a cluster such as
             ``8x8xh100-sxm``.
         out: The file; paths in it are relative to its folder.
-        template: Chat template of data that are conversations.
+        fields: How its records are read; plain text if left out.
 
     Raises:
         UserError: The model is neither a preset nor a folder, or the devices are not understood.
@@ -66,18 +79,19 @@ def write_job_text(model: str, data: str | None, devices: str, out: Path, templa
         named = f"hf = {_quote(_seen_from(model, out))}"
         note = "weights and tokenizer come from this folder"
     else:
-        fields = read_preset("models", model)
-        if isinstance(fields, Problem):
-            rule, fix = "is neither a model preset nor a Hugging Face folder", fields.fix
+        preset = read_preset("models", model)
+        if isinstance(preset, Problem):
+            rule, fix = "is neither a model preset nor a Hugging Face folder", preset.fix
             raise UserError(Problem("init-model", rule, path="model", value=model, fix=fix, is_argument=True))
-        large, length = fields.get("hidden_size", 0) >= LARGE, fields.get("max_positions") or 4096
-        kind = "images" if fields.get("architecture") == "resnet" else "large" if large else "small"
+        large, length = preset.get("hidden_size", 0) >= LARGE, preset.get("max_positions") or 4096
+        kind = "images" if preset.get("architecture") == "resnet" else "large" if large else "small"
         named, note = f"preset = {_quote(model)}", "or hf = a Hugging Face folder, or the model's fields"
+    path = None if data is None else _seen_from(data, out)
     return TEMPLATE.format(
         file=out,
         model=f"{named:<26} # {note}",
         cluster=_cluster_lines(devices),
-        data=_data_lines(kind, None if data is None else _seen_from(data, out), length, template),
+        data=_data_lines(kind, path, length, fields or DataFields()),
         **_train_values(kind),
     )
 
@@ -93,7 +107,7 @@ def _train_values(kind: str) -> dict[str, Any]:
     return {**values, "precision": _quote(values["precision"]), "eval_every": values["steps"] // 4}
 
 
-def _data_lines(kind: str, data: str | None, length: int, template: str | None) -> str:
+def _data_lines(kind: str, data: str | None, length: int, fields: DataFields) -> str:
     path = _quote(data or f"builtin:{'synthetic-images' if kind == 'images' else 'python-stdlib'}")
     lines = [f"path = {path:<19} # a file, a folder or a glob; relative to this file"]
     if kind != "images":
@@ -101,9 +115,11 @@ def _data_lines(kind: str, data: str | None, length: int, template: str | None) 
         lines.append(f"seq_len = {min(longest, length):<16} # tokens per sample")
     if kind in ("small", "large"):
         lines.append('tokenizer = "byte"         # or "bpe:8192", trained on the data, or a tokenizer.json')
-    if template is not None:
+    if fields.text_field not in (None, "text"):
+        lines.append(f"text_field = {_quote(fields.text_field):<13} # field or column with the text")
+    if fields.template is not None:
         lines += [
-            f"template = {_quote(template):<15} # renders the conversations: docs/data.md",
+            f"template = {_quote(fields.template):<15} # renders the conversations: docs/data.md",
             'mask = "document"          # packed conversations do not attend to each other',
             "prompt_masking = true      # loss on answers only",
         ]
@@ -119,6 +135,8 @@ def _cluster_lines(devices: str) -> str:
     cluster = tree["cluster"]
     what = "the devices of the machine where the job runs" if cluster["preset"] == "local" else "device type"
     first = f"preset = {_quote(cluster.pop('preset')):<17} # {what}"
+    if devices.isdigit():
+        return f"{first}\ndevices_per_node = {devices:<7} # GPUs, or CPU processes on a machine without them"
     return "\n".join([first, *(f"{key} = {value}" for key, value in cluster.items())])
 
 

@@ -1,7 +1,8 @@
 """Keys of other frameworks, with the job key that does the same.
 
-The names are those of Hugging Face Trainer, Accelerate, torchtitan, Megatron-LM, DeepSpeed and nanoGPT. A
-name with a dot is matched against the whole path that the user wrote, any other one against its last part.
+The names are those of Hugging Face Trainer, Accelerate, torchtitan, Megatron-LM, DeepSpeed, Lightning and
+nanoGPT. A name with a dot is matched against the whole path that the user wrote, any other one against its
+last part.
 """
 
 from __future__ import annotations
@@ -45,10 +46,32 @@ HINTS = (
     KeyHint("max_position_embeddings", "model.max_positions"),
     KeyHint("tie_word_embeddings weight_tying", "model.tied_embeddings"),
     KeyHint("rms_norm_eps layernorm_epsilon layer_norm_eps", "model.norm_eps"),
-    KeyHint("num_local_experts n_routed_experts", "model.num_experts"),
-    KeyHint("moe_router_topk num_experts_per_tok top_k", "model.experts_per_token"),
-    KeyHint("attn_implementation use_flash_attn flash_attention", "", "the fastest attention kernel is used"),
+    KeyHint("num_local_experts n_routed_experts num_moe_experts moe_num_experts", "model.num_experts"),
+    KeyHint(
+        "moe_router_topk num_experts_per_tok num_experts_per_token moe_top_k moe_topk top_k",
+        "model.experts_per_token",
+    ),
+    KeyHint("moe_ffn_hidden_size moe_intermediate_size", "model.expert_ffn_size"),
+    KeyHint("n_shared_experts num_shared_experts", "model.shared_experts"),
+    KeyHint("moe_expert_capacity_factor expert_capacity_factor", "model.capacity_factor"),
+    KeyHint("moe_aux_loss_coeff router_aux_loss_coef aux_loss_coef", "train.balance_loss"),
+    KeyHint("moe_z_loss_coeff router_z_loss_coef", "train.z_loss"),
+    KeyHint("kv_channels head_size", "model.head_dim"),
+    KeyHint("sliding_window window_size", "model.window"),
+    KeyHint("hidden_act activation_function", "model.activation"),
+    KeyHint("normalization norm_type", "model.norm"),
+    KeyHint("rotary_base rope_base", "model.rope_theta"),
+    KeyHint("initializer_range init_method_std", "model.init_std"),
+    KeyHint("padded_vocab_size n_vocab", "model.vocab_size"),
+    KeyHint(
+        "attn_implementation use_flash_attn use_flash_attention use_flash_attention_2 flash_attention "
+        "flash_attn",
+        "",
+        "the fastest attention kernel is used",
+    ),
     KeyHint("dropout hidden_dropout attention_dropout resid_pdrop", "", "dropout is not built"),
+    KeyHint("label_smoothing label_smoothing_factor", "", "label smoothing is not built"),
+    KeyHint("ema ema_decay use_ema", "", "an average of the weights (EMA) is not built"),
     # fine-tuning
     KeyHint(
         "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules qlora peft peft_config adapter",
@@ -59,9 +82,10 @@ HINTS = (
     # cluster
     KeyHint("num_nodes nnodes num_machines", "cluster.nodes"),
     KeyHint(
-        "gpus num_gpus n_gpu gpus_per_node nproc_per_node num_processes world_size",
+        "gpus num_gpus n_gpu gpus_per_node nproc_per_node num_processes world_size devices",
         "cluster.devices_per_node",
     ),
+    KeyHint("use_cpu no_cuda accelerator device_map", "cluster.device"),
     # data
     KeyHint(
         "seq_length max_seq_length max_seq_len sequence_length context_length max_length block_size "
@@ -69,9 +93,20 @@ HINTS = (
         "data.seq_len",
     ),
     KeyHint("data_path train_file train_files dataset dataset_path dataset_name data_files", "data.path"),
-    KeyHint("tokenizer_name tokenizer_path tokenizer_model tokenizer_name_or_path", "data.tokenizer"),
+    KeyHint(
+        "tokenizer_name tokenizer_path tokenizer_model tokenizer_name_or_path tokenizer_type vocab_file",
+        "data.tokenizer",
+    ),
+    KeyHint("dataset_text_field text_column text_column_name text_key", "data.text_field"),
+    KeyHint("valid_data_path validation_file eval_dataset", "data.eval"),
     KeyHint("validation_split val_split test_size split", "data.eval_fraction"),
-    KeyHint("packing reset_attention_mask", "data.mask", "samples are always packed"),
+    KeyHint("packing group_by_length reset_attention_mask", "data.mask", "samples are always packed"),
+    KeyHint("shuffle shuffle_seed", "train.seed", "samples are always shuffled"),
+    KeyHint(
+        "num_workers dataloader_num_workers dataloader_pin_memory pin_memory",
+        "",
+        "data are tokenized before training; there are no loader processes",
+    ),
     KeyHint("completion_only_loss", "data.prompt_masking"),
     KeyHint("train_on_inputs train_on_prompts", "data.prompt_masking", "the opposite: it masks prompts"),
     KeyHint("chat_template prompt_template", "data.template"),
@@ -79,6 +114,8 @@ HINTS = (
     KeyHint(
         "max_steps train_iters num_steps total_steps max_iters iterations num_train_steps", "train.steps"
     ),
+    KeyHint("train_samples max_samples", "train.steps", "samples / train.global_batch"),
+    KeyHint("train_tokens max_tokens", "train.steps", "tokens / (train.global_batch x data.seq_len)"),
     KeyHint(
         "num_train_epochs num_epochs epochs max_epochs",
         "train.steps",
@@ -113,12 +150,14 @@ HINTS = (
     KeyHint("warmup_steps num_warmup_steps lr_warmup_iters lr_warmup_steps warmup_iters", "train.warmup"),
     KeyHint("warmup_ratio lr_warmup_fraction", "train.warmup", "a number of steps"),
     KeyHint("min_lr min_lr_factor eta_min", "train.min_lr_ratio", "a fraction of train.lr"),
+    KeyHint("decay_ratio lr_wsd_decay_iters", "train.decay_fraction", "with train.schedule=wsd"),
     # precision and execution
     KeyHint(
-        "bf16 fp16 fp8 fp32 tf32 amp mixed_precision mixed_precision_param torch_dtype dtype params_dtype",
+        "bf16 fp16 fp8 fp32 tf32 amp mixed_precision mixed_precision_param torch_dtype dtype params_dtype "
+        "param_dtype fp8_format enable_float8_linear",
         "train.precision",
     ),
-    KeyHint("mixed_precision_reduce grad_reduce_in_fp32", "compression.kind train.grad_dtype"),
+    KeyHint("mixed_precision_reduce grad_reduce_in_fp32 reduce_dtype", "compression.kind train.grad_dtype"),
     KeyHint("compile torch_compile use_torch_compile compile.enable kernels", "train.block_backend"),
     KeyHint("initial_scale_power init_scale initial_loss_scale", "train.loss_scale"),
     KeyHint("use_deterministic_algorithms full_determinism deterministic_mode", "train.deterministic"),
@@ -126,7 +165,7 @@ HINTS = (
     KeyHint("max_restarts max_failures fault_tolerance", "elastic.restarts"),
     # parallelism
     KeyHint(
-        "dp dp_size data_parallel data_parallel_size data_parallel_degree",
+        "dp dp_size data_parallel data_parallel_size data_parallel_degree strategy",
         "layout.dp_replicate layout.dp_shard",
         "DDP or ZeRO (FSDP)",
     ),
@@ -167,7 +206,8 @@ HINTS = (
     KeyHint("cp_comm_type context_parallel_method ulysses", "layout.context"),
     KeyHint(
         "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_activations "
-        "recompute_granularity checkpoint_activations",
+        "recompute_granularity recompute_method recompute_num_layers selective_ac_option "
+        "checkpoint_activations gradient_checkpointing_kwargs",
         "layout.recompute",
     ),
     KeyHint(
@@ -183,7 +223,7 @@ HINTS = (
     KeyHint("save_steps save_interval checkpoint_interval checkpoint.interval", "checkpoint.every_steps"),
     KeyHint("save_strategy", "checkpoint.every_steps checkpoint.every_minutes"),
     KeyHint("save_total_limit keep_latest_k max_checkpoints", "checkpoint.keep_last"),
-    KeyHint("load_best_model_at_end", "checkpoint.on_best"),
+    KeyHint("load_best_model_at_end metric_for_best_model", "checkpoint.on_best"),
     KeyHint("checkpoint.folder checkpoint.path checkpoint_dir save_dir", "checkpoint.dir"),
     KeyHint("output_dir dump_folder out_dir", "run_dir"),
     KeyHint("resume resume_from_checkpoint load_checkpoint init_from", "", "start the command with --resume"),
@@ -191,7 +231,9 @@ HINTS = (
     KeyHint("enable_tensorboard tensorboard_dir", "train.tensorboard"),
     KeyHint("enable_wandb wandb_project", "train.wandb"),
     KeyHint(
-        "logging_steps log_interval log_freq", "", "every step is written to events.jsonl in the run's folder"
+        "logging_steps log_interval log_freq steps_per_print",
+        "",
+        "every step is written to events.jsonl in the run's folder",
     ),
     KeyHint("push_to_hub hub_model_id", "", "meshwright checkpoint export writes a Hugging Face folder"),
     KeyHint("early_stopping early_stopping_patience", "", "early stopping is not built"),

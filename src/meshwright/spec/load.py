@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_plural
 from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
 from meshwright.spec.hf_config import is_settled, merge_hf_config
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
@@ -261,14 +262,29 @@ def apply_override(tree: Tree, text: str) -> Problem | None:
             path=text,
             fix="For example train.lr=3e-4",
         )
-    table = tree
+    table: Any = tree
     *parents, leaf = key.split(".")
-    for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
+    for depth, parent in enumerate(parents):
+        if isinstance(table, list) or parent.isdigit():
+            rows = table if isinstance(table, list) else []
+            if not parent.isdigit() or int(parent) >= len(rows):
+                return _wrong_row(key, ".".join(parents[:depth]), len(rows))
+            table = rows[int(parent)]
+        else:
+            table = table.setdefault(parent, {})
+        if not isinstance(table, dict | list):
             return Problem("job-bad-override", f"cannot be set: {parent} is not a table", path=key)
+    if isinstance(table, list):
+        return _wrong_row(key, ".".join(parents), len(table))
     table[leaf] = value if takes_text(key.split(".")) and value[:1] not in "'\"" else _parse_value(value)
     return None
+
+
+def _wrong_row(key: str, name: str, count: int) -> Problem:
+    """A key inside a list of tables needs the number of one of them."""
+    rule = f"cannot be set: {name} is a list of {format_plural(count, 'table')}"
+    fix = f"Write {name}.0.KEY=VALUE for the first one" if count else f"Write [[{name}]] in the job file"
+    return Problem("job-bad-override", rule, path=key, fix=fix)
 
 
 def _parse_value(text: str) -> Any:

@@ -26,7 +26,7 @@ def job_of(tmp_path):
     def build(shape, *settings):
         from one_device_worker import Task, build_shape
 
-        task = Task("ours", "ours", shape, steps=1, small=False, device="cpu", settings=settings)
+        task = Task("ours", "ours", shape, steps=1, small=False, device="cuda", settings=settings)
         return build_shape(task, tmp_path)
 
     return build

@@ -58,7 +58,7 @@ def test_the_commands_of_the_page_run(cli, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "arguments"),
     [
-        ("eval-set-name", ()),
+        ("eval-no-data", ()),
         ("data-path-missing", ("--data", "nowhere.txt")),
         ("data-path-missing", ("--data", "nowhere/")),
         ("data-corpus-empty", ("--data", "empty.txt")),

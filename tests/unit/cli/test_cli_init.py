@@ -75,6 +75,54 @@ def test_init_chooses_a_chat_template_for_instruction_data(cli, tmp_path, own):
     assert load_job("job.toml", to_run=False).data.template is None
 
 
+FIELDS = {
+    "rows.csv": ("id,Body\n1,some text\n2,more text\n", "Body"),
+    "rows.tsv": ("id\treview\tstars\n1\tIt was a long and windy road to it.\t5\n", "review"),
+    "rows.jsonl": ('{"title": "a", "content": "b", "n": 1}\n', "content"),
+    "rows.json": ('[{"lang": "en", "note": "a text of some length, longer than its language"}]', "note"),
+    "usual.jsonl": ('{"title": "a", "text": "b"}\n', None),
+    "plain.txt": ("some text", None),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_init_finds_the_field_with_the_text(cli, tmp_path, name):
+    content, field = FIELDS[name]
+    (tmp_path / name).write_text(content)
+    assert cli("init", "--model", "tiny", "--data", name).status == 0
+    assert load_job("job.toml").data.text_field == field
+
+
+def test_init_finds_the_text_column_of_a_parquet_file(cli, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table({"id": [1, 2], "article": ["some text", "more text"]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    assert cli("init", "--data", "rows.parquet").status == 0
+    assert load_job("job.toml").data.text_field == "article"
+
+
+def test_init_lists_the_fields_if_none_is_obviously_the_text(cli, tmp_path):
+    (tmp_path / "rows.csv").write_text("left,right\nsome text,more text\n")
+    ran = cli("init", "--data", "rows.csv")
+    assert (ran.status, ran.codes) == (2, ["init-text-field"])
+    assert "left, right" in ran.err
+    assert cli("init", "--data", "rows.csv", "--text-field", "right").status == 0
+    assert load_job("job.toml").data.text_field == "right"
+
+
+def test_init_says_what_a_number_of_gpus_means_without_a_gpu(cli, monkeypatch):
+    """Eight processes on two cores run, but are hardly what was meant."""
+    for module in ("spec.load", "cli.init"):
+        monkeypatch.setattr(f"meshwright.{module}.find_gpus", list)
+        monkeypatch.setattr(f"meshwright.{module}.count_cores", lambda: 2)
+    ran = cli("init", "--gpus", "8")
+    assert "8 CPU processes" in ran.out
+    said = " ".join(ran.err.split())
+    assert "this machine has no GPU: 8 processes share 2 CPU cores" in said
+    assert "--gpus 8xh100-sxm" in said
+    assert "warning" not in cli("init", "--gpus", "2", "--force").err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

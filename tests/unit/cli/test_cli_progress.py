@@ -77,3 +77,31 @@ def test_a_step_is_one_line_with_loss_lr_grad_norm_speed_and_eta(shown):
     step = {**STEP, "step": 4, "loss": 5.4306, "tokens": 64, "lr": 3e-4, "grad_norm": 1.92}
     (line,) = shown({**step, "tokens_per_s": 38_700.0, "mfu": 0.072})
     assert line == "step 4/4  loss 5.431  lr 3.0e-4  grad norm 1.92  38.7k tok/s  MFU 7.2%  ETA 0s"
+
+
+FREQUENT = ["train.steps=10", "train.eval_every=1", "checkpoint.every_steps=1"]
+EVALUATED = {"event": "eval", "rank": 0, "step": 1, "samples": 8, "loss": 5.5}
+SAVED = {"event": "checkpoint", "rank": 0, "step": 1, "path": "c", "bytes": 1, "seconds": 0.1}
+
+
+def test_frequent_evaluations_and_checkpoints_are_added_to_step_lines(shown):
+    """They have no lines of their own, except those of the last step."""
+    step = {**STEP, "loss": 5.4, "tokens": 64}
+    named = {**EVALUATED, "set": "old", "loss": 4.25}
+    first, second = shown(step, EVALUATED, named, SAVED, {**step, "step": 2}, overrides=FREQUENT)
+    assert first.startswith("step 1/10  loss 5.400")
+    assert second.endswith("ETA 0s  (step 1: held-out loss 5.5000, old 4.2500, saved)")
+    (last,) = shown({**EVALUATED, "step": 10}, overrides=FREQUENT)
+    assert last == "step 10: held-out loss 5.5000 on 8 samples"
+    seldom = ["train.steps=10", "train.eval_every=5", "checkpoint.every_steps=5"]
+    assert len(shown(step, EVALUATED, named, SAVED, {**step, "step": 2}, overrides=seldom)) == 5
+
+
+def test_frequent_evaluations_stay_above_the_bar_of_a_terminal(good):
+    page = io.StringIO()
+    console = Console(file=page, force_terminal=True, markup=False, highlight=False, width=140)
+    view = ProgressView(console, load_job(good, FREQUENT))
+    with view.shown():
+        for event in (EVALUATED, SAVED, {**STEP, "step": 2, "loss": 5.4, "tokens": 64}):
+            view.feed(event)
+    assert "step 1: held-out loss 5.5000, saved" in page.getvalue()

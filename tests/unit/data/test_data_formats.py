@@ -215,6 +215,8 @@ BAD_TEXT = {
     "a.csv": ("title,body\nx,y\n", "data-field-missing"),
     "rows.csv": ("text,id\na,1\nb\n", "data-bad-csv"),
     "quotes.csv": ('text,id\n"a,1\nb,2\n', "data-bad-csv"),
+    "semicolons.csv": ("id;text\n1;a, b\n", "data-bad-csv"),
+    "header.csv": ("text,id\n", "data-corpus-empty"),
     "a.jsonl": ('{"text": "a"}\n{"text": \n', "data-bad-json"),
     "mixed.jsonl": ('{"text": "a"}\n{"body": "b"}\n', "data-field-missing"),
     "mixed2.jsonl": ('{"text": "a"}\n{"prompt": "b", "completion": "c"}\n', "data-needs-template"),
@@ -257,6 +259,24 @@ def test_errors_say_where(tmp_path):
     assert "a.jsonl:3 " in found[0]
     assert "line 3" in found[1]
     assert "title, body" in found[2], "the columns are listed"
+
+
+def test_a_table_without_rows_or_with_semicolons_gets_a_hint(tmp_path):
+    (tmp_path / "header.csv").write_text("text,id\n")
+    with pytest.raises(UserError, match="has no rows below a header"):
+        texts(tmp_path / "header.csv")
+    (tmp_path / "semicolons.csv").write_text("id;text\n1;a, b\n")
+    with pytest.raises(UserError, match=r"'id;text' is one column: .* separated by semicolons") as error:
+        texts(tmp_path / "semicolons.csv")
+    assert ".tsv" in error.value.problems[0].fix
+    (tmp_path / "one.csv").write_text("left; right\na\n")
+    assert texts(tmp_path / "one.csv", text_field="left; right") == ["a"]
+
+
+def test_a_file_without_rows_beside_others_is_no_error(tmp_path):
+    (tmp_path / "a.csv").write_text("text,id\n")
+    (tmp_path / "b.csv").write_text("text,id\nsome text,1\n")
+    assert texts(tmp_path) == ["some text"]
 
 
 def test_a_null_in_parquet_names_the_row(tmp_path):

@@ -63,6 +63,15 @@ def test_hint_is_given_in_any_table():
         ({"parallel": {"some": 1}}, "parallel.some", "layout"),
         ({"fault": {"stop_grace_s": 1.0}}, "fault.stop_grace_s", "elastic.stop_grace_s"),
         ({"train": {"compile": True}}, "train.compile", "train.block_backend"),
+        ({"train": {"strategy": "fsdp"}}, "train.strategy", "layout.dp_shard"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled", "train.precision"),
+        ({"model": {"num_experts_per_token": 2}}, "model.num_experts_per_token", "model.experts_per_token"),
+        ({"model": {"use_flash_attention": True}}, "model.use_flash_attention", "fastest attention kernel"),
+        ({"train": {"label_smoothing": 0.1}}, "train.label_smoothing", "not built"),
+        ({"data": {"dataset_text_field": "body"}}, "data.dataset_text_field", "data.text_field"),
+        ({"data": {"num_workers": 4}}, "data.num_workers", "no loader processes"),
+        ({"model": {"sliding_window": 64}}, "model.sliding_window", "model.window"),
+        ({"train": {"train_samples": 64}}, "train.train_samples", "samples / train.global_batch"),
     ],
 )
 def test_misplaced_key_is_answered_with_its_path(tables, path, key):

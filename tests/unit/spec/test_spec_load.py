@@ -335,6 +335,30 @@ def test_override_below_a_scalar_key_is_refused():
     assert "steps is not a table" in str(problem)
 
 
+def test_override_sets_a_key_of_one_table_of_a_list(tmp_path):
+    path = tmp_path / "job.toml"
+    sources = '[[data.sources]]\nname = "a"\npath = "a.txt"\n[[data.sources]]\nname = "b"\npath = "b.txt"\n'
+    path.write_text(TINY_ON_H100 + sources)
+    job = load_job(str(path), ["data.path=", "data.sources.1.weight=0.3", "data.sources.0.name=7"])
+    assert [(one.name, one.weight) for one in job.data.sources] == [("7", 1.0), ("b", 0.3)]
+
+
+@pytest.mark.parametrize("key", ["data.sources.2.weight", "data.sources.weight", "data.sources.x.weight"])
+def test_override_of_a_table_that_a_list_does_not_have_is_refused(key):
+    problem = apply_override({"data": {"sources": [{}, {}]}}, f"{key}=1")
+    assert problem.code == "job-bad-override"
+    assert "data.sources is a list of 2 tables" in str(problem)
+    assert "data.sources.0." in problem.fix
+    assert "[[data.sources]]" in apply_override({"data": {}}, "data.sources.0.weight=1").fix
+
+
+@pytest.mark.parametrize(("name", "first"), [("8x8xH100", "h100-sxm"), ("a100", "a100-40g-sxm")])
+def test_a_cluster_without_its_form_suggests_sxm_first(name, first):
+    with pytest.raises(UserError) as caught:
+        load_job("tiny", on=name, to_run=False)
+    assert caught.value.problems[0].fix.startswith(f"Did you mean {first!r} or ")
+
+
 def test_override_creates_missing_tables():
     tables: dict = {}
     assert apply_override(tables, "layout.tp=2") is None

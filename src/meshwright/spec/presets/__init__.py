@@ -37,5 +37,6 @@ def suggest_preset(kind: Kind, name: str) -> str:
     """What to write instead of an unknown name: presets that begin like it or are similar, or all of them."""
     names = preset_names(kind)
     near = [known for known in names if known.startswith(name.lower())]
+    near.sort(key=lambda known: not known.endswith("-sxm"))  # the usual form of a GPU comes first
     near = near or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Presets: {', '.join(names)}"
