@@ -16,6 +16,7 @@ Activation checkpointing runs a forward pass again in the backward pass; its val
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -66,6 +67,10 @@ class Finding:
     def rank_order(self) -> tuple[int, ...]:
         """As ``order``; of ranks that share an output, the one with the bad weight is first."""
         return (*self.order, not self.weights)
+
+
+RankFinding = tuple[Finding | None, int, str]
+"""What a rank found, the index of its data-parallel replica, and its host."""
 
 
 class FiniteChecks:
@@ -244,13 +249,14 @@ def name_cause(trainer: Trainer, error: NotFiniteError) -> NotFiniteError:
     """
     try:
         finding = _recompute(trainer)
-        findings: list[Finding | None] = [finding]
+        own = (finding, trainer.data.train.rank, socket.gethostname())
+        findings: list[RankFinding] = [own]
         if trainer.mesh.control is not None:
             findings *= trainer.mesh.world_size
-            dist.all_gather_object(findings, finding, group=trainer.mesh.control)
+            dist.all_gather_object(findings, own, group=trainer.mesh.control)
     except Exception as failure:  # such as out of memory: the error itself must reach the user
         return error.with_cause(f"recomputing the step with checks failed: {failure}")
-    found = [(one.rank_order, rank, one) for rank, one in enumerate(findings) if one is not None]
+    found = [(one.rank_order, rank, one) for rank, (one, _, _) in enumerate(findings) if one is not None]
     if not found:
         return error.with_cause("not found when the step is recomputed", _advise_unrepeated(trainer))
     order, _, first = min(found, key=lambda item: item[:2])
@@ -258,7 +264,20 @@ def name_cause(trainer: Trainer, error: NotFiniteError) -> NotFiniteError:
     facts = {key: value for key, value in dataclasses.asdict(first).items() if key != "order"}
     if trainer.mesh.rank == 0:
         trainer.events.write("not_finite", step=trainer.step, ranks=ranks, **facts)
-    return error.with_cause(_describe(first, ranks), _advise(trainer, first))
+    device = ""
+    if _is_one_replica(trainer, findings):
+        device = f"the device of rank {', '.join(map(str, ranks))} ({findings[ranks[0]][2]})"
+    return error.with_cause(_describe(first, ranks), _advise(trainer, first, device))
+
+
+def _is_one_replica(trainer: Trainer, findings: list[RankFinding]) -> bool:
+    """Whether one of several data-parallel replicas is not finite, before gradients are reduced over them.
+
+    All replicas have the same weights; only their samples and devices differ. With ``ep`` their experts
+    differ too.
+    """
+    replicas = {data_rank for one, data_rank, _ in findings if one is not None and one.order[0] != UPDATE}
+    return len(replicas) == 1 and trainer.data.train.ranks > 1 and trainer.job.layout.ep == 1
 
 
 def _recompute(trainer: Trainer) -> Finding | None:
@@ -307,18 +326,29 @@ def _describe(first: Finding, ranks: list[int]) -> str:
     return f"first, the {place}"
 
 
-def _advise(trainer: Trainer, first: Finding) -> str:
-    """What to change, by the cause."""
+def _advise(trainer: Trainer, first: Finding, device: str) -> str:
+    """What to change, by the cause.
+
+    Args:
+        trainer: After the step.
+        first: The first value that is not finite.
+        device: The device to suspect, if only one data-parallel replica has such values; else empty.
+    """
     train, untrained = trainer.job.train, trainer.step == trainer.state.first_step + 1
     slower = "Lower train.lr or lengthen train.warmup"
     if first.module == "data":
         return "Correct the data: the batch itself is not finite"
+    if first.weights and device:
+        return f"Check {device}: the same weight is finite on the other data-parallel replicas"
     if first.weights and not untrained:
         return f"{slower}: an earlier update made the weight not finite"
     if first.weights:
         return "Check the initial weights: no step has changed them yet"
     if train.precision == "fp16":
         return "Use train.precision=bf16: values above 65504 overflow in fp16"
+    if device:
+        finite = "the other data-parallel replicas are finite with the same weights"
+        return f"Check these samples and {device}: {finite}. If other ranks fail too, lower train.lr"
     if untrained:
         return "Check the module and the samples: no update was made yet, so train.lr is not the cause"
     return f"{slower}; if it fails at the same samples with a lower one, check them"
