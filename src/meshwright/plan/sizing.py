@@ -7,6 +7,7 @@ minimizes writing plus lost work (Young 1974; Daly 2006 refines it for frequent 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -185,37 +186,61 @@ def size_cluster(
         pins: Layout keys that keep their value.
         progress: Called with each number of devices before its search.
     """
-    tried: dict[int, ClusterSize | None] = {}
-    answer: ClusterSize | None = None
-
-    def attempt(devices: int) -> None:
-        nonlocal answer
-        progress(devices)
-        size = tried[devices] = _best_on(job, devices, goal.tokens, pins)
-        if size is not None and goal.met_by(size.wall_s, size.cost):
-            answer = size if goal.is_better(devices, size.wall_s, answer) else answer
-
-    per_node = job.cluster.devices_per_node
-    doublings = [*divisors(per_node)]
-    if job.cluster.nic_bytes_per_s:
-        doublings += [per_node * 2**power for power in range(1, MOST_DOUBLINGS + 1)]
-    for devices in doublings:
-        attempt(devices)
-        if (answer is not None and goal.deadline_s is not None) or _has_peaked(goal, [*tried.values()]):
-            break
-    between = [
-        (devices, _device_seconds(tried[low], tried[high]) * (1 - MOST_SAVED))
-        for low, high in pairwise(list(tried))
-        for devices in _sizes_between(low, high, per_node)
-    ]
-    for devices, device_s in between if goal.deadline_s is not None else reversed(between):
-        wall_s, price = device_s / devices, job.cluster.cost_per_hour
-        cost = None if price is None else price * device_s / 3600
-        if goal.met_by(wall_s, cost) and goal.is_better(devices, wall_s, answer):
-            attempt(devices)
-    sizes = tuple(size for _, size in sorted(tried.items()) if size is not None)
-    too_small = tuple(devices for devices, size in sorted(tried.items()) if size is None)
+    search = _SizeSearch(job, goal.tokens, pins, progress)
+    answer = search.find(goal)
+    if answer is None and goal.deadline_s is not None and goal.max_cost is not None:
+        search.find(dataclasses.replace(goal, deadline_s=None))  # for the error: what each limit alone allows
+        search.find(dataclasses.replace(goal, max_cost=None))
+    sizes = tuple(size for _, size in sorted(search.tried.items()) if size is not None)
+    too_small = tuple(devices for devices, size in sorted(search.tried.items()) if size is None)
     return Sizing(goal, sizes, too_small, answer, list_assumptions(job))
+
+
+class _SizeSearch:
+    """Tries cluster sizes, each once."""
+
+    def __init__(
+        self, job: Job, tokens: float, pins: dict[str, Any], progress: Callable[[int], None]
+    ) -> None:
+        self.tried: dict[int, ClusterSize | None] = {}
+        self._job, self._tokens, self._pins, self._progress = job, tokens, pins, progress
+
+    def find(self, goal: Goal) -> ClusterSize | None:
+        """The best size for a goal; None if none meets it."""
+        answer: ClusterSize | None = None
+
+        def attempt(devices: int) -> ClusterSize | None:
+            nonlocal answer
+            size = self._try(devices)
+            if size is not None and goal.met_by(size.wall_s, size.cost):
+                answer = size if goal.is_better(devices, size.wall_s, answer) else answer
+            return size
+
+        cluster, doubled = self._job.cluster, dict[int, ClusterSize | None]()
+        doublings = [*divisors(cluster.devices_per_node)]
+        if cluster.nic_bytes_per_s:
+            doublings += [cluster.devices_per_node * 2**power for power in range(1, MOST_DOUBLINGS + 1)]
+        for devices in doublings:
+            doubled[devices] = attempt(devices)
+            if (answer is not None and goal.deadline_s is not None) or _has_peaked(goal, [*doubled.values()]):
+                break
+        between = [
+            (devices, _device_seconds(doubled[low], doubled[high]) * (1 - MOST_SAVED))
+            for low, high in pairwise(doubled)
+            for devices in _sizes_between(low, high, cluster.devices_per_node)
+        ]
+        for devices, device_s in between if goal.deadline_s is not None else reversed(between):
+            wall_s, price = device_s / devices, cluster.cost_per_hour
+            cost = None if price is None else price * device_s / 3600
+            if goal.met_by(wall_s, cost) and goal.is_better(devices, wall_s, answer):
+                attempt(devices)
+        return answer
+
+    def _try(self, devices: int) -> ClusterSize | None:
+        if devices not in self.tried:
+            self._progress(devices)
+            self.tried[devices] = _best_on(self._job, devices, self._tokens, self._pins)
+        return self.tried[devices]
 
 
 def _sizes_between(low: int, high: int, per_node: int) -> range:
@@ -290,16 +315,35 @@ def _describe_goal(goal: Goal) -> str:
 
 
 def unmet_goal_error(sizing: Sizing, kind: str) -> UserError:
-    """The error for a goal that no size meets; it names the fastest size and the cheapest."""
+    """The error for a goal that no size meets; it names what each limit alone allows."""
     goal = sizing.goal
-    named = [("fastest", sizing.fastest)] if goal.deadline_s is not None else []
-    named += [("cheapest", sizing.cheapest)] if goal.max_cost is not None else []
-    tried = "; ".join(f"the {word} is {_describe_size(size)}" for word, size in named)
+    named = [] if goal.max_cost is None else [_name_within_budget(sizing, goal)]
+    named += [] if goal.deadline_s is None else [_name_in_time(sizing, goal)]
     limit = "deadline" if goal.max_cost is None else "max_cost"
     fix = "Raise the limit or train on fewer tokens"
     fix += "; more devices do not help with this train.global_batch" if goal.max_cost is None else ""
-    rule = f"cannot be met: {explain_size(sizing, kind)}; {tried}"
+    rule = f"cannot be met: {explain_size(sizing, kind)}; {'; '.join(named)}"
     return UserError(Problem("plan-goal-unmet", rule, path=limit, fix=fix, is_argument=True))
+
+
+def _name_within_budget(sizing: Sizing, goal: Goal) -> str:
+    """The fastest size within the budget; the cheapest one if none is."""
+    budget = dataclasses.replace(goal, deadline_s=None)
+    within = [size for size in sizing.tried if budget.met_by(size.wall_s, size.cost)]
+    if not within:
+        return f"the cheapest is {_describe_size(sizing.cheapest)}"
+    fastest = min(within, key=lambda size: (size.wall_s, size.devices))
+    return f"the fastest within the budget is {_describe_size(fastest)}"
+
+
+def _name_in_time(sizing: Sizing, goal: Goal) -> str:
+    """The fewest devices that meet the deadline; the fastest size if none does."""
+    deadline = dataclasses.replace(goal, max_cost=None)
+    in_time = [size for size in sizing.tried if deadline.met_by(size.wall_s, size.cost)]
+    if not in_time:
+        return f"the fastest of all is {_describe_size(sizing.fastest)}"
+    fewest = min(in_time, key=lambda size: size.devices)
+    return f"the deadline needs {_describe_size(fewest)}"
 
 
 def _describe_size(size: ClusterSize) -> str:

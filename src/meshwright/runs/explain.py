@@ -136,14 +136,22 @@ def _named_values(job: Job, named: Sequence[str]) -> dict[str, Any]:
 def _explain_legal(
     job: Job, best: Prediction | None, filled: Prediction | None, pins: dict[str, Any]
 ) -> tuple[Prediction, list[str]]:
-    """The prediction of the layout as written, and sentences that compare it.
+    """The prediction of the layout that is judged, and sentences that compare it.
 
-    Without a degree among the keys there is only the best layout with them.
+    It is the best layout with the keys if they have no degree, or leave devices idle that data parallelism
+    or another degree can fill. Otherwise it is the layout as written.
     """
+    devices = job.cluster.world_size
+    idle = devices - job.layout.world_size if job.layout.mode != "auto" else 0
+    kept = filled is not None and all(getattr(filled.layout, key) == pins[key] for key in pins)
     if job.layout.mode == "auto":
         if filled is None:
             raise search_error(job, pins, find_layouts(job, pins, 1))
         requested, what = filled, "the best with " + _describe_keys(pins)
+    elif filled is not None and kept and idle > 0:
+        named = _describe_keys(pins)
+        what = f"the best with {named} on all {devices:,} devices; {named} alone leaves {idle:,} of them idle"
+        requested = filled
     else:
         requested, what = predict(job, job.layout), "as given"
     reasons = [f"{describe_layout(requested.layout)}: {what}"]

@@ -225,25 +225,27 @@ def test_why_names_the_missing_memory_and_changes_that_fit(cli):
     assert "it would fit with layout." in ran.out
 
 
-def test_why_counts_idle_devices(cli):
-    assert "it leaves 4 of 8 devices idle" in cli(*LLAMA, "--why", "layout.tp=4").out
+def test_why_judges_a_layout_with_idle_devices_if_all_degrees_are_given(cli):
+    given = ("layout.tp=4", "layout.dp_shard=1", "layout.dp_replicate=1", "layout.pp=1", "layout.cp=1")
+    ran = cli(*LLAMA, "--why", *given)
+    assert "as given" in ran.out
+    assert "it leaves 4 of 8 devices idle" in ran.out
 
 
-def test_why_predicts_the_best_layout_with_the_given_degrees_on_all_devices(cli):
-    """The given layout leaves six of eight devices idle. The best layout with its degrees is listed, too."""
+def test_why_judges_the_best_layout_with_the_given_degrees_on_all_devices(cli):
+    """tp=2 alone leaves six of eight devices idle; nobody would run that."""
     ran = cli(*LLAMA, "--why", "layout.tp=2", "layout.pp=1", "--json")
     why, (asked,) = ran.json["why"], ran.json["layouts"]
-    assert asked["layout"]["tp"] == 2
-    assert asked["layout"]["dp_shard"] == 1
     full = why["best_with_degrees"]
+    assert asked["layout"] == full["layout"]
     degrees = full["layout"]
     world = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     assert (degrees["tp"], degrees["pp"], world) == (2, 1, 8)
     assert full["fits"]
     assert full["against_best"] == pytest.approx(full["step_s"] / why["best"]["step_s"] - 1)
     assert full["against_best"] >= 0
-    (sentence,) = [r for r in asked["reasons"] if r.startswith("the best with pp=1 tp=2 on all 8 devices: ")]
-    assert sentence.endswith(f"{full['against_best']:+.1%} against the best")
+    judged = "the best with pp=1 tp=2 on all 8 devices; pp=1 tp=2 alone leaves 6 of them idle"
+    assert asked["reasons"][0].endswith(judged)
     searched = cli(*LLAMA, "--json", "--top", "50").json["layouts"]
     same = [e["step_s"] for e in searched if (e["layout"]["tp"], e["layout"]["pp"]) == (2, 1)]
     assert full["step_s"] <= min(same, default=full["step_s"]) * 1.01, "the simplest within 1%"

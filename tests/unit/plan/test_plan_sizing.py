@@ -20,6 +20,7 @@ from meshwright.plan.sizing import (
     lost_to_failures,
     parse_duration,
     size_cluster,
+    unmet_goal_error,
 )
 
 TABLES = {"data": {"seq_len": 2048}, "train": {"global_batch": 64}}
@@ -137,6 +138,25 @@ def test_budget_buys_the_fastest_size_between_doublings(priced_job, ideal_scalin
     sizing = size_cluster(priced_job, Goal(1e12, None, 11_000), {})
     assert sizing.answer is not None
     assert sizing.answer.devices == 96, "104 devices cost 11,040 USD"
+
+
+def test_limits_that_cannot_be_met_together_name_what_each_alone_allows(priced_job, ideal_scaling):
+    """The search goes beyond the budget, so that the size that keeps the deadline is known with its cost."""
+    ideal_scaling(lambda devices: 1 + devices / 1000)
+    sizing = size_cluster(priced_job, Goal(1e12, 100 * 3600, 11_000), {})
+    assert sizing.answer is None
+    said = str(unmet_goal_error(sizing, "H100"))
+    assert "the fastest within the budget is 96 devices: 4.8 days, 10,960 USD" in said
+    assert "the deadline needs 112 devices: 4.1 days, 11,120 USD" in said
+
+
+def test_a_deadline_that_no_size_meets_names_the_fastest_of_all(priced_job, ideal_scaling):
+    """More than 64 devices are not faster; 64 are above the budget."""
+    ideal_scaling(lambda devices: max(1.0, devices / 64) * (1 + devices / 1000))
+    sizing = size_cluster(priced_job, Goal(1e12, 3600, 10_100), {})
+    said = str(unmet_goal_error(sizing, "H100"))
+    assert "the fastest within the budget is 8 devices: " in said
+    assert "the fastest of all is 64 devices: 6.9 days, 10,640 USD" in said
 
 
 def test_sizes_without_a_layout_are_reported(priced_job, ideal_scaling, monkeypatch):
