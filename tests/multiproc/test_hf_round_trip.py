@@ -23,7 +23,7 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
-from meshwright.data.chat import Conversation, Message  # noqa: E402
+from meshwright.data.chat import Conversation, Message, read_conversation  # noqa: E402
 from meshwright.data.chat_templates import load_template  # noqa: E402
 from meshwright.data.prompt import encode_prompt  # noqa: E402
 from meshwright.data.tokenizer import BpeTokenizer, load_tokenizer  # noqa: E402
@@ -209,6 +209,19 @@ def test_a_template_of_the_data_is_exported(train, tmp_path, template):
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == texts[0] == texts[1]
     ids = tokenizer.apply_chat_template(MESSAGES[:1], add_generation_prompt=True)["input_ids"]
     assert tuple(ids) == encode_prompt(load_tokenizer(checkpoint), MESSAGES[0]["content"], trained).tokens
+
+
+def test_the_exported_template_renders_an_alpaca_input_as_in_training(train, tmp_path):
+    records = [{"instruction": f"Repeat {n}.", "input": f"word {n}", "output": f"{n}"} for n in range(40)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(records))
+    run = train(*UNCHANGED, "data.path=alpaca.json", "data.template=alpaca", "data.tokenizer=byte")
+    export_checkpoint(Path(run.result["checkpoint"]), tmp_path / "out", None, 10**9)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    user = {"role": "user", "content": "Repeat 7.", "input": "word 7"}
+    written = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "7"}], tokenize=False)
+    trained = load_template("alpaca", tmp_path, "byte").render(read_conversation(records[7], "here"), ())
+    assert written == "".join(span.text for span in trained)
+    assert "### Input:\nword 7" in written
 
 
 def test_a_template_of_the_data_replaces_that_of_the_source(train, use_hf_folder, corpus, tmp_path):

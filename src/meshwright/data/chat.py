@@ -54,6 +54,11 @@ class Message:
     input: str = ""
     """Alpaca's input, which is also the end of the content, after ``INPUT_SEPARATOR``."""
 
+    @property
+    def prompt(self) -> str:
+        """The content without the input."""
+        return self.content.removesuffix(f"{INPUT_SEPARATOR}{self.input}") if self.input else self.content
+
 
 @dataclass(frozen=True)
 class Conversation:

@@ -41,7 +41,7 @@ class TurnTemplate:
     default_system: str = ""
     """The system message of conversations without one."""
     default_system_with_input: str = ""
-    """The same, if the first prompt has an input (Alpaca)."""
+    """The same, if the first prompt has an input (Alpaca); with ``default_system`` only."""
     before_input: str = INPUT_SEPARATOR
     """Text between a prompt and its input."""
     between: str = ""
@@ -64,15 +64,18 @@ class TurnTemplate:
     def jinja(self) -> str:
         """The template in jinja, for a Hugging Face folder.
 
-        Messages have no separate input there, so the texts for one are left out.
+        A message may have Alpaca's input under ``input``; its ``content`` is then the instruction alone.
         """
         before, after = ({**dict.fromkeys(ROLES, ""), **texts} for texts in (self.before, self.after))
-        between, content = (
-            json.dumps(self.between),
-            "message.content | trim" if self.trim else "message.content",
+        between, before_input = json.dumps(self.between), json.dumps(self.before_input)
+        joined = f"message.content ~ {before_input} ~ message.input"
+        content = f"({joined} if message.input else message.content){' | trim' if self.trim else ''}"
+        with_input, without = (
+            json.dumps(before["system"] + text + after["system"] + self.between)
+            for text in (self.default_system_with_input, self.default_system)
         )
-        system = before["system"] + self.default_system + after["system"] + self.between
-        default = f"{{% if messages[0].role != 'system' %}}{{{{ {json.dumps(system)} }}}}{{% endif %}}"
+        system = f"{with_input} if messages[0].input else {without}"
+        default = f"{{% if messages[0].role != 'system' %}}{{{{ {system} }}}}{{% endif %}}"
         return (
             f"{{% set before = {json.dumps(before)} %}}{{% set after = {json.dumps(after)} %}}"
             f"{{{{ {json.dumps(self.begin)} }}}}{default if self.default_system else ''}"
@@ -104,8 +107,7 @@ class TurnTemplate:
         return tuple(part for part in parts if part.text)
 
     def _content(self, message: Message) -> str:
-        prompt = message.content.removesuffix(f"{INPUT_SEPARATOR}{message.input}")
-        return f"{prompt}{self.before_input}{message.input}" if message.input else message.content
+        return f"{message.prompt}{self.before_input}{message.input}" if message.input else message.content
 
 
 def _each_role(text: str) -> dict[Role, str]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import jinja2
 
 JINJA_FILE = "chat_template.jinja"
+INPUT_VARIABLE = "message.input"
+"""A template that reads this gets Alpaca's input apart, others at the end of the content."""
 
 _COMPILED_NAME = "<template>"
 """Name of a template from a string in jinja's tracebacks."""
@@ -67,10 +69,14 @@ class JinjaTemplate:
 
     def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
         """The spans of the document; see :class:`Template`."""
-        messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
-        placeholder = _free_character([m["content"] for m in messages])
-        for message in messages:
-            message["content"] = _hide(message["content"], special_tokens, placeholder)
+        placeholder = _free_character([m.content for m in conversation.messages])
+        messages = []
+        for message in conversation.messages:
+            texts = {"content": message.content}
+            if message.input and INPUT_VARIABLE in self.jinja:
+                texts = {"content": message.prompt, "input": message.input}
+            hidden = {key: _hide(text, special_tokens, placeholder) for key, text in texts.items()}
+            messages.append({"role": message.role, **hidden})
         whole = self._write(messages, conversation.name)
         parts: list[Span] = []
         end = 0

@@ -303,13 +303,25 @@ def test_prompt_and_answer_fields_can_be_named():
     assert read_conversation(record, "a:1", "instruction", "output") == SHORT
 
 
+ALPACA = read_conversation({"instruction": "Add them.", "input": " 1 and 2\n", "output": "3"}, "a:3")
+"""A conversation whose prompt has an input."""
+
+
 @pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
-@pytest.mark.parametrize("conversation", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("conversation", [SHORT, LONG, ALPACA], ids=["short", "long", "alpaca"])
 def test_a_built_in_template_in_jinja_renders_the_same_text(name, conversation, tmp_path):
-    """The jinja form is what an export writes; trailing spaces and default system messages are kept."""
+    """The jinja form is what an export writes; spaces, inputs and default system messages are kept."""
     template, path = BUILTIN_TEMPLATES[name], tmp_path / "chat_template.jinja"
     path.write_text(template.jinja)
     same = load_template(str(path), tmp_path, "byte")
     ours, theirs = template.render(conversation, ()), same.render(conversation, ())
     assert text(theirs) == text(ours)
     assert same.jinja == template.jinja
+
+
+def test_a_jinja_template_without_an_input_gets_it_at_the_end_of_the_content(tmp_path):
+    pytest.importorskip("jinja2")
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    assert text(load_template("plain.jinja", tmp_path, "byte").render(ALPACA, ())).startswith(
+        "[Add them.\n 1 and 2\n]"
+    )
