@@ -19,12 +19,18 @@ MIN_TEXT_SHARE = 0.8
 MAX_RECORDS = 32
 
 
-def read_first_records(source: str, base: Path, options: ReadOptions | None = None) -> list[dict[str, Any]]:
+def read_first_records(source: str, base: Path, options: ReadOptions) -> list[dict[str, Any]]:
     """The first records of a source's first file with records; none if the first file is text.
 
-    A file that cannot be read is left out: reading the source reports it.
+    Args:
+        source: Builtin name, file, folder or glob.
+        base: Folder of a relative source.
+        options: How files are read.
+
+    Raises:
+        BadDataError: A file or record before them is bad, and bad ones are not skipped.
     """
-    fields, found = record_fields(options or ReadOptions()), []
+    fields, found = record_fields(options), []
     for _, path in iter_files(source, base, frozenset(), _ignore):
         try:
             kind = file_kind(path)
@@ -32,9 +38,14 @@ def read_first_records(source: str, base: Path, options: ReadOptions | None = No
                 break
             with open_file(path, kind.compression) as (stream, _):
                 for _, record in itertools.islice(iter_records(kind.kind, stream, (), fields), MAX_RECORDS):
+                    if isinstance(record, BadDataError) and not options.skip_bad:
+                        raise record
                     if isinstance(record, dict):
                         found.append(record)
-        except (BadDataError, OSError):
+        except BadDataError:
+            if not options.skip_bad:
+                raise
+        except OSError:  # reading the source reports it
             pass
         if found:
             break
@@ -42,8 +53,14 @@ def read_first_records(source: str, base: Path, options: ReadOptions | None = No
 
 
 def starts_with_conversation(source: str, base: Path, options: ReadOptions) -> bool:
-    """Whether the first record of a source is a conversation; a text file has no records."""
-    records = read_first_records(source, base, options)
+    """Whether the first record of a source is a conversation; a text file has no records.
+
+    A source that cannot be read counts as none: reading it reports the error.
+    """
+    try:
+        records = read_first_records(source, base, options)
+    except BadDataError:
+        return False
     return bool(records) and holds_conversation(records[0], options.prompt_field, options.answer_field)
 
 

@@ -102,7 +102,7 @@ class EventText:
 
     def _describe_eval(self, event: Event) -> str | None:
         name, loss = event.get("set"), _event_loss(event)
-        if self._adds_news and event["step"] < self.steps:
+        if self._adds_news:
             self._add_news(event["step"], f"held-out loss {loss}" if name is None else f"{name} {loss}")
             return None
         samples = format_plural(event["samples"], "sample")
@@ -113,9 +113,9 @@ class EventText:
         self._news.setdefault(step, []).append(text)
 
     def _describe_checkpoint(self, event: Event) -> str | None:
-        if self._adds_news and event["step"] < self.steps:
+        if self._adds_news:
             self._add_news(event["step"], "saved")
-            return None
+            return self.take_news() if event["step"] >= self.steps else None  # no step line follows
         cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
         return f"step {event['step']}: checkpoint {event['path']} ({cost})"
 

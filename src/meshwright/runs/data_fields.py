@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.core.errors import Problem, UserError
 from meshwright.data.chat import holds_conversation
 from meshwright.data.chat_templates import TOKENIZER_TEMPLATE, has_template
+from meshwright.data.corpus import ReadOptions
+from meshwright.data.files import BadDataError
 from meshwright.data.first_records import find_text_field, read_first_records
 from meshwright.data.images import looks_like_images
 from meshwright.data.shards import looks_prepared
@@ -29,11 +32,18 @@ def find_fields(source: str, model: Path) -> FoundFields:
 
     Conversations get the model folder's own chat template, or ``alpaca``. Text, prepared folders, images and
     built-in data have no fields.
+
+    Raises:
+        UserError: The first file with records cannot be read; training would stop at it.
     """
     prepared = looks_prepared(Path(source)) or looks_like_images(Path(source))
     if not source or source.startswith(BUILTIN) or prepared:
         return FoundFields(DataFields())
-    records = read_first_records(source, Path.cwd())
+    try:
+        records = read_first_records(source, Path.cwd(), ReadOptions(skip_bad=False))
+    except BadDataError as error:
+        problem = Problem(error.code, f"cannot be used: {error}", path=source, fix=error.fix)
+        raise UserError(problem) from error
     names = tuple(str(name) for name in records[0]) if records else ()
     if not records:
         return FoundFields(DataFields())

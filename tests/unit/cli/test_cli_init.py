@@ -101,6 +101,14 @@ def test_init_finds_the_text_column_of_a_parquet_file(cli, tmp_path):
     assert load_job("job.toml").data.text_field == "article"
 
 
+def test_init_reports_data_that_training_would_refuse(cli, tmp_path):
+    (tmp_path / "rows.csv").write_text("id;text\n1;a, b\n")
+    ran = cli("init", "--data", "rows.csv")
+    assert (ran.status, ran.codes) == (2, ["data-bad-csv"])
+    assert "semicolons" in ran.err
+    assert not (tmp_path / "job.toml").exists()
+
+
 def test_init_lists_the_fields_if_none_is_obviously_the_text(cli, tmp_path):
     (tmp_path / "rows.csv").write_text("left,right\nsome text,more text\n")
     ran = cli("init", "--data", "rows.csv")

@@ -85,14 +85,14 @@ SAVED = {"event": "checkpoint", "rank": 0, "step": 1, "path": "c", "bytes": 1, "
 
 
 def test_frequent_evaluations_and_checkpoints_are_added_to_step_lines(shown):
-    """They have no lines of their own, except those of the last step."""
+    """They have no lines of their own; those of the last step, which no step follows, share one."""
     step = {**STEP, "loss": 5.4, "tokens": 64}
     named = {**EVALUATED, "set": "old", "loss": 4.25}
     first, second = shown(step, EVALUATED, named, SAVED, {**step, "step": 2}, overrides=FREQUENT)
     assert first.startswith("step 1/10  loss 5.400")
     assert second.endswith("ETA 0s  (step 1: held-out loss 5.5000, old 4.2500, saved)")
-    (last,) = shown({**EVALUATED, "step": 10}, overrides=FREQUENT)
-    assert last == "step 10: held-out loss 5.5000 on 8 samples"
+    (last,) = shown({**EVALUATED, "step": 10}, {**SAVED, "step": 10}, overrides=FREQUENT)
+    assert last == "step 10: held-out loss 5.5000, saved"
     seldom = ["train.steps=10", "train.eval_every=5", "checkpoint.every_steps=5"]
     assert len(shown(step, EVALUATED, named, SAVED, {**step, "step": 2}, overrides=seldom)) == 5
 
