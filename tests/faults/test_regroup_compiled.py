@@ -1,4 +1,4 @@
-"""Ranks with compiled blocks regroup: the survivor compiles again in its process."""
+"""Ranks with compiled blocks regroup: the survivor keeps its process and its compiled code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from meshwright.core.events import read_events
 
 OPTIONS = (
-    "layout.dp_replicate=2",
     "train.steps=30",
+    "train.eval_every=10",
     "train.block_backend=compile",
     "train.compile_backend=aot_eager",
     "elastic.snapshot_every=5",
@@ -43,14 +43,19 @@ def kill_rank_1_at(path, step):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ranks_with_compiled_blocks_regroup(train, tmp_path, monkeypatch):
-    """The survivor keeps its process, and the losses are those of a calm run."""
+@pytest.mark.parametrize(
+    "layout", ["layout.dp_replicate=2", "layout.dp_shard=2", "layout.tp=2", "layout.pp=2"]
+)
+def test_ranks_with_compiled_blocks_regroup(train, tmp_path, monkeypatch, layout):
+    """The survivor compiles nothing after the regroup, and the losses are those of a calm run."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:count_graphs")
-    calm = train(*OPTIONS, "run_dir=calm")
+    calm = train(layout, *OPTIONS, "run_dir=calm")
     kill_rank_1_at(tmp_path / "run" / "events.jsonl", 13)
-    run = train(*OPTIONS, "run_dir=run")
+    run = train(layout, *OPTIONS, "run_dir=run")
     assert run.losses == calm.losses
     log = read_events(tmp_path / "run" / "events.jsonl")
     assert len(log.of("recovered")) == 1
     assert sorted(e["rank"] for e in log.of("started")) == [0, 1, 1], "the survivor keeps its process"
-    assert all(e["graphs"] > 0 for e in log.of("graphs")), "blocks are compiled"
+    built = {e["rank"]: (e["before"], e["graphs"]) for e in log.of("graphs")}
+    assert built[1][0] == 0 < built[1][1], "the replacement compiles"
+    assert built[0][0] == built[0][1] > 0, "the survivor does not"

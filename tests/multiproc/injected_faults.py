@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ import torch.distributed._functional_collectives as functional
 from meshwright.checkpoint import saver
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import decoder_sharding
+from meshwright.models.decoder import Decoder
 from meshwright.parallel import expert
 from meshwright.train import build, loop, worker
 from meshwright.train.batches import Batcher
@@ -102,12 +104,16 @@ def record_all_gathers(run_dir, listener):
 
 
 def count_graphs(run_dir, listener):
-    """Probe: counts the graphs that torch.compile built."""
+    """Probe: the graphs that torch.compile built in this process before and after each generation."""
     original = loop.train
 
+    def count():
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
     def counted(trainer):
+        before, models = count(), sum(isinstance(one, Decoder) for one in gc.get_objects())
         original(trainer)
-        trainer.events.write("graphs", graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        trainer.events.write("graphs", before=before, graphs=count(), models=models)
 
     return run_with_trainer(counted, run_dir, listener)
 

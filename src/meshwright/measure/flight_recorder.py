@@ -198,7 +198,7 @@ class FlightRecorder:
                 source = -1 if _is_skipped(name) else self._text(_shorten(name))
                 self._sources[code] = source
             if source >= 0:
-                return source, frame.f_lineno
+                return source, _line_of(frame)
             frame = frame.f_back
         return 0, 0
 
@@ -229,7 +229,7 @@ class FlightRecorder:
             frame = frame.f_back
         line = 0
         if frame is not None:
-            name, line = _shorten(frame.f_code.co_filename), frame.f_lineno
+            name, line = _shorten(frame.f_code.co_filename), _line_of(frame)
             self._write_text(ring.BEAT_SOURCE_AT, ring.NOTE_BYTES, name)
         ring.BEAT.pack_into(self._memory, ring.BEAT_AT, time.monotonic_ns(), line)
 
@@ -250,6 +250,11 @@ class FlightRecorder:
             return result
 
         dist.Work.wait = observed_wait  # type: ignore[assignment, method-assign]
+
+
+def _line_of(frame: FrameType) -> int:
+    """The line at which a frame is; in code that torch.compile generated there may be none."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def _shorten(file: str) -> str:

@@ -96,6 +96,7 @@ def run_with_trainer(
         if status is not None:
             return status
         reset_process()
+        forget_compiled_code()
         link.offer_as_spare()
 
 
@@ -255,14 +256,22 @@ def _reassign(assignment: Assignment, order: Order) -> Assignment:
 
 
 def reset_process() -> None:
-    """Free what the last generation left: its process groups, its model and its compiled code."""
+    """Free what the last generation left: its process groups and its model.
+
+    Compiled code is kept. It refers to groups by their names, which repeat, and takes parameters as inputs.
+    So the next model of this rank passes its guards.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def forget_compiled_code() -> None:
+    """Free compiled code before this process becomes another rank: torch keeps 8 variants of a function."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def describe_failure(error: Exception, halted: bool = False) -> RankFailure:

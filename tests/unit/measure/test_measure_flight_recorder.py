@@ -1,0 +1,43 @@
+"""The flight recorder of a rank: its heartbeat, and the line at which the main thread is."""
+
+from __future__ import annotations
+
+import time
+from types import FunctionType
+
+import pytest
+
+from meshwright.core.flight_ring import FLIGHT_VARIABLE, FlightMemory
+from meshwright.measure.flight_recorder import FlightRecorder
+
+
+def wait_for_beat(memory):
+    """Wait in the main thread until the heartbeat has changed."""
+    before, deadline = memory.progress().heartbeat_ns, time.monotonic() + 20
+    while memory.progress().heartbeat_ns == before:
+        assert time.monotonic() < deadline, "the heartbeat has ended"
+        time.sleep(0.01)  # polls another thread
+
+
+def without_lines(function):
+    """The function as torch.compile may generate one: its frames have no line."""
+    return FunctionType(function.__code__.replace(co_linetable=b""), function.__globals__)
+
+
+@pytest.mark.parametrize("wait", [wait_for_beat, without_lines(wait_for_beat)], ids=["lines", "no lines"])
+def test_the_heartbeat_goes_on_and_names_the_source(wait, monkeypatch):
+    """A heartbeat that ends with an error makes the run take a rank that waits for a silent one."""
+    memory = FlightMemory.create(0)
+    monkeypatch.setenv(FLIGHT_VARIABLE, memory.path)
+    recorder = FlightRecorder()
+    try:
+        recorder.start(0, 0)
+        wait(memory)
+        wait(memory)
+        file, _, line = memory.progress().source.rpartition(":")
+        first = wait.__code__.co_firstlineno
+        assert file.endswith("test_measure_flight_recorder.py")
+        assert first <= int(line) <= first + 5
+    finally:
+        recorder.stop()
+        memory.close()
