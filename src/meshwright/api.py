@@ -200,7 +200,8 @@ class Job:
         from meshwright.runs.start import start_training  # noqa: PLC0415
 
         trained = start_training(self.loaded, resume, reporter, listen=ListenOptions(listen, token_file))
-        return Run(trained.run_dir, trained.plan, trained.record, trained.audit, trained.page, trained.rank)
+        facts = (trained.run_dir, trained.plan, trained.record, trained.audit, trained.page)
+        return Run(*facts, rank=trained.rank, by_ctrl_c=trained.by_ctrl_c)
 
     def prove(self, *, reporter: Reporter = SILENT) -> Proof:
         """Show that the layout computes what one process computes: losses, gradients, updates.
@@ -347,6 +348,8 @@ class Run:
     """The report page, if it was written."""
     rank: int = 0
     """This process's rank under torchrun; 0 otherwise."""
+    by_ctrl_c: bool = False
+    """Whether Ctrl-C stopped it just now, and not SIGTERM or SIGHUP."""
 
     @property
     def status(self) -> str:

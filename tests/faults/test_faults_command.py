@@ -31,8 +31,16 @@ def test_a_killed_rank_passes_with_its_figures(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_quick_tests_pass_in_one_layout():
-    """Supervisor, clock and hostile clients; also the wrong calls. No test is skipped."""
-    names = ("kill-rank-0", "kill-supervisor", "stop-supervisor", "wrong-call", "clock", "hostile-clients")
+    """Supervisor, preemption, clock and hostile clients; also the wrong calls. No test is skipped."""
+    names = (
+        "kill-rank-0",
+        "kill-supervisor",
+        "stop-supervisor",
+        "preempt",
+        "wrong-call",
+        "clock",
+        "hostile-clients",
+    )
     report = run_faults(*(f"{name}/ddp" for name in names), seed=1, budget_s=900)
     found = report.as_dict()
     assert (found["failed"], found["skipped"], found["violations"]) == ([], [], {})
@@ -52,7 +60,7 @@ def test_a_schedule_of_the_user_is_run(command, tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_leaves_no_process_and_no_folder(command, tmp_path, monkeypatch):
-    """The command, its agent and its ranks end; the temporary folder is removed."""
+    """The command, its agent and its ranks end, with status 4; the temporary folder is removed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     running = command("faults", "stop-supervisor/ddp", "--budget", "600")
     deadline = time.monotonic() + 60
@@ -62,7 +70,8 @@ def test_sigterm_leaves_no_process_and_no_folder(command, tmp_path, monkeypatch)
         assert time.monotonic() < deadline
         time.sleep(0.05)
     running.process.terminate()
-    assert running.finish()[0] == 130
+    status, _, err = running.finish()
+    assert (status, "[faults-interrupted]" in err) == (4, True), err
     assert not list(tmp_path.glob("meshwright-faults-*"))
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{event['pid']}").exists() for event in started):

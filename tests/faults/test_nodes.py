@@ -320,8 +320,8 @@ def test_a_signal_to_an_agent_stops_the_run_with_a_checkpoint(make_nodes, job_fi
     agent = nodes.join(1)
     wait_until(step_is_done(nodes, 5))
     agent.process.send_signal(signal.SIGTERM)
-    _, out, err = running.finish()
-    assert json.loads(out)["status"] == "interrupted", err
+    status, out, err = running.finish()
+    assert (status, json.loads(out)["status"]) == (0, "interrupted"), err
     assert list((nodes.run_dir / "checkpoints").glob("step-*"))
     agent.finish()
     nodes.require_empty()

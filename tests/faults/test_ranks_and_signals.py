@@ -98,13 +98,13 @@ def test_the_first_failed_rank_is_reported_when_the_next_error_is_not_a_lost_pee
 
 @pytest.mark.slow
 def test_sighup_stops_a_run_unless_started_by_nohup(command, job_file, tmp_path):
-    """SIGHUP stops the run with a checkpoint. Under nohup all processes of the group ignore it."""
+    """SIGHUP stops the run with a checkpoint: status 0. Under nohup all processes of the group ignore it."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
     os.killpg(running.process.pid, signal.SIGHUP)
     os.killpg(running.process.pid, signal.SIGHUP)
-    assert running.finish()[0] == 130
+    assert running.finish()[0] == 0
     assert list(run_dir.glob("checkpoints/step-*/manifest.json"))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; children inherit it
     try:
@@ -121,7 +121,7 @@ def test_sighup_stops_a_run_unless_started_by_nohup(command, job_file, tmp_path)
 def test_a_nan_loss_stops_the_run(train, monkeypatch):
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:nan_in_step_3")
     """The error names the step. Without a checkpoint, its fix does not propose a resume."""
-    (error,) = train("layout.dp_replicate=2", expect=4).result["errors"]
+    (error,) = train("layout.dp_replicate=2", "train.on_bad_step=stop", expect=4).result["errors"]
     assert error["code"] == "train-not-finite"
     assert "at step 3" in error["message"]
     assert "resume" not in error["fix"]
@@ -132,24 +132,28 @@ def test_a_non_finite_gradient_stops_the_run_before_the_checkpoint(train, monkey
     """The loss is finite and a gradient is not. The run stops and keeps the previous checkpoint."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:infinite_gradient")
     options = ["checkpoint.every_steps=1", "checkpoint.keep_last=1", f"train.clip={clip}", "run_dir=run"]
+    options += ["train.on_bad_step=stop"]
     (error,) = train("layout.dp_replicate=2", *options, expect=4).result["errors"]
     assert error["code"] == "train-not-finite"
     assert "resume" in error["fix"]
     assert [p.name for p in Path("run/checkpoints").iterdir()] == ["step-00000002"]
 
 
-def test_a_second_ctrl_c_kills_the_ranks(command, job_file, tmp_path):
-    """A stopped rank never finishes its step. The run still ends with status 130 and leaves no process."""
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 4, marks=pytest.mark.slow)]
+)
+def test_a_second_signal_kills_the_ranks(command, job_file, tmp_path, number, expected):
+    """A stopped rank never finishes its step. The run ends without a checkpoint and leaves no process."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
     pids = [e["pid"] for e in running.events(run_dir) if e["event"] == "started"]
     os.kill(pids[1], signal.SIGSTOP)
-    running.process.send_signal(signal.SIGINT)
+    running.process.send_signal(number)
     assert any("Ctrl-C again to stop at once" in line for line in running.process.stderr)
-    running.process.send_signal(signal.SIGINT)
+    running.process.send_signal(number)
     status, _, err = running.finish()
-    assert status == 130
+    assert status == expected
     assert "[run-ended-at-once]" in err
     assert not any(_is_running(pid) for pid in pids)
 
@@ -169,15 +173,17 @@ def test_ctrl_c_during_startup_prints_no_traceback(command, job_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("send", "number"),
+    ("send", "number", "expected"),
     [
-        (os.killpg, signal.SIGINT),
-        pytest.param(os.kill, signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(os.kill, signal.SIGTERM, marks=pytest.mark.slow),
+        (os.killpg, signal.SIGINT, 130),
+        pytest.param(os.kill, signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(os.kill, signal.SIGTERM, 0, marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_stops_after_the_step_and_saves_a_checkpoint(command, job_file, tmp_path, send, number):
-    """Exit status 130, a checkpoint of the last step, and a passing audit. The run can be resumed.
+def test_a_signal_stops_after_the_step_and_saves_a_checkpoint(
+    command, job_file, tmp_path, send, number, expected
+):
+    """A checkpoint of the last step and a passing audit; status 130 for Ctrl-C, 0 for SIGTERM; a resume.
 
     A terminal sends SIGINT to the process group: supervisor and ranks.
     """
@@ -186,7 +192,7 @@ def test_ctrl_c_stops_after_the_step_and_saves_a_checkpoint(command, job_file, t
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 5)
     send(running.process.pid, number)
     status, out, err = running.finish()
-    assert status == 130, err
+    assert status == expected, err
     assert "Traceback" not in err
     result = json.loads(out)
     assert result["status"] == "interrupted"
@@ -201,6 +207,52 @@ def test_ctrl_c_stops_after_the_step_and_saves_a_checkpoint(command, job_file, t
     losses = json.loads(out)["losses"]
     assert losses[:done] == result["losses"], "those of both attempts"
     assert len(losses) == done + 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "layout.dp_replicate=2",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("layout.dp_shard=2", "layout.pp=2")),
+    ],
+)
+def test_a_preempted_run_loses_no_step(command, train, job_file, tmp_path, layout):
+    """Reliability test 7: it ends within 10 s of SIGTERM. Its losses are those of an undisturbed run."""
+    run_dir, options = tmp_path / "run", (layout, "train.steps=60", "train.schedule=constant")
+    running = command("train", job_file, *options, f"run_dir={run_dir}", "--json")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 5)
+    running.process.terminate()
+    status, out, err = running.finish(10)
+    assert (status, json.loads(out)["status"]) == (0, "interrupted"), err
+    done = max(e["step"] for e in running.events(run_dir) if e["event"] == "step")
+    assert (run_dir / "checkpoints" / f"step-{done:08d}" / "manifest.json").exists()
+    steps = f"train.steps={done + 3}"
+    resumed = train(*options, steps, f"run_dir={run_dir}", resume=True)
+    first = next(e for e in running.events(run_dir) if e["event"] == "resumed")
+    assert first["step"] == done
+    assert resumed.losses == train(*options, steps).losses
+
+
+@pytest.mark.slow
+def test_a_signal_whose_checkpoint_cannot_be_written_ends_with_status_4(command, job_file, tmp_path):
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "checkpoint.dir=/proc/none")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
+    running.process.terminate()
+    status, _, err = running.finish()
+    assert (status, "[checkpoint-not-written]" in err) == (4, True), err
+
+
+@pytest.mark.slow
+def test_a_grace_that_is_shorter_than_a_step_is_reported(command, job_file, tmp_path):
+    run_dir = tmp_path / "run"
+    running = command(
+        "train", job_file, "layout.dp_replicate=1", f"run_dir={run_dir}", "elastic.stop_grace_s=1e-4"
+    )
+    status, _, err = running.finish()
+    assert (status, err.count("longer than elastic.stop_grace_s=0.0001")) == (0, 1), err
+    (event,) = [e for e in running.events(run_dir) if e["event"] == "grace_too_short"]
+    assert (event["rank"], event["step"]) == (0, 3)
 
 
 def _wait_until_ended(pids):
@@ -327,7 +379,7 @@ def test_all_sockets_listen_on_loopback(command, job_file, tmp_path):
                 assert fields[1].split(":")[0] == loopback, f"{table} {fields[1]} listens beyond loopback"
     assert listening, "the store listens on some socket"
     running.process.send_signal(signal.SIGTERM)
-    assert running.finish()[0] == 130
+    assert running.finish()[0] == 0
 
 
 def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

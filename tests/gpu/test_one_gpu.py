@@ -175,6 +175,7 @@ def test_a_nan_is_named_by_its_block_or_module(train, tmp_path, monkeypatch, bac
     fault = {"kind": "weight", "module": "blocks.1.attention.wo", "ranks": [0], "step": 2}
     (tmp_path / "plant.json").write_text(json.dumps(fault))
     options = ("train.precision=bf16", f"train.block_backend={backend}", "run_dir=run")
+    options += ("train.on_bad_step=stop",)
     failed = train(*ON_GPU, *WIDE, *options, expect=4)
     (found,) = [e for e in read_events(failed.run_dir / EVENTS_FILE).events if e["event"] == "not_finite"]
     assert found["module"].startswith(module)

@@ -23,6 +23,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel import expert
 from meshwright.train import build, loop, worker
 from meshwright.train.batches import Batcher
+from meshwright.train.finite_checks import FiniteChecks
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_rank, run_with_trainer
 from meshwright.verify.bench import scaling
@@ -37,9 +38,9 @@ def extra_all_reduce(run_dir, listener):
     """Adds an all-reduce to every step."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         dist.all_reduce(torch.zeros(3), group=trainer.mesh.group("dp_replicate"))
-        return original(trainer, lr)
+        return original(trainer, *args)
 
     Trainer.update = update
     return run_rank(run_dir, listener)
@@ -49,10 +50,10 @@ def extra_broadcast_once(run_dir, listener):
     """Adds one broadcast to step 3, on a group that belongs to no mesh axis."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         if trainer.step == 2:
             dist.broadcast(torch.zeros(5, dtype=torch.float64), 0, group=dist.new_group())
-        return original(trainer, lr)
+        return original(trainer, *args)
 
     Trainer.update = update
     return run_rank(run_dir, listener)
@@ -73,13 +74,13 @@ def collectives_outside_autograd(run_dir, listener):
     """Adds collectives that bypass autograd: a functional one, and one in inference mode."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         if trainer.step == 2:
             group = trainer.mesh.group("dp_replicate")
             functional.all_reduce(torch.zeros(4), "sum", group).sum()
             with torch.inference_mode():
                 dist.broadcast(torch.zeros(2), 0, group=group)
-        return original(trainer, lr)
+        return original(trainer, *args)
 
     Trainer.update = update
     return run_rank(run_dir, listener)
@@ -128,24 +129,12 @@ def infinite_gradient(run_dir, listener):
     """Sets a gradient element to inf in step 3. The loss stays finite."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         if trainer.step == 2:
             trainer.model.norm.weight.grad[0] = float("inf")
-        return original(trainer, lr)
+        return original(trainer, *args)
 
     Trainer.update = update
-    return run_rank(run_dir, listener)
-
-
-def spike_in_step_10(run_dir, listener):
-    """Multiplies all gradients of step 10 by 2^20, once, after the backward pass."""
-
-    def multiply(trainer):
-        if trainer.step == 9:
-            for parameter in trainer.model.parameters():
-                parameter.grad.mul_(2.0**20)
-
-    _before_update(multiply)
     return run_rank(run_dir, listener)
 
 
@@ -180,9 +169,9 @@ def nondeterministic_op(run_dir, listener):
     """Calls an operator that has no deterministic implementation."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
-        return original(trainer, lr)
+        return original(trainer, *args)
 
     Trainer.update = update
     return run_rank(run_dir, listener)
@@ -208,7 +197,7 @@ def infinite_gradient_on_rank_1(run_dir, listener):
     """Sets an element of rank 1's gradient shard to inf in step 3."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         assign = trainer.rank_parameters.assign_shard_grads
 
         def assign_and_overflow():
@@ -217,7 +206,7 @@ def infinite_gradient_on_rank_1(run_dir, listener):
                 dict(trainer.rank_parameters.named_parameters())["norm.weight"].grad[0] = float("inf")
 
         trainer.rank_parameters.assign_shard_grads = assign_and_overflow
-        norm = original(trainer, lr)
+        norm = original(trainer, *args)
         trainer.rank_parameters.assign_shard_grads = assign
         return norm
 
@@ -314,15 +303,23 @@ def limited_memory(run_dir, listener):
 
 
 def plant_nan(run_dir, listener):
-    """Plants NaN from a step on, as ``plant.json`` beside the run folder says: where, on which rank, how."""
+    """Plants NaN from a step on, as ``plant.json`` beside the run folder says: where, on which rank, how.
+
+    With ``once`` the step after it, unless it is the recomputed one, has the NaN no longer.
+    """
     plant = json.loads((Path(run_dir).parent / "plant.json").read_text())
     original, original_update = Trainer.forward_backward, Trainer.update
+    planted = []
 
     def forward_backward(trainer, batches, divisor):
-        if trainer.step == plant["step"] - 1:
+        recomputes = isinstance(trainer.observer, FiniteChecks)
+        if planted and plant.get("once") and not recomputes:
+            planted.pop().remove()
+        generations = plant.get("generations", [trainer.assignment.generation])
+        if trainer.step == plant["step"] - 1 and trainer.assignment.generation in generations:
             found = dict(trainer.model.named_modules()).get(plant["module"])
             if found is not None and trainer.mesh.rank in plant["ranks"]:
-                NAN_PLANTS[plant["kind"]](found)
+                planted.append(NAN_PLANTS[plant["kind"]](found))
         return original(trainer, batches, divisor)
 
     def update(trainer, *args):
@@ -330,7 +327,7 @@ def plant_nan(run_dir, listener):
         norm = original_update(trainer, *args)
         if not norm.isfinite():
             unchanged = all(map(torch.equal, before, _list_state(trainer)))
-            trainer.events.write("skipped_update", unchanged=unchanged)
+            trainer.events.write("skipped_update", step=trainer.step, unchanged=unchanged)
         return norm
 
     Trainer.forward_backward, Trainer.update = forward_backward, update
@@ -362,11 +359,11 @@ def _nan_in_output(module, when=lambda inputs: True):
 
 
 def _nan_in_input_gradient(module):
-    module.register_full_backward_hook(lambda _, grads, __: (grads[0] * float("nan"), *grads[1:]))
+    return module.register_full_backward_hook(lambda _, grads, __: (grads[0] * float("nan"), *grads[1:]))
 
 
 def _nan_in_weight_gradient(module):
-    module.weight.register_hook(lambda grad: grad * float("nan"))
+    return module.weight.register_hook(lambda grad: grad * float("nan"))
 
 
 NAN_PLANTS = {
@@ -384,13 +381,30 @@ NAN_PLANTS = {
 }
 
 
+def flip_a_weight_bit(run_dir, listener):
+    """Flips the lowest bit of one weight of a rank after a step, as ``flip.json`` says."""
+    flip = json.loads((Path(run_dir).parent / "flip.json").read_text())
+    original = Trainer.train_step
+
+    def train_step(trainer, *args):
+        result = original(trainer, *args)
+        if (trainer.mesh.rank, trainer.step) == (flip["rank"], flip["step"]):
+            trainer.rank_parameters.local_parameters()[0].detach().view(-1)[:1].view(
+                torch.int32
+            ).bitwise_xor_(1)
+        return result
+
+    Trainer.train_step = train_step
+    return run_rank(run_dir, listener)
+
+
 def _before_update(action):
     """Call ``action(trainer)`` on every rank before each optimizer step."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         action(trainer)
-        return original(trainer, lr)
+        return original(trainer, *args)
 
     Trainer.update = update
 

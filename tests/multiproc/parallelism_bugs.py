@@ -408,9 +408,9 @@ def gradient_zeroed_before_update(run_dir, listener):
     """One gradient is zeroed before the optimizer step."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         trainer.model.blocks["0"].ffn.up.weight.grad.zero_()
-        return original(trainer, lr)
+        return original(trainer, *args)
 
     Trainer.update = update
     return run_rank(run_dir, listener)
@@ -588,7 +588,7 @@ tp_first_target_of_part_lost = with_method(VocabParallelHead, "_softmax", _lose_
 
 norm_keeps_loss_scale = with_method(
     MixedPrecision,
-    "clip_gradients",
+    "unscale_gradients",
     lambda original, self, *arguments: original(self, *arguments) * self.loss_scale(),
 )
 """fp16: the reported gradient norm is that of the scaled gradients."""
@@ -643,10 +643,10 @@ def exception_in_step_3(run_dir, listener):
     """Every rank raises in its third step."""
     original = Trainer.update
 
-    def update(trainer, lr):
+    def update(trainer, *args):
         if trainer.step == 2:
             raise RuntimeError("raised by the test")
-        return original(trainer, lr)
+        return original(trainer, *args)
 
     Trainer.update = update
     return run_rank(run_dir, listener)

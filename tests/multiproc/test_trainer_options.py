@@ -50,7 +50,7 @@ def test_an_fp16_overflow_skips_the_step_on_all_ranks_and_resumes_equally(train)
 def test_diverging_fp16_stops_with_the_module_whose_output_overflows(train):
     """The loss is not finite: no overflow of gradients, and no loss scale would help."""
     options = ("train.precision=fp16", "train.lr=1000", "train.clip=0", "train.steps=60", "train.warmup=0")
-    failed = train(*options, expect=4)
+    failed = train(*options, "train.on_bad_step=stop", expect=4)
     (error,) = failed.result["errors"]
     assert error["code"] == "train-not-finite"
     assert re.search(r"at step \d+", error["message"])

@@ -351,7 +351,7 @@ def _peak_tolerance(predicted: int) -> float:
 Kind = tuple[str, str, str, int]
 """Axis, operation, phase and number of ranks in the group."""
 UNPLANNED_PHASES = ("check",)
-"""Phases that no plan has: a step that is recomputed to find the cause of a gradient spike."""
+"""Phases that no plan has: a bad step that is recomputed to name its cause."""
 
 
 RowKey = tuple[Kind, int | None]
@@ -368,8 +368,8 @@ def _collective_rows(audited: AuditedGenerations) -> list[CollectiveRow]:
             more = previous is not None and row.predicted_calls > previous.predicted_calls
             if previous is None or (previous.equal and (more or not row.equal)):
                 rows[key] = row
-    order = {"setup": 0, "step": 1, "eval": 2, "save": 3}
-    return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 4), *k[0], k[1] or 0))]
+    order = {"setup": 0, "step": 1, "eval": 2, "save": 3, "replica_check": 4}
+    return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 5), *k[0], k[1] or 0))]
 
 
 def _sum_generations(audited: AuditedGenerations, rank: int) -> dict[RowKey, CollectiveRow]:
@@ -407,7 +407,13 @@ def _compare_rank(
     """Predicted and counted collectives of a rank in one generation."""
     rows: dict[RowKey, CollectiveRow] = {}
     alone = {(row.axis, row.op, row.phase, row.ranks) for row in plan.collectives if row.pp_rank is not None}
-    times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations, "save": reported.saves}
+    times = {
+        "setup": 1,
+        "step": reported.steps,
+        "eval": reported.evaluations,
+        "save": reported.saves,
+        "replica_check": reported.replica_checks,
+    }
     planned = [row for row in reported.rows if row.phase not in UNPLANNED_PHASES]
     expected, found = _sum_by_kind(plan.collectives_of(rank)), _sum_by_kind(planned)
     dropped = _sum_dropped_rows(reported.rows)

@@ -72,6 +72,7 @@ class MeasuredCollectives:
     steps: int
     evaluations: int
     saves: int = 0
+    replica_checks: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,8 @@ class RunRecord:
     tokens_per_step: int = 0
     skipped_steps: int = 0
     """Steps skipped because fp16 gradients overflowed."""
+    bad_steps: int = 0
+    """Steps that changed nothing: the loss or a gradient was not finite, or there was a gradient spike."""
     peak_basis: str = ""
     attempt_step: int = 0
     """Steps done before the newest attempt."""
@@ -346,7 +349,9 @@ class RunRecord:
             loss = math.nan if loss is None and targets else loss  # JSON has no NaN
             self.steps.add(event["step"], generation.generation, loss, event["step_s"], event["mfu"])
             self.tokens_per_step = targets or self.tokens_per_step
-            self.skipped_steps += bool(event.get("skipped"))
+            bad = event.get("bad_step") is not None
+            self.bad_steps += bad
+            self.skipped_steps += bool(event.get("skipped")) and not bad
 
     def _on_eval(self, event: Event, generation: GenerationRecord) -> None:
         if (name := event.get("set")) is None:
@@ -395,6 +400,12 @@ class RunRecord:
 
     def _on_grad_spike(self, event: Event, generation: GenerationRecord) -> None:
         self.notes.append(f"gradient spike at step {event['step']}; the recomputed step is not audited")
+
+    def _on_not_finite(self, event: Event, generation: GenerationRecord) -> None:
+        self.notes.append(f"step {event['step']} is not finite; the recomputed step is not audited")
+
+    def _on_rolled_back(self, event: Event, generation: GenerationRecord) -> None:
+        self.changed_curves.add(generation.generation)
 
     def _on_events_lost(self, event: Event, generation: GenerationRecord) -> None:
         self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))

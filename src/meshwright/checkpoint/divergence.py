@@ -1,4 +1,4 @@
-"""Errors of a diverged run: a value that is not finite, or a collapsed loss scale; with how to continue."""
+"""Errors of a diverged run: a value that is not finite, a gradient spike, a collapsed loss scale."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import dataclasses
 from meshwright.core.errors import Problem, RunFailedError
 
 
-class NotFiniteError(RunFailedError):
+class DivergedError(RunFailedError):
     """A run diverged."""
 
-    def with_cause(self, cause: str, advice: str = "") -> NotFiniteError:
+    def with_cause(self, cause: str, advice: str = "") -> DivergedError:
         """The same error with its cause, and an advice that fits it."""
         (problem,) = self.problems
         resume = "; resume from the last checkpoint" if "resume" in problem.fix else ""
         fix = f"{advice}{resume}" if advice else problem.fix
-        return NotFiniteError(dataclasses.replace(problem, rule=f"{problem.rule}; {cause}", fix=fix))
+        return DivergedError(dataclasses.replace(problem, rule=f"{problem.rule}; {cause}", fix=fix))
 
 
-def non_finite_error(what: str, value: float, step: int, saved: bool) -> NotFiniteError:
+def non_finite_error(what: str, value: float, step: int, saved: bool) -> DivergedError:
     """A loss, a gradient norm or a weight is infinite or NaN.
 
     Args:
@@ -31,10 +31,29 @@ def non_finite_error(what: str, value: float, step: int, saved: bool) -> NotFini
     fix = "Lower train.lr or lengthen train.warmup"
     if saved:
         fix = "Lower train.lr, lengthen train.warmup, or resume from the last checkpoint with either"
-    return NotFiniteError(Problem("train-not-finite", rule, path=what, fix=fix))
+    return DivergedError(Problem("train-not-finite", rule, path=what, fix=fix))
 
 
-def loss_scale_collapsed_error(step: int, scale: float, skipped: int, saved: bool) -> NotFiniteError:
+def grad_spike_error(norm: float, median: float, factor: float, step: int, saved: bool) -> DivergedError:
+    """A gradient norm is far above those of the last steps.
+
+    Args:
+        norm: The gradient norm.
+        median: Of the last steps.
+        factor: ``train.spike_factor``.
+        step: Steps done.
+        saved: Whether there is a checkpoint to resume from.
+    """
+    rule = (
+        f"{norm:.3g} at step {step} is above train.spike_factor={factor:g} times the median of the last "
+        f"steps, {median:.3g}; {_kept(saved)}"
+    )
+    fix = "Check the rank and the samples, lower train.lr, or raise train.spike_factor"
+    fix += "; resume from the last checkpoint" if saved else ""
+    return DivergedError(Problem("train-grad-spike", rule, path="gradient norm", fix=fix))
+
+
+def loss_scale_collapsed_error(step: int, scale: float, skipped: int, saved: bool) -> DivergedError:
     """The loss scale of fp16 fell below one.
 
     Args:
@@ -49,7 +68,7 @@ def loss_scale_collapsed_error(step: int, scale: float, skipped: int, saved: boo
     )
     fix = "Use train.precision=bf16, a lower train.lr or a longer train.warmup"
     fix += "; resume from the last checkpoint" if saved else ""
-    return NotFiniteError(Problem("train-fp16-collapsed", rule, path="loss scale", fix=fix))
+    return DivergedError(Problem("train-fp16-collapsed", rule, path="loss scale", fix=fix))
 
 
 def _kept(saved: bool) -> str:

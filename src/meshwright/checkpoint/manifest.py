@@ -77,6 +77,8 @@ class Manifest:
     """Samples consumed from each source."""
     loss_scale: dict[str, float] | None = None
     """State of the fp16 loss scaler."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Gradient norms of the last steps, by which a spike is found."""
     files: dict[str, FileFacts] = field(default_factory=dict)
     version: int = CHECKPOINT_VERSION
 

@@ -29,7 +29,7 @@ from meshwright.spec.train_defaults import fill_defaults
 
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(Train) if f.default is not dataclasses.MISSING}
 """Values of keys of ``train`` that a checkpoint older than the key does not name."""
-HARMLESS_KEYS = ("eval_every", "eval_samples", "noise_scale_every")
+HARMLESS_KEYS = ("eval_every", "eval_samples", "noise_scale_every", "replica_check_every")
 """Keys of ``train`` that do not change the loss curve."""
 
 
@@ -61,7 +61,7 @@ def resume(state: CheckpointedState, checkpoint: Path) -> list[str]:
     _load_tensors(state, checkpoint, OPTIMIZER_FILE, optimizer)
     counters = state.counters
     counters.step = counters.first_step = manifest.step
-    counters.position = manifest.position
+    counters.position, counters.grad_norms = manifest.position, list(manifest.grad_norms)
     if manifest.best_eval_loss is not None:
         counters.best_eval_loss = manifest.best_eval_loss
     if manifest.train.get("loss_scale") == state.plan.job.train.loss_scale:  # a new initial scale starts over

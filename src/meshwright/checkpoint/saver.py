@@ -168,6 +168,7 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
         sharding=describe_sharding(job),
         torch=torch.__version__,
         loss_scale=state.loss_scaler.state_dict(),
+        grad_norms=counters.grad_norms,
         eval_loss=eval_loss,
         best_eval_loss=None if math.isinf(counters.best_eval_loss) else counters.best_eval_loss,
     )

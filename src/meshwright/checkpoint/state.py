@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,8 @@ class TrainState:
     best_eval_loss: float = math.inf
     first_step: int = 0
     """Optimizer steps done when this attempt began."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Gradient norms of the last steps that were not bad, oldest first (``train.bad_steps``)."""
 
     def advance(self, samples: int) -> None:
         """Count one step."""

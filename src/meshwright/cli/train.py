@@ -29,10 +29,17 @@ def run_training(
     if run.rank != 0:  # rank 0 prints
         return 0
     _report_run(output, run)
-    if run.record.status == "interrupted":
+    return _choose_status(run)
+
+
+def _choose_status(run: Run) -> int:
+    """The exit status of a run that ended as it should, or was stopped after a step."""
+    if run.by_ctrl_c and run.record.status == "interrupted":
         return InterruptedRunError.exit_status
     if run.record.last_checkpoint_failed:  # the training is lost
         return RunFailedError.exit_status
+    if run.record.status == "interrupted":  # SIGTERM or SIGHUP; the audit may have nothing to compare yet
+        return 0
     return 0 if run.audit().ok else CheckFailedError.exit_status
 
 
@@ -59,6 +66,17 @@ def _report_differences(output: Output, run: Run) -> None:
         output.print(f"training finished; the audit differs: {differences[0]}{more}")
 
 
+def _report_skipped_steps(output: Output, run: Run) -> None:
+    """Say how many steps changed no parameter."""
+    record, steps = run.record, len(run.record.losses)
+    if record.skipped_steps:
+        why = "fp16 gradients overflowed, and the loss scale was halved each time"
+        output.print(f"{record.skipped_steps} of {steps} steps were skipped: {why}")
+    if record.bad_steps:
+        why = "the loss or the gradient norm was not finite, or a gradient spike"
+        output.warn(f"{record.bad_steps} of {steps} steps were bad and changed nothing: {why}")
+
+
 def _report_run(output: Output, run: Run) -> None:
     """Print the audit, the losses and the files of a run."""
     from meshwright.cli.audit import describe_audit, describe_verdict  # noqa: PLC0415
@@ -78,11 +96,7 @@ def _report_run(output: Output, run: Run) -> None:
     _report_differences(output, run)
     if without := record.targetless_text():
         output.print(without)
-    if record.skipped_steps:
-        steps = f"{record.skipped_steps} of {len(record.losses)} steps"
-        output.print(
-            f"{steps} were skipped: fp16 gradients overflowed, and the loss scale was halved each time"
-        )
+    _report_skipped_steps(output, run)
     for failure in record.checkpoint_failures:
         output.warn(f"a checkpoint was not written: {failure} [checkpoint-not-written]")
     for rank, lost in record.events_lost.items():

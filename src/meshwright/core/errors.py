@@ -5,8 +5,8 @@ The tree::
     MeshwrightError
     ├── UserError         exit 2: the user's mistake; a list of problems, each with a code
     ├── CheckFailedError  exit 3: a contract did not hold (audit, prove, validate, faults)
-    ├── RunFailedError    exit 4: a rank died or the run could not continue
-    └── InterruptedRunError  exit 130: Ctrl-C, SIGTERM or SIGHUP
+    ├── RunFailedError    exit 4: a rank died, the run could not continue, or a signal ended it unsaved
+    └── InterruptedRunError  exit 130: Ctrl-C
 
 A problem has a dotted key and value, the rule with its numbers, the nearest fix, and a code in brackets.
 ``docs/errors.md`` documents the codes; a test checks that it has all of them.
@@ -15,6 +15,8 @@ A problem has a dotted key and value, the rule with its numbers, the nearest fix
 from __future__ import annotations
 
 import dataclasses
+import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +109,14 @@ class RunFailedError(MeshwrightError):
 
 
 class InterruptedRunError(MeshwrightError):
-    """The user or the scheduler asked the run to stop."""
+    """The user asked the run to stop: Ctrl-C."""
 
     exit_status = 130
+
+
+def name_interruption(signals: Collection[int], problem: Problem) -> RunFailedError | InterruptedRunError:
+    """The error of a command that signals ended without a result: Ctrl-C, or SIGTERM and SIGHUP."""
+    return InterruptedRunError(problem) if signal.SIGINT in signals else RunFailedError(problem)
 
 
 def missing_package(package: str, extra: str, needed_for: str) -> UserError:

@@ -91,6 +91,11 @@ class FailureReport:
     def _lost_node(self) -> bool:
         return self.rank.failure is not None and self.rank.failure["kind"] == NODE_LOST
 
+    @property
+    def _is_rollback(self) -> bool:
+        """Whether a bad step asks for a rollback."""
+        return (self.rank.failure or {}).get("rollback_position") is not None
+
     def how(self) -> str:
         """How the rank failed, in a few words."""
         status, report = self.rank.exit_status, self.rank.failure
@@ -99,6 +104,9 @@ class FailureReport:
             return f"{self.hang.cause} for {self.hang.since_s:.1f} s, then {then}"
         if report is not None and self._lost_node:
             return str(report["message"])
+        if report is not None and self._is_rollback:
+            problem = report["problems"][0]
+            return f"{problem['path']} {problem['rule'].partition(';')[0]}"
         if report is not None:
             what = f"{report['kind']}: {report['message'].splitlines()[0]}"
             return what if status is None else f"exit status {status}: {what}"
@@ -115,8 +123,9 @@ class FailureReport:
             return Failure(rank, kind, self.how(), step)
         if self._lost_node:
             return Failure(rank, "node" if self.node else "exited", report["message"], step)
-        message = f"{report['kind']}: {report['message']}"
-        return Failure(rank, "raised", message, step, refused=bool(report["problems"]))
+        message, rollback = f"{report['kind']}: {report['message']}", self._is_rollback
+        refused = bool(report["problems"]) and not rollback
+        return Failure(rank, "raised", message, step, refused, rollback)
 
     def problem(self, now: float) -> Problem:
         """The error of the run, if this failure ends it.

@@ -11,6 +11,9 @@ from meshwright.spec.job import LostNodePolicy
 
 GIVES_UP = "elastic.policy=give-up ends the run"
 
+MAX_ROLLBACKS = 5
+"""Rollbacks of one command after bad steps; the next one ends the run."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -25,6 +28,8 @@ class Failure:
     """Steps that the run had done at most."""
     refused: bool = False
     """Whether another attempt would fail alike: a user error, out of memory, a loss that is not finite."""
+    rollback: bool = False
+    """Whether a bad step asks for a rollback: the ranks go on with later samples."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ def decide(failure: Failure, earlier: Sequence[Failure], budget: Budget) -> Deci
         return Decision("give up", "another attempt would fail alike")
     if restarts == 0:
         return Decision("give up", "elastic.restarts is 0")
+    if failure.rollback:
+        return _decide_rollback(earlier)
     if failure.kind == "raised" and any(_is_same(failure, before) for before in earlier):
         return Decision("give up", f"the same error as before, after {format_plural(failure.step, 'step')}")
     in_a_row = 1
@@ -85,6 +92,13 @@ def decide(failure: Failure, earlier: Sequence[Failure], budget: Budget) -> Deci
     if failure.kind == "node":
         return Decision("wait for a node", f"another agent may join within {budget.node_wait_s:g} s")
     return Decision("regroup", f"failure {in_a_row} of at most {restarts} without a new step")
+
+
+def _decide_rollback(earlier: Sequence[Failure]) -> Decision:
+    rollbacks = 1 + sum(before.rollback for before in earlier)
+    if rollbacks > MAX_ROLLBACKS:
+        return Decision("give up", f"{MAX_ROLLBACKS} rollbacks before")
+    return Decision("regroup", f"rollback {rollbacks} of at most {MAX_ROLLBACKS}")
 
 
 def _is_same(failure: Failure, before: Failure) -> bool:

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +103,16 @@ class Supervisor:
         self._recovery: Recovery | None = None
         """The newest; until all repeated steps are done."""
         self._store_dir = ""
+        self._min_position = 0
+        """Samples that a rollback skips."""
         self._snapshots: dict[int, dict[str, list[int]]] = {}
         """The snapshots that each node has, while the ranks regroup: steps by rank."""
         self._recorders = RankWatch(self.heartbeat_timeout_s)
         self._hang: Verdict | None = None
         """The last hang of this generation."""
 
-    def run(self) -> bool:
-        """Run to the end; returns whether a signal stopped it.
+    def run(self) -> list[int]:
+        """Run to the end; returns the signals that stopped it, in order.
 
         Raises:
             RunFailedError: With the failed rank, its exit status and its last event.
@@ -128,7 +130,7 @@ class Supervisor:
         failed = [rank for rank in self._ranks if rank.failed]
         if failed and not self._stop:
             raise RunFailedError(self._report_on(first_failed(failed)).problem(time.time()))
-        return bool(self._stop)
+        return list(self._stop)
 
     def _watch(self) -> None:
         """Handle messages, signals and deadlines until all ranks have exited."""
@@ -270,7 +272,8 @@ class Supervisor:
         store = f"{self._store_dir}/generation-{self.generation}" if self.world_size > 1 else None
         if self._agents.count > 1:
             store = RELAYED_STORE
-        return Order("join", self.generation, store, restore_step, resume_from)
+        order = Order("join", self.generation, store, restore_step, resume_from)
+        return replace(order, min_position=self._min_position)
 
     def _shared_environment(self) -> dict[str, str]:
         """Of all ranks and spares."""
@@ -413,6 +416,7 @@ class Supervisor:
         if decision.action == "give up":
             self._give_up(decision.reason)
             return
+        self._min_position = max(self._min_position, (first.failure or {}).get("rollback_position") or 0)
         assert self._recovery is not None, "it began with the failure"
         self._recovery.note_halted(first.rank, how)
         self._write_event("rank_lost", failed_rank=first.rank, how=how, reason=decision.reason)

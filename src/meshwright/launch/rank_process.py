@@ -63,6 +63,8 @@ class Order:
     """The checkpoint to go on from, where there is no snapshot. Without both, the run starts again."""
     setup: RankSetup | None = None
     """For a process that becomes a rank with this order."""
+    min_position: int = 0
+    """Samples that no rank reads again: a rollback skips them."""
 
     def as_dict(self) -> Message:
         """For a message."""

@@ -21,6 +21,7 @@ from meshwright.layout.axes import (
     has_expert_axes,
     reduces_full_grads,
 )
+from meshwright.layout.replicas import has_replicas
 from meshwright.layout.stages import list_stages
 from meshwright.spec.execution import (
     autotunes_gemms,
@@ -165,6 +166,12 @@ def _explain_on_best(job: Job) -> str | None:
     return "the only evaluation is the one at the end, so the newest checkpoint is the best"
 
 
+def _explain_replica_check(job: Job) -> str | None:
+    if not has_replicas(job):
+        return f"no parameters are replicated over data-parallel ranks with {job.layout.named_degrees()}"
+    return _longer_than_run("train.replica_check_every", "there is no comparison")(job)
+
+
 def _explain_timeout(job: Job) -> str | None:
     return "one process waits for no others" if job.layout.world_size == 1 else None
 
@@ -221,10 +228,10 @@ REASONS: dict[str, Reason] = {
     "train.min_lr_ratio": _explain_min_lr,
     "train.noise_scale_every": _longer_than_run("train.noise_scale_every", "nothing is measured"),
     "train.eval_every": _longer_than_run("train.eval_every", "there is one evaluation, at the end"),
+    "train.replica_check_every": _explain_replica_check,
     "checkpoint.every_steps": _longer_than_run("checkpoint.every_steps", "there is one save, at the end"),
     "checkpoint.on_best": _explain_on_best,
     "elastic.collective_timeout_s": _explain_timeout,
-    "elastic.stop_grace_s": _explain_timeout,
     "elastic.spares": _explain_spares,
     "elastic.snapshot_every": _explain_snapshots,
     "elastic.join_timeout_s": _explain_one_node,

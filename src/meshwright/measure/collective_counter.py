@@ -132,13 +132,18 @@ class CollectiveCounter:
         """The counts so far, in the audit's format."""
         return _list_rows(self._tallies)
 
-    def commit(self, steps: int, evaluations: int, saves: int) -> None:
-        """Keep the counts so far, which are those of whole steps, evaluations and saves.
+    def commit(self, steps: int, evaluations: int, saves: int, replica_checks: int = 0) -> None:
+        """Keep the counts so far, which are those of whole steps, evaluations, saves and replica checks.
 
         They can be audited even if the next step fails.
         """
         self._committed = {kind: replace(tally) for kind, tally in self._tallies.items()}
-        self._occurrences = {"steps": steps, "evaluations": evaluations, "saves": saves}
+        self._occurrences = {
+            "steps": steps,
+            "evaluations": evaluations,
+            "saves": saves,
+            "replica_checks": replica_checks,
+        }
 
     def committed(self) -> dict[str, Any] | None:
         """The fields of the event ``collectives``, from the last ``commit``; None before the first."""

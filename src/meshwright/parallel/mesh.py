@@ -31,27 +31,33 @@ PP_UPSTREAM = "pp_up"
 
 
 class ControlAllReduce:
-    """Handle of the control all-reduce: its result on the way from the device to the CPU."""
+    """Handle of the control all-reduce: its result on the device, and on the way to the CPU."""
 
     def __init__(self, values: Tensor) -> None:
-        """Start the copy to the CPU. On a GPU it is asynchronous.
+        """Take the result; the copy to the CPU is not started.
 
         Args:
             values: Float64, one dim.
         """
         self.values = values
+        """On the device."""
+        self._copy = values
         self._copied: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self.values.copy_(values, non_blocking=True)
+
+    def start_copy(self) -> None:
+        """Start the copy to the CPU. On a GPU it is asynchronous."""
+        if self.values.is_cuda and self._copied is None:
+            self._copy = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
+            self._copy.copy_(self.values, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def wait(self) -> list[float]:
-        """The values. Waits for the copy, not for work that was queued after it."""
+        """The values. Waits for the copy, not for work that was queued after ``start_copy``."""
+        self.start_copy()
         if self._copied is not None:
             self._copied.synchronize()
-        return self.values.tolist()
+        return self._copy.tolist()
 
 
 @dataclass(frozen=True)

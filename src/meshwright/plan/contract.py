@@ -49,7 +49,7 @@ class CollectiveTraffic:
     """Calls and bytes of one collective, by axis, operation and phase.
 
     Counts are for one rank and one occurrence of the phase: ``setup`` (once), ``step`` (each), ``eval``
-    (each) and ``save`` (each checkpoint).
+    (each), ``save`` (each checkpoint) and ``replica_check`` (each comparison of replicas).
     """
 
     axis: str

@@ -24,6 +24,8 @@ FROM_EVERY_RANK = frozenset(
     }
 )
 """Events that are shown whichever rank wrote them; of all others only rank 0's."""
+ACTIONS = {"skip": "; all ranks skip the step", "rollback": "; all ranks roll back"}
+"""What follows a bad step, if the run goes on."""
 LOG_LINES = 20
 """About this many step lines in a log, whatever the number of steps."""
 OWN_LINES = 4
@@ -125,11 +127,31 @@ class EventText:
     def _describe_grad_spike(self, event: Event) -> str:
         norm, times = _format_norm(event["grad_norm"]), event["grad_norm"] / event["median"]
         what = f"gradient norm {norm}, {times:.0e} times the median of the last steps"
-        if not event["ranks"]:
-            return f"warning: step {event['step']}: {what}; no rank was found"
-        ranks = ", ".join(map(str, event["ranks"]))
-        found = f"its gradients come from rank {ranks}, most from {event['module']}"
-        return f"warning: step {event['step']}: {what}; {found}"
+        found = "it did not come back when the step was recomputed"
+        if event["ranks"]:
+            ranks = ", ".join(map(str, event["ranks"]))
+            found = f"its gradients come from rank {ranks}, most from {event['module']}"
+        return f"warning: step {event['step']}: {what}; {found}{_describe_action(event)}"
+
+    def _describe_not_finite(self, event: Event) -> str | None:
+        if event.get("action") not in ACTIONS:  # the error of the run says it
+            return None
+        found = "a value that is not finite; none was found when the step was recomputed"
+        if event["ranks"]:
+            of = {"data": "the batch", "": "the model"}.get(event["module"], event["module"])
+            ranks = ", ".join(map(str, event["ranks"]))
+            found = f"the {event['what']} of {of} is {event['value']} on rank {ranks}"
+        return f"warning: step {event['step']}: {found}{_describe_action(event)}"
+
+    def _describe_rolled_back(self, event: Event) -> str:
+        samples = format_plural(event["skipped_samples"], "sample")
+        return f"rolled back to step {event['step']}: {samples}, up to the bad step, are not read again"
+
+    def _describe_grace_too_short(self, event: Event) -> str:
+        step, grace = format_seconds(event["step_s"]), f"elastic.stop_grace_s={event['stop_grace_s']:g}"
+        return (
+            f"warning: a step takes {step}, longer than {grace}: SIGTERM may come too late for a checkpoint"
+        )
 
     def _describe_rank_lost(self, event: Event) -> str:
         return f"warning: rank {event['failed_rank']} failed ({event['how']}); regrouping: {event['reason']}"
@@ -173,6 +195,7 @@ class EventText:
 
     def _describe_step(self, event: Event) -> str:
         step, skipped = event["step"], " (skipped: fp16 overflow)" if event.get("skipped") else ""
+        skipped = " (no update)" if event.get("bad_step") else skipped
         done, passed = step - self._first, time.monotonic() - self._started
         seconds = round(passed / done * (self.steps - step)) if done else 0
         parts = [f"step {step}/{self.steps}", f"loss {_event_loss(event, 3)}{skipped}"]
@@ -185,6 +208,11 @@ class EventText:
             parts.append(f"memory {format_bytes(memory)}")
         eta = f"{seconds}s" if seconds < 120 else format_seconds(seconds)
         return "  ".join([*parts, f"ETA {eta}"])
+
+
+def _describe_action(event: Event) -> str:
+    """What follows a bad step, as a clause."""
+    return ACTIONS.get(event.get("action", ""), "")
 
 
 def _format_norm(value: float) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.audit.event_scan import Attempt
-from meshwright.core.errors import InterruptedRunError, Problem
+from meshwright.core.errors import Problem, name_interruption
 from meshwright.core.events import Event
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import PLAN_FILE, PlanContract, write_plan
@@ -52,7 +52,8 @@ def measure_plan(
 
     Raises:
         RunFailedError: A rank died.
-        InterruptedRunError: The user stopped it.
+        InterruptedRunError: Ctrl-C stopped it.
+        RunFailedError: Another signal stopped it.
     """
     folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
     write_plan(plan, folder / PLAN_FILE)
@@ -66,10 +67,10 @@ def measure_plan(
         elif event["event"] == "step" and event["rank"] == 0:
             show(f"{name}: {measured.steps} of {steps} steps", measured.steps)
 
-    interrupted = build_launch(ENTRY, plan.job, folder, listen).run()
+    stops = build_launch(ENTRY, plan.job, folder, listen).run()
     shutil.rmtree(folder, ignore_errors=True)
-    if interrupted:
-        raise InterruptedRunError(Problem("bench-interrupted", f"interrupted while measuring {name}"))
+    if stops:
+        raise name_interruption(stops, Problem("bench-interrupted", f"interrupted while measuring {name}"))
     return measured
 
 

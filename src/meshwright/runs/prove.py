@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
+from meshwright.core.errors import Problem, RunFailedError, UserError, name_interruption
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_plural
@@ -45,7 +45,7 @@ from meshwright.verify.verdict import Verdict, judge
 ENTRY = "meshwright.verify.prove:run_rank"
 REFERENCE_ENTRY = ENTRY
 """Apart from ``ENTRY``, so that tests can plant defects in the layout alone."""
-NOT_FINITE = "train-not-finite"
+DIVERGED = ("train-not-finite", "train-grad-spike")
 
 
 @dataclass(frozen=True)
@@ -219,15 +219,15 @@ def run_proof_side(
                 if event["event"] == "step" and event["rank"] == 0:
                     update(f"{name}: {len(figures.losses)} of {task.steps} steps")
 
-            interrupted = build_launch(entry, plan.job, folder, listen).run()
+            stops = build_launch(entry, plan.job, folder, listen).run()
     except RunFailedError as error:
-        if task.reference is not None and error.problems[0].code == NOT_FINITE:
+        if task.reference is not None and error.problems[0].code in DIVERGED:
             return figures  # one process had finite ones: a difference, not a failure
         kept = [_with_log(problem, folder) for problem in error.problems]
         raise RunFailedError(*kept) from None
-    if interrupted:
+    if stops:
         shutil.rmtree(folder.parent, ignore_errors=True)
-        raise InterruptedRunError(Problem("prove-interrupted", f"interrupted while running {name}"))
+        raise name_interruption(stops, Problem("prove-interrupted", f"interrupted while running {name}"))
     return figures
 
 

@@ -127,7 +127,7 @@ def _plan_for_all(store: Any, job: LoadedJob, resume: ResumeMode, reporter: Repo
     """Prepare the run and publish its folder, or that there is none."""
     world_size = int(os.environ["WORLD_SIZE"])
     try:
-        _require_no_spares(job)
+        _require_no_regrouping(job)
         prepared = prepare_run(_with_degree(job, world_size), resume, reporter, started=world_size)
     except MeshwrightError:
         store.set("run_dir", REFUSED)
@@ -136,7 +136,14 @@ def _plan_for_all(store: Any, job: LoadedJob, resume: ResumeMode, reporter: Repo
     return prepared.assignment.run_dir  # the lock is released when this process ends
 
 
-def _require_no_spares(job: LoadedJob) -> None:
+def _require_no_regrouping(job: LoadedJob) -> None:
+    """Refuse settings that need ranks that regroup."""
+    if job.spec.train.on_bad_step == "rollback":
+        rule = "needs ranks that Meshwright starts: under torchrun they cannot regroup"
+        fix = "Use skip or stop, or start the run with meshwright train"
+        raise UserError(
+            Problem("train-rollback-torchrun", rule, path="train.on_bad_step", value="rollback", fix=fix)
+        )
     if spares := job.spec.elastic.spares:
         rule = "needs ranks that Meshwright starts: torchrun replaces failed ranks itself"
         fix = "Remove it, or start the run with meshwright train"

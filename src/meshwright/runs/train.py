@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class TrainedRun:
     """The report page, if it could be written."""
     rank: int = 0
     """This process's rank under torchrun; 0 otherwise."""
+    by_ctrl_c: bool = False
+    """Whether Ctrl-C stopped it, and not SIGTERM or SIGHUP."""
 
 
 class _UnfinishedRun:
@@ -63,11 +66,11 @@ class _UnfinishedRun:
 
 
 class TrainingFailedError(_UnfinishedRun, RunFailedError):
-    """A rank died; carries the run folder."""
+    """A rank died, or SIGTERM or SIGHUP ended the run without a checkpoint; carries the run folder."""
 
 
 class TrainingInterruptedError(_UnfinishedRun, InterruptedRunError):
-    """The run was stopped at once, before a checkpoint was written; carries the run folder."""
+    """Ctrl-C stopped the run at once, before a checkpoint was written; carries the run folder."""
 
 
 class EventListeners:
@@ -196,18 +199,20 @@ def _supervise(
         supervisor.furthest_step = before.furthest_step
     try:
         with listeners.attached():
-            interrupted = supervisor.run()
+            stops = supervisor.run()
     except RunFailedError as error:
         raise fail_run(plan, error, listeners, run_dir, reporter) from None
     # Events of adopted ranks went to the file before.
     record = read_record(run_dir) if adopts else listeners.record
-    if interrupted and record.status == "unfinished":
+    by_ctrl_c = signal.SIGINT in stops
+    if stops and record.status == "unfinished":
         rule = "was stopped at once, before the step was finished and saved"
-        stopped = TrainingInterruptedError(Problem("run-ended-at-once", rule, path=str(run_dir)))
+        kind = TrainingInterruptedError if by_ctrl_c else TrainingFailedError
+        stopped = kind(Problem("run-ended-at-once", rule, path=str(run_dir)))
         stopped.run_dir, stopped.page = run_dir, write_run_page(run_dir, "unfinished", reporter)
         listeners.close(RunOutcome("unfinished", page=stopped.page))
         raise stopped
-    return finish_run(plan, record, run_dir, listeners, reporter)
+    return replace(finish_run(plan, record, run_dir, listeners, reporter), by_ctrl_c=by_ctrl_c)
 
 
 def _find_checkpoint(assignment: Assignment) -> str | None:

@@ -184,6 +184,15 @@ class Train:
     """Coefficient of the router z-loss."""
     clip: NonNegative = 1.0
     """Gradient clipping: largest global norm; 0 for none."""
+    on_bad_step: Literal["skip", "rollback", "stop"] = "skip"
+    """What to do after a step whose loss or gradients are not finite, or a gradient spike; no such step
+    changes the parameters. `skip` goes on with the next samples; `rollback` goes back to the last in-memory
+    snapshot or checkpoint, and on with the next samples; `stop` ends the run."""
+    spike_factor: NonNegative = 1000.0
+    """A gradient norm above this multiple of the median of the last 32 steps is a spike; 0 for none."""
+    replica_check_every: Natural = 0
+    """Steps between comparisons of the replicated parameters by checksums, which find silent corruption; 0
+    for none."""
     precision: Literal["fp32", "bf16", "fp16", "fp8", "fp4"] = "fp32"
     """Precision of the GEMMs (mixed precision); master weights, optimizer state and reductions stay float32;
     gradients too, unless grad_dtype says otherwise."""
@@ -253,7 +262,8 @@ class Elastic:
     heartbeat_timeout_s: NonNegative = 5.0
     """Time within which a silent or stuck rank is named; 0 to wait for `collective_timeout_s` instead."""
     stop_grace_s: Positive = 10.0
-    """Time that the other ranks have to leave their collectives after one failed; then they are killed."""
+    """Time that the other ranks have to leave their collectives after one failed; then they are killed. Also
+    the time that a scheduler leaves between SIGTERM and SIGKILL: steps that take longer are reported."""
     restarts: Natural = 3
     """Consecutive failures without a new step that a run survives; 0: the first failure ends it."""
     spares: Natural = 0

@@ -7,7 +7,7 @@ of blocks cast their inputs once more, row by row (``models/kernels/fp8.py``), a
 fp16 has a small range. The loss is multiplied by a scale before the backward pass, and the gradients are
 divided by it afterwards. A step whose gradients overflow is skipped and halves the scale; 2,000 good steps
 double it (torch's ``GradScaler``). Gradients are reduced before the check, so all ranks skip the same steps.
-A loss that is not finite is no such overflow: no scale helps, and the run ends.
+A loss that is not finite is no such overflow: no scale helps, and the step is bad (``bad_steps``).
 """
 
 from __future__ import annotations
@@ -62,14 +62,13 @@ class MixedPrecision:
         """Run the backward pass of a loss, scaled in fp16."""
         self._scaler.scale(loss).backward()
 
-    def clip_gradients(
-        self, rank_parameters: RankParameters, optimizer: torch.optim.Optimizer, max_norm: float
-    ) -> Tensor:
-        """Unscale the gradients and clip them; returns their norm.
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is scaled: fp16."""
+        return self._scaled
 
-        FusedAdamW gets the clipping factor instead and applies it itself. The norm is computed without
-        clipping too (``max_norm`` is 0): ``step`` skips an update whose norm is not finite.
-        """
+    def unscale_gradients(self, rank_parameters: RankParameters, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Unscale the gradients; returns their norm, also of a run that does not clip them."""
         norm = None
         if (
             self._scaled and rank_parameters.is_sharded
@@ -80,25 +79,35 @@ class MixedPrecision:
                 parameter.grad += norm * 0  # adds zero, or NaN
             norm = norm / self._scaler.get_scale()
         self._scaler.unscale_(optimizer)
-        norm = rank_parameters.grad_norm() if norm is None else norm
+        return rank_parameters.grad_norm() if norm is None else norm
+
+    def clip_gradients(
+        self, rank_parameters: RankParameters, optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor
+    ) -> None:
+        """Clip the unscaled gradients by their norm; not with ``max_norm`` 0.
+
+        FusedAdamW gets the clipping factor instead and applies it itself: with a norm of NaN it does nothing.
+        """
         if isinstance(optimizer, FusedAdamW):
             optimizer.factor = clipping_factor(norm, max_norm or math.inf)
         elif max_norm:
             parameters = [parameter for _, parameter in rank_parameters.named_parameters()]
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
 
-    def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor, bad: Tensor | None = None) -> None:
         """Step the optimizer, unless a gradient is not finite.
 
-        In fp16 that is an overflow, which lowers the loss scale. Otherwise the run ends, and the step is
-        recomputed with the unchanged weights to find the cause. Fused kernels check the norm on the device:
-        the CPU does not wait for it.
+        In fp16 that is an overflow, which lowers the loss scale; a bad step leaves the scale as it is. Fused
+        kernels check the norm on the device: the CPU does not wait for it.
 
         Args:
             optimizer: With clipped gradients.
-            grad_norm: Of the whole model.
+            grad_norm: Of the whole model; NaN in a bad step.
+            bad: Whether the step is bad, on the device; only read in fp16.
         """
+        if self._scaled and bad is not None and bool(bad):
+            self._scaler.update(self._scaler.get_scale())  # forgets that the gradients were unscaled
+            return
         if not self._scaled:
             if optimizer.defaults.get("fused"):
                 optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -107,19 +116,19 @@ class MixedPrecision:
         self._scaler.step(optimizer)
         self._scaler.update()
 
-    def step_fields(self, loss: float | None, grad_norm: float) -> dict[str, Any]:
-        """The loss scale fields of the ``step`` event; call it when loss and norm are on the CPU.
+    def step_fields(self, grad_norm: float, bad: bool) -> dict[str, Any]:
+        """The loss scale fields of the ``step`` event; call it when the norm is on the CPU.
 
         Args:
-            loss: Of the step; None without targets.
             grad_norm: Before clipping.
+            bad: Whether the step is bad; no overflow then.
         """
         if not self._scaled:
             self.skipped = False
-            return {"loss_scale": None, "skipped": None}
-        self.skipped = not math.isfinite(grad_norm) and (loss is None or math.isfinite(loss))
+            return {"loss_scale": None, "skipped": True if bad else None}
+        self.skipped = not math.isfinite(grad_norm) and not bad
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
-        return {"loss_scale": self.loss_scale(), "skipped": self.skipped}
+        return {"loss_scale": self.loss_scale(), "skipped": self.skipped or bad}
 
     def check_loss_scale(self, step: int, saved: Callable[[], bool]) -> None:
         """Stop the run if the loss scale has collapsed.

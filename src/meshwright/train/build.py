@@ -83,12 +83,21 @@ def build_trainer(
         context.events.write(
             "resumed", checkpoint=assignment.resume_from, step=state.counters.step, notes=notes
         )
+    skip_samples(context, state.counters)
     context.setup.end("load")
     if model.weight_copies is not None and state.counters.step:
         model.weight_copies.is_stale = True
     checkpoints, stop = Path(assignment.checkpoint_dir), stop or StopSignal()
     saver = CheckpointSaver(checkpoints, state, mesh.rank, context.events, snapshots, context.commit)
     return Trainer(context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop)
+
+
+def skip_samples(context: RankContext, counters: TrainState) -> None:
+    """After a rollback, go on with the samples after the bad step."""
+    if counters.position < context.min_position:
+        skipped, counters.position = context.min_position - counters.position, context.min_position
+        if context.mesh.rank == 0:
+            context.events.write("rolled_back", step=counters.step, skipped_samples=skipped)
 
 
 def _build_snapshots(context: RankContext, state: CheckpointedState) -> StateSnapshots | None:

@@ -125,15 +125,16 @@ class ExpertBalancer:
         set_biases(network, self.bias_LE, self._first)
 
     @torch.no_grad()
-    def end_step(self, mesh: Mesh) -> ExpertLoad:
+    def end_step(self, mesh: Mesh, update_biases: bool = True) -> ExpertLoad:
         """All-reduce the counts over all ranks, update the biases, reset the counts.
 
-        With a pipeline most counts of a rank are zero: it has few of the layers.
+        A bad step does not update the biases. With a pipeline most counts of a rank are zero: it has few of
+        the layers.
         """
         if mesh.control is not None:
             dist.all_reduce(self.sums, group=mesh.control)
         counts_LE = self.sums[:, : self._experts]
-        if self.bias_LE is not None:
+        if self.bias_LE is not None and update_biases:
             missing_LE = counts_LE.mean(1, keepdim=True) - counts_LE
             self.bias_LE += self._rate * missing_LE.sign()
         rows = self.sums.tolist()

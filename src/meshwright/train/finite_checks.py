@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.checkpoint.divergence import NotFiniteError
+from meshwright.checkpoint.divergence import DivergedError
 from meshwright.models.decoder import Decoder
 from meshwright.models.triton_block import TritonBlock
 from meshwright.parallel.full_tensors import canonical_name, is_dtensor
@@ -242,10 +242,16 @@ def _output_owner(name: str, module: nn.Module) -> str:
     return "head" if not name and isinstance(module, Decoder) and module.last else name
 
 
-def name_cause(trainer: Trainer, error: NotFiniteError) -> NotFiniteError:
+def name_cause(trainer: Trainer, error: DivergedError, action: str) -> DivergedError:
     """Recompute the last step with checks. Returns the error with the module, the rank and a fitting advice.
 
-    All ranks call it together: the loss and the gradient norm, by which they failed, are the same on all.
+    All ranks call it together: the verdict by which they judged the step is the same on all. Writes the event
+    ``not_finite``.
+
+    Args:
+        trainer: After the step, with the weights before it.
+        error: Of the step.
+        action: What happens next, for the event.
     """
     try:
         finding = _recompute(trainer)
@@ -253,17 +259,20 @@ def name_cause(trainer: Trainer, error: NotFiniteError) -> NotFiniteError:
         findings: list[RankFinding] = [own]
         if trainer.mesh.control is not None:
             findings *= trainer.mesh.world_size
-            dist.all_gather_object(findings, own, group=trainer.mesh.control)
+            with trainer.counter.during(CHECK_PHASE):
+                dist.all_gather_object(findings, own, group=trainer.mesh.control)
     except Exception as failure:  # such as out of memory: the error itself must reach the user
         return error.with_cause(f"recomputing the step with checks failed: {failure}")
     found = [(one.rank_order, rank, one) for rank, (one, _, _) in enumerate(findings) if one is not None]
-    if not found:
-        return error.with_cause("not found when the step is recomputed", _advise_unrepeated(trainer))
-    order, _, first = min(found, key=lambda item: item[:2])
+    order, _, first = min(found, key=lambda item: item[:2], default=((), -1, None))
     ranks = [rank for other, rank, _ in found if other == order]
-    facts = {key: value for key, value in dataclasses.asdict(first).items() if key != "order"}
+    names = [field.name for field in dataclasses.fields(Finding) if field.name != "order"]
+    facts = {name: first and getattr(first, name) for name in names}
     if trainer.mesh.rank == 0:
-        trainer.events.write("not_finite", step=trainer.step, ranks=ranks, **facts)
+        trainer.events.write("not_finite", step=trainer.step, ranks=ranks, action=action, **facts)
+    wait_for_event(trainer)
+    if first is None:
+        return error.with_cause("not found when the step is recomputed", _advise_unrepeated(trainer))
     device = ""
     if _is_one_replica(trainer, findings):
         device = f"the device of rank {', '.join(map(str, ranks))} ({findings[ranks[0]][2]})"
@@ -278,6 +287,12 @@ def _is_one_replica(trainer: Trainer, findings: list[RankFinding]) -> bool:
     """
     replicas = {data_rank for one, data_rank, _ in findings if one is not None and one.order[0] != UPDATE}
     return len(replicas) == 1 and trainer.data.train.ranks > 1 and trainer.job.layout.ep == 1
+
+
+def wait_for_event(trainer: Trainer) -> None:
+    """Wait until rank 0 has written an event: an error of another rank would end its generation before."""
+    with trainer.counter.during(CHECK_PHASE):
+        trainer.mesh.all_reduce_scalars([0.0])
 
 
 def _recompute(trainer: Trainer) -> Finding | None:

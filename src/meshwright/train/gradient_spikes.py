@@ -1,33 +1,25 @@
-"""Warns of a gradient spike and names its rank: a finite gradient norm far above those of the last steps.
+"""Names the rank of a gradient spike: recomputes the step, with unchanged weights.
 
-The run goes on: clipping bounds the update. The step is recomputed once, with the updated weights, and each
-rank adds up its gradients before they are reduced. So the norm of each rank is known, which the reduced
-gradient no longer shows. A spike that a transient fault made does not come back and has no rank. Models whose
-forward pass changes state (expert load, batch norm) are not recomputed.
+Each rank adds up its gradients before they are reduced. So the norm of each rank is known, which the reduced
+gradient no longer shows. A spike that a transient fault made does not come back and has no rank.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwright.models.decoder import Decoder, Stages
-from meshwright.train.finite_checks import BACKWARD, CHECK_PHASE, FiniteChecks, recompute_step
+from meshwright.checkpoint.divergence import DivergedError
+from meshwright.train.bad_steps import BadStep
+from meshwright.train.finite_checks import BACKWARD, CHECK_PHASE, FiniteChecks, recompute_step, wait_for_event
 from meshwright.train.trainer import Trainer
 
-SPIKE_FACTOR = 1000.0
-"""A norm this many times the median is a spike. Norms of a run that trains vary by less than 100."""
-WINDOW = 32
-"""Steps that the median is over; also the least distance of two warnings."""
-MIN_STEPS = 8
-"""Steps before the first warning."""
 SHARED = 0.5
 """Ranks with at least this share of the largest norm are named, too."""
 
@@ -41,43 +33,33 @@ class LocalNorm:
     """The module with the largest part of it."""
 
 
-class GradientSpikes:
-    """Compares the gradient norm of every step with the median of those before."""
+def name_spike(trainer: Trainer, error: DivergedError, bad: BadStep, action: str) -> DivergedError:
+    """Recompute the last step; returns the error with the ranks. Writes the event ``grad_spike``.
 
-    def __init__(self) -> None:
-        self._norms = deque[float](maxlen=WINDOW)
-        self._quiet_steps = 0
+    All ranks call it together.
 
-    def check(self, trainer: Trainer, norm: float) -> None:
-        """Take in the norm of a step; write the event ``grad_spike`` if it is a spike.
-
-        All ranks call it with the same norm, so all of them recompute the step together.
-        """
-        median = self._find(norm)
-        if median is None:
-            return
-        ranks, worst = _name_ranks(trainer, SPIKE_FACTOR * median)
-        if trainer.mesh.rank == 0:
-            facts = {"ranks": ranks, "module": worst and worst.module, "local_norm": worst and worst.norm}
-            trainer.events.write("grad_spike", step=trainer.step, grad_norm=norm, median=median, **facts)
-
-    def _find(self, norm: float) -> float | None:
-        """The median of the last steps if this norm is a spike and no other was just reported."""
-        self._quiet_steps = max(0, self._quiet_steps - 1)
-        median = statistics.median(self._norms) if len(self._norms) >= MIN_STEPS else 0.0
-        if not math.isfinite(norm):
-            return None
-        self._norms.append(norm)
-        if self._quiet_steps or not 0 < SPIKE_FACTOR * median < norm:
-            return None
-        self._quiet_steps = WINDOW
-        return median
+    Args:
+        trainer: After the step, with the weights before it.
+        error: Of the step.
+        bad: The step.
+        action: What happens next, for the event.
+    """
+    ranks, worst = _name_ranks(trainer, trainer.job.train.spike_factor * bad.median)
+    facts = {"ranks": ranks, "module": worst and worst.module, "local_norm": worst and worst.norm}
+    if trainer.mesh.rank == 0:
+        norms = {"grad_norm": bad.value, "median": bad.median}
+        trainer.events.write("grad_spike", step=trainer.step, action=action, **norms, **facts)
+    wait_for_event(trainer)
+    if worst is None:
+        return error.with_cause("it did not come back when the step was recomputed")
+    where = f"its gradients come from rank {', '.join(map(str, ranks))}, most from {worst.module}"
+    return error.with_cause(where)
 
 
 class LocalGradients(FiniteChecks):
     """Adds up the squares of the gradients of this rank's weights, by module, in every backward pass."""
 
-    def __init__(self, model: Decoder | Stages) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._squares = defaultdict[str, float | Tensor](float)
 
@@ -103,12 +85,8 @@ class LocalGradients(FiniteChecks):
 
 def _name_ranks(trainer: Trainer, limit: float) -> tuple[list[int], LocalNorm | None]:
     """The ranks whose own gradients have a norm above the limit; none if the spike does not come back."""
-    model = trainer.model
-    if not isinstance(model, Decoder | Stages) or trainer.balancer is not None:
-        return [], None
-    gradients = LocalGradients(model)
+    gradients = LocalGradients(trainer.model)
     recompute_step(trainer, gradients)
-    trainer.rank_parameters.zero_grads()
     own = gradients.total()
     norms = [own]
     if trainer.mesh.control is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 
-from meshwright.checkpoint.divergence import NotFiniteError
+from meshwright.checkpoint.divergence import DivergedError
+from meshwright.train.bad_step_policy import BadStepPolicy
 from meshwright.train.evaluate import evaluate
 from meshwright.train.finite_checks import name_cause
-from meshwright.train.gradient_spikes import GradientSpikes
+from meshwright.train.replica_check import ReplicaCheck
 from meshwright.train.step_audit import StepAudit
+from meshwright.train.stop_signal import StopGrace
 from meshwright.train.throughput import ThroughputMeter
 from meshwright.train.trainer import StepResult, Trainer
 
@@ -18,16 +21,21 @@ def train(trainer: Trainer) -> None:
     steps, eval_every = trainer.job.train.steps, trainer.job.train.eval_every
     step_to_audit = min(trainer.state.first_step + 1, steps - 1)  # the second one: lazy allocations are done
     meter = start_meter(trainer)
-    spikes = GradientSpikes()
+    policy, replicas = BadStepPolicy(), ReplicaCheck(trainer)
+    grace = StopGrace(trainer.job.elastic.stop_grace_s)
     evaluations = 0
     stopping = False
     commit_counts(trainer, evaluations)
     while trainer.step < steps and not stopping:
-        audited = trainer.step == step_to_audit
+        audited, typical = trainer.step == step_to_audit, trainer.step > step_to_audit
+        started = time.perf_counter()
         result = run_step(
             trainer, meter, audited, overlap_next_step=not audited and is_followed_by_step(trainer)
         )
-        spikes.check(trainer, result.grad_norm)
+        if typical:  # the first step may compile, and the audited one is slow
+            check_grace(trainer, grace, time.perf_counter() - started)
+        policy.after_step(trainer, result.bad)
+        replicas.after_step(trainer)
         stopping = result.stop_requested
         last = stopping or trainer.step == steps
         eval_loss = None
@@ -38,8 +46,15 @@ def train(trainer: Trainer) -> None:
         trainer.counter.phase = "save"
         trainer.flight.enter("checkpoint")
         trainer.saver.after_step(last, eval_loss, result.save_requested)
-        commit_counts(trainer, evaluations)
-    report_end(trainer, evaluations, stopping)
+        commit_counts(trainer, evaluations, replicas.checks)
+    report_end(trainer, evaluations, stopping, replicas.checks)
+
+
+def check_grace(trainer: Trainer, grace: StopGrace, step_s: float) -> None:
+    """Report once that a step takes longer than the grace of a scheduler."""
+    if grace.is_newly_exceeded(step_s) and trainer.mesh.rank == 0:
+        limit = trainer.job.elastic.stop_grace_s
+        trainer.events.write("grace_too_short", step=trainer.step, step_s=step_s, stop_grace_s=limit)
 
 
 def start_meter(trainer: Trainer) -> ThroughputMeter:
@@ -77,24 +92,24 @@ def run_step(
     try:
         with audit or nullcontext():
             return trainer.train_step(meter, audit, overlap_next_step)
-    except NotFiniteError as error:
-        raise name_cause(trainer, error) from None
+    except DivergedError as error:  # the loss scale collapsed
+        raise name_cause(trainer, error, "stop") from None
 
 
-def report_end(trainer: Trainer, evaluations: int, stopping: bool) -> None:
+def report_end(trainer: Trainer, evaluations: int, stopping: bool, replica_checks: int = 0) -> None:
     """Write the last events of a rank that did not fail: its collectives and its number of steps."""
     steps, status = trainer.step - trainer.state.first_step, "interrupted" if stopping else "complete"
-    commit_counts(trainer, evaluations)
+    commit_counts(trainer, evaluations, replica_checks)
     report_collectives(trainer)
     if trainer.pipeline is not None:
         trainer.events.write("timeline", **trainer.pipeline.record())
     trainer.events.write("finished", status=status, step=trainer.step, steps=steps)
 
 
-def commit_counts(trainer: Trainer, evaluations: int) -> None:
+def commit_counts(trainer: Trainer, evaluations: int, replica_checks: int = 0) -> None:
     """Count the collectives so far as those of whole steps."""
     steps = trainer.step - trainer.state.first_step
-    trainer.counter.commit(steps, evaluations, trainer.saver.saves)
+    trainer.counter.commit(steps, evaluations, trainer.saver.saves, replica_checks)
 
 
 def report_collectives(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Turns SIGINT, SIGTERM and SIGHUP into a flag that the ranks agree on at the end of a step."""
+"""Turns SIGINT, SIGTERM and SIGHUP into a flag that the ranks agree on; finds a grace that is too short."""
 
 from __future__ import annotations
 
@@ -20,3 +20,16 @@ class StopSignal:
 
     def _request(self, *_: object) -> None:
         self.requested = True
+
+
+class StopGrace:
+    """Whether a step is longer than the time that a scheduler leaves between SIGTERM and SIGKILL."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s, self._reported = grace_s, False
+
+    def is_newly_exceeded(self, step_s: float) -> bool:
+        """Whether this step takes longer, and none did before."""
+        newly = step_s > self._grace_s and not self._reported
+        self._reported |= newly
+        return newly

@@ -1,7 +1,7 @@
 """The trainer of one rank: model, optimizer and data, and what one step does with them.
 
 ``build.build_trainer`` builds it, ``loop.train`` calls it. A step is ``train_step``: get the batch, compute
-(``forward_backward``, ``update``, the control all-reduce), count the step, write its event.
+(``forward_backward``, the control all-reduce, ``update``), count the step, write its event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.divergence import non_finite_error
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
 from meshwright.core.events import Commit, EventWriter
@@ -39,6 +38,7 @@ from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.plan.contract import PlanContract
 from meshwright.spec.job import Job
 from meshwright.train.amp import MixedPrecision
+from meshwright.train.bad_steps import BadStep, describe_bad_step, is_bad, keep_norm, spike_limit
 from meshwright.train.data import TrainData
 from meshwright.train.expert_balance import ExpertBalancer, ExpertLoad, is_load_report_due
 from meshwright.train.gradient_noise import NoiseScale, add_noise
@@ -47,6 +47,9 @@ from meshwright.train.optimizer_offload import OffloadedOptimizerState
 from meshwright.train.setup_times import SetupTimes
 from meshwright.train.stop_signal import StopSignal
 from meshwright.train.throughput import ThroughputMeter
+
+BAD_RANKS = 2
+"""Index in the control all-reduce of the ranks that found the step bad; before it are loss and targets."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class RankContext:
     setup: SetupTimes = field(default_factory=SetupTimes)
     commit: Commit = nullcontext
     """Entered around each commit; raises where this rank must write no more."""
+    min_position: int = 0
+    """Samples that are not read again: a rollback skips them."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,9 @@ class StepResult:
     loss_scale: float
     lr: float
     grad_norm: float
+    """Before clipping."""
+    bad: BadStep | None
+    """Why the parameters did not change; None for a usual step."""
     expert_load: ExpertLoad | None
 
 
@@ -144,6 +152,9 @@ class Trainer:
         self.amp, self.optimizer, self.offloaded, self.balancer = amp, optimizer, offloaded, balancer
         self.data, self.state, self.saver, self.stop = data, state, saver, stop
         self.noise_scale = NoiseScale(self.module, self.job.train.noise_scale_every)
+        buffers = self.model.buffers() if self.job.mixes_samples else ()
+        self._batch_norm_stats = [(buffer, buffer.clone()) for buffer in buffers]
+        """Running statistics of batch norms, and their values before the step: a bad step keeps them."""
         self.observer: StepObserver | None = None
         """Observes the running step, if it is audited or proved; ``compute_step`` sets it."""
 
@@ -179,9 +190,11 @@ class Trainer:
                 self.data.prefetcher.prefetch(self.state.position + len(samples))
 
         result = self.compute_step(micro_batches, targets, observer, prefetch, overlap_next_step)
-        count = result.target_count
+        count, bad = result.target_count, result.bad
         assert count == targets, f"{count:.0f} targets were trained on, {targets} were expected"
         self.state.advance(len(samples))
+        if bad is None and math.isfinite(result.grad_norm):  # else fp16 overflowed
+            self.state.grad_norms = keep_norm(self.state.grad_norms, result.grad_norm)
         # Without targets the mean is undefined, and not zero.
         loss = result.loss_sum / targets if targets else None
         step_s = time.perf_counter() - started
@@ -191,20 +204,18 @@ class Trainer:
             loss=loss,
             grad_norm=result.grad_norm,
             lr=result.lr,
-            noise_scale=self.noise_scale.estimate(result.noise_sums, len(samples), result.loss_scale),
+            noise_scale=None if bad else self._estimate_noise_scale(result, len(samples)),
             tokens=targets,
             step_s=step_s,
             **meter.read(targets / step_s),
-            **self.amp.step_fields(loss, result.grad_norm),
+            **self.amp.step_fields(result.grad_norm, bad is not None),
+            bad_step=None if bad is None else bad.kind,
             **({} if result.expert_load is None else result.expert_load.step_fields()),
         )
         report_load = self.mesh.rank == 0 and is_load_report_due(self.step, self.job.train.steps)
         if result.expert_load is not None and report_load:
             self.events.write("experts", step=self.step, layers=result.expert_load.layer_rows())
         self.amp.check_loss_scale(self.step, self.saver.has_checkpoint)
-        if not self.amp.skipped:
-            self._require_finite("loss", loss)
-            self._require_finite("gradient norm", result.grad_norm)
         return result
 
     def compute_step(
@@ -226,6 +237,8 @@ class Trainer:
                 device when this returns.
         """
         self.counter.phase, self.observer = "step", observer
+        for buffer, before in self._batch_norm_stats:
+            before.copy_(buffer)
         self.noise_scale.begin(self.step + 1)
         divisor = max(targets, 1)  # a batch of long masked prompts has no target, and no gradient
         local_loss, local_targets = self.forward_backward(micro_batches, divisor)
@@ -233,33 +246,44 @@ class Trainer:
             observer.after_backward()
         noise = self.noise_scale.parts(divisor, local_targets)
         loss_scale = self.amp.loss_scale() if noise else 1.0
-        lr = lr_at(self.step, self.job.train)
-        reduced: list[ControlAllReduce] = []
+        lr, early = lr_at(self.step, self.job.train), overlap_next_step and self.can_read_loss_early()
+        control: list[ControlAllReduce] = []
 
-        def start_control_all_reduce(grad_norm: Tensor) -> None:
-            reduced.append(self._start_control_all_reduce(local_loss, local_targets, noise, grad_norm))
+        def judge(grad_norm: Tensor) -> Tensor:
+            self.flight.enter("control all-reduce")
+            control.append(self._start_control_all_reduce(local_loss, local_targets, noise, grad_norm))
+            if early:
+                control[0].start_copy()
+            self.flight.enter("update")
+            return control[0].values[BAD_RANKS] > 0
 
-        early = overlap_next_step and self.can_read_loss_early()
-        grad_norm = self.update(lr, start_control_all_reduce) if early else self.update(lr)
+        self.update(lr, judge)
         sync_batch_norm_stats(self.model, self.job, self.mesh)
         prefetch()
         self.flight.enter("control all-reduce")
-        if not early:
-            start_control_all_reduce(grad_norm)
         # The first read of a device value in this step: all its work is queued by now.
-        loss_sum, target_count, stop_requests, *sums, norm = reduced[0].wait()
+        loss_sum, target_count, bad_ranks, stop_requests, *sums, norm = control[0].wait()
+        bad = describe_bad_step(loss_sum, norm, self.state.grad_norms, self.step + 1) if bad_ranks else None
         save_requested = self.saver.needs_all_ranks and sums.pop(0) > 0
-        load = None if self.balancer is None else self.balancer.end_step(self.mesh)
-        return StepResult(
-            loss_sum, target_count, stop_requests > 0, save_requested, sums, loss_scale, lr, norm, load
-        )
+        load = None if self.balancer is None else self.balancer.end_step(self.mesh, update_biases=bad is None)
+        if bad is not None:
+            self.restore_forward_state()
+        stop = stop_requests > 0
+        return StepResult(loss_sum, target_count, stop, save_requested, sums, loss_scale, lr, norm, bad, load)
+
+    def restore_forward_state(self) -> None:
+        """Undo what forward passes of a bad step changed: batch norm statistics, counts of expert load."""
+        for buffer, before in self._batch_norm_stats:
+            buffer.copy_(before)
+        if self.balancer is not None:
+            self.balancer.sums.zero_()
 
     def can_read_loss_early(self) -> bool:
         """Whether the loss can be read back before the optimizer step has finished.
 
         On one GPU the CPU then reports the step and queues the next one while the optimizer step runs, so the
-        GPU never waits for the CPU. With several ranks the control all-reduce comes last, because it is
-        also the barrier at the end of a step. Offloaded state needs the CPU for the update.
+        GPU never waits for the CPU. With several ranks the time of a step includes its optimizer step.
+        Offloaded state needs the CPU for the update.
         """
         return self.mesh.device.type == "cuda" and self.mesh.control is None and self.offloaded is None
 
@@ -270,12 +294,14 @@ class Trainer:
         noise: Sequence[Tensor | float],
         grad_norm: Tensor,
     ) -> ControlAllReduce:
-        """Sum loss, target count and flags over all ranks; the gradient norm is read back beside them."""
+        """Sum verdict, loss, targets and flags over all ranks; the gradient norm is read back beside them."""
+        limit = spike_limit(self.state.grad_norms, self.job.train.spike_factor)
+        bad = is_bad(local_loss, grad_norm, limit, self.amp.is_scaled)
         flags = [float(self.stop.requested)]
         if self.saver.needs_all_ranks:  # rank 0 decides when
             flags.append(float(self.mesh.rank == 0 and self.saver.is_due_by_time()))
         own = [local_loss, local_targets] if self.mesh.reports_loss else [0.0, 0.0]
-        return self.mesh.start_control_all_reduce([*own, *flags, *noise], local_values=[grad_norm])
+        return self.mesh.start_control_all_reduce([*own, bad, *flags, *noise], local_values=[grad_norm])
 
     def forward_backward(self, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
         """Accumulate the gradients of one step.
@@ -319,30 +345,32 @@ class Trainer:
         self.rank_parameters.finalize_grads()
         return loss_sum, targets_seen
 
-    def update(self, lr: float, on_grad_norm: Callable[[Tensor], None] = lambda _: None) -> Tensor:
+    def update(self, lr: float, judge: Callable[[Tensor], Tensor]) -> Tensor:
         """Clip the gradients, step the optimizer, zero the gradients.
 
         Args:
             lr: Learning rate of this step.
-            on_grad_norm: Called with the gradient norm before any parameter changes.
+            judge: Called with the gradient norm before any parameter changes; returns whether the step is
+                bad, on the device.
 
         Returns:
-            The gradient norm of the whole model. If it is not finite, nothing changed.
+            The gradient norm of the whole model; NaN in a bad step. If it is not finite, nothing changed.
         """
         rank_parameters = self.rank_parameters
         self.flight.enter("update")
         rank_parameters.assign_shard_grads()
-        grad_norm = self.amp.clip_gradients(rank_parameters, self.optimizer, self.job.train.clip)
-        on_grad_norm(grad_norm)
+        grad_norm = self.amp.unscale_gradients(rank_parameters, self.optimizer)
+        bad = judge(grad_norm).to(grad_norm.device)
+        grad_norm = grad_norm.masked_fill(bad, math.nan)
+        self.amp.clip_gradients(rank_parameters, self.optimizer, self.job.train.clip, grad_norm)
         add_noise(rank_parameters, self.job.train, self.step)
         set_lr(self.optimizer, lr)
-        self.amp.step(self.optimizer, grad_norm)
+        self.amp.step(self.optimizer, grad_norm, bad)
         rank_parameters.all_gather_parameters()
         rank_parameters.zero_grads()
         if self.weight_copies is not None:
             self.weight_copies.is_stale = not updates_weight_copies(self.optimizer)
         return grad_norm
 
-    def _require_finite(self, what: str, value: float | None) -> None:
-        if value is not None and not math.isfinite(value):
-            raise non_finite_error(what, value, self.step, self.saver.has_checkpoint())
+    def _estimate_noise_scale(self, result: StepResult, samples: int) -> float | None:
+        return self.noise_scale.estimate(result.noise_sums, samples, result.loss_scale)

@@ -33,6 +33,7 @@ from meshwright.parallel.relayed_store import RelayedStore
 from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.spec.execution import uses_torch_compile
 from meshwright.spec.job import Job
+from meshwright.train.bad_step_policy import RollbackError
 from meshwright.train.build import build_trainer
 from meshwright.train.compiler_import import skip_compiler_import
 from meshwright.train.loop import report_collectives, train
@@ -214,6 +215,7 @@ class _Generation:
                     self.order.restore_step,
                     setup,
                     nullcontext if self.link is None else self.link.commit,
+                    self.order.min_position,
                 )
                 trainer = build_trainer(context, stop)
                 work(trainer)
@@ -296,5 +298,6 @@ def describe_failure(error: Exception, halted: bool = False) -> RankFailure:
         "problems": problems,
         "peer_lost": peer_lost,
         "memory": memory,
+        "rollback_position": error.position if isinstance(error, RollbackError) else None,
     }
     return RankFailure(fields, status)

@@ -67,6 +67,8 @@ def prove(trainer: Trainer) -> None:
     evaluations, stopping = 0, False
     while trainer.step < task.steps and not stopping:
         result = trainer.train_step(meter, observer)
+        if result.bad is not None:
+            raise result.bad.as_error(trainer.job.train.spike_factor, saved=False)
         stopping = result.stop_requested
         observer.after_step(result)
         if trainer.step == RELOAD_STEP and not stopping:

@@ -33,6 +33,14 @@ def raised(message="boom\nmore", problems=()):
     return {"kind": "RuntimeError", "message": message, "problems": [*problems], "peer_lost": False}
 
 
+def test_a_rollback_is_not_refused_and_reads_as_its_bad_step():
+    problem = Problem("train-not-finite", "is nan at step 7; nothing was saved since", path="gradient norm")
+    found = report(failure=raised(problems=[problem.as_dict()]) | {"rollback_position": 96})
+    assert found.how() == "gradient norm is nan at step 7"
+    failure = found.classify()
+    assert (failure.kind, failure.refused, failure.rollback) == ("raised", False, True)
+
+
 def report(hang=None, node=0, saved=False, reason="", **rank):
     view = RankView(1, alive=False, **rank)
     host = "b" if node else HERE

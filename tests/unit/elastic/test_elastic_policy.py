@@ -15,6 +15,10 @@ def raised(step: int, message: str = "RuntimeError: no") -> Failure:
     return Failure(1, "raised", message, step)
 
 
+def rollback(step: int) -> Failure:
+    return Failure(1, "raised", "RollbackError: ", step, rollback=True)
+
+
 @pytest.mark.parametrize(
     ("failure", "earlier", "restarts", "action"),
     [
@@ -29,10 +33,17 @@ def raised(step: int, message: str = "RuntimeError: no") -> Failure:
         (raised(5), [raised(5, "RuntimeError: other")], 3, "regroup"),
         (raised(6), [raised(5)], 3, "regroup"),
         (Failure(0, "raised", "OutOfMemoryError: ", 5, refused=True), [], 3, "give up"),
+        (rollback(5), [], 3, "regroup"),
+        (rollback(5), [], 0, "give up"),
+        (rollback(5), [rollback(5)] * 4, 3, "regroup"),
+        (rollback(90), [rollback(step) for step in (10, 20, 30, 40, 50)], 3, "give up"),
     ],
 )
 def test_decision(failure, earlier, restarts, action):
-    """New steps reset the count of failures; an equal error after the same step is not tried a third time."""
+    """New steps reset the count of failures; an equal error after the same step is not tried a third time.
+
+    New steps do not reset the count of rollbacks.
+    """
     assert decide(failure, earlier, Budget(restarts)).action == action
 
 

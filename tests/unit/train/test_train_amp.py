@@ -24,10 +24,12 @@ def job(job_file):
 def take_step(precision: MixedPrecision, weight: nn.Parameter, optimizer, value: float) -> dict:
     """One step on a loss whose gradient is ``value``."""
     precision.backward((weight * value).sum())
-    norm = precision.clip_gradients(RankParameters(nn.ParameterList([weight])), optimizer, 0.0)
+    state = RankParameters(nn.ParameterList([weight]))
+    norm = precision.unscale_gradients(state, optimizer)
+    precision.clip_gradients(state, optimizer, 0.0, norm)
     precision.step(optimizer, norm)
     optimizer.zero_grad()
-    return precision.step_fields(1.0, float(norm))
+    return precision.step_fields(float(norm), bad=False)
 
 
 def test_loss_scale_does_not_change_the_update(job):
@@ -77,16 +79,18 @@ def test_loss_scale_is_restored_from_a_checkpoint(job):
     assert take_step(after, weight, optimizer, float("inf"))["loss_scale"] == 2.0
 
 
-def test_step_without_targets_is_not_an_overflow(job):
+def test_a_bad_step_is_not_an_overflow(job):
     precision = MixedPrecision(job, CPU)
-    assert precision.step_fields(None, 0.0)["skipped"] is False
-    assert precision.step_fields(None, float("inf"))["skipped"] is True
+    assert precision.step_fields(0.0, bad=False)["skipped"] is False
+    for bad, overflow in ((False, True), (True, False)):
+        assert precision.step_fields(float("inf"), bad)["skipped"] is True
+        assert precision.skipped == overflow
 
 
 def test_other_precisions_have_no_loss_scale(job_file):
     precision = MixedPrecision(load_job(str(job_file), ["train.precision=bf16"]), CPU)
     assert precision.state_dict() is None
-    assert precision.step_fields(float("nan"), None) == {"loss_scale": None, "skipped": None}
+    assert precision.step_fields(1.0, bad=False) == {"loss_scale": None, "skipped": None}
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "fused adamw"])
@@ -103,7 +107,8 @@ def test_no_optimizer_changes_a_weight_if_the_gradient_norm_is_not_finite(job_fi
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         model["blocks"].weight.grad[0, 0] = gradient
-        norm = precision.clip_gradients(state, optimizer, 1.0)
+        norm = precision.unscale_gradients(state, optimizer)
+        precision.clip_gradients(state, optimizer, 1.0, norm)
         precision.step(optimizer, norm)
         assert [bool((p != b).any()) for p, b in zip(model.parameters(), before, strict=True)] == [
             changed

@@ -34,6 +34,10 @@ def test_biases_move_by_the_rate_towards_the_mean():
     assert load.layer_rows()[1] == {"layer": 2, "load": [7, 1, 4, 4], "dropped": 3, "imbalance": 1.75}
     assert not balancer.sums.any(), "the sums are reset for the next step"
     assert routers[1].auxiliary.balance == 0.5
+    routers[2].load[:5] += torch.tensor([7.0, 1.0, 4.0, 4.0, 3.0], dtype=torch.float64)
+    balancer.end_step(ALONE, update_biases=False)
+    assert routers[2].selection_bias.tolist() == [-0.25, 0.25, 0, 0], "of a bad step"
+    assert not balancer.sums.any()
 
 
 def test_imbalance_and_dropped_shares_of_a_step_are_computed():

@@ -76,7 +76,10 @@ def early(monkeypatch):
 
 
 def record_order(trainer: Trainer, monkeypatch) -> list[list[str]]:
-    """The device work that each step issues, in order. A new list starts at each synchronization."""
+    """The device work that each step issues, in order. A new list starts at each synchronization.
+
+    A handle of the control all-reduce copies once: in ``wait`` at the latest.
+    """
     steps: list[list[str]] = [[]]
 
     def record(owner, name, label):
@@ -88,15 +91,30 @@ def record_order(trainer: Trainer, monkeypatch) -> list[list[str]]:
 
         monkeypatch.setattr(owner, name, call)
 
-    wait = ControlAllReduce.wait
-    monkeypatch.setattr(ControlAllReduce, "wait", lambda sums: steps.append([]) or wait(sums))
+    wait, copied = ControlAllReduce.wait, set()
+
+    def start_copy(sums):
+        if id(sums) not in copied:
+            copied.add(id(sums))
+            kept.append(sums)
+            steps[-1].append("copy to the CPU")
+
+    def synchronize(sums):
+        values = wait(sums)
+        steps.append([])
+        return values
+
+    kept: list[ControlAllReduce] = []
+    monkeypatch.setattr(ControlAllReduce, "start_copy", start_copy)
+    monkeypatch.setattr(ControlAllReduce, "wait", synchronize)
     record(trainer.amp, "step", "update")
     record(trainer.data.prefetcher, "prefetch", "prefetch")
     record(Mesh, "start_control_all_reduce", "control all-reduce")
     return steps
 
 
-EARLY, WHOLE = ["control all-reduce", "update", "prefetch"], ["update", "prefetch", "control all-reduce"]
+EARLY = ["control all-reduce", "copy to the CPU", "update", "prefetch"]
+WHOLE = ["control all-reduce", "update", "prefetch", "copy to the CPU"]
 
 
 def test_loss_is_read_before_the_update_if_another_step_follows(job_file, tmp_path, monkeypatch, early):
@@ -104,7 +122,8 @@ def test_loss_is_read_before_the_update_if_another_step_follows(job_file, tmp_pa
     trainer = build_rank(job_file, tmp_path / "run", "train.eval_every=4", "checkpoint.every_steps=6")
     steps = record_order(trainer, monkeypatch)
     loop.train(trainer)
-    evaluation, last = ["control all-reduce"], ["update", "control all-reduce"]
+    evaluation = ["control all-reduce", "copy to the CPU"]
+    last = ["control all-reduce", "update", "copy to the CPU"]
     assert steps == [EARLY, WHOLE, EARLY, WHOLE, evaluation, EARLY, WHOLE, EARLY, last, evaluation, []]
 
 

@@ -41,6 +41,8 @@ class Fault:
     """What the wall clock of the rank differs by from now on."""
     call: str | None = None
     connections: int | None = None
+    grace_s: float | None = None
+    """Time between SIGTERM and SIGKILL."""
 
     def __str__(self) -> str:
         """The sentence, as :func:`parse_fault` reads it."""
@@ -70,6 +72,11 @@ def stop_supervisor(step: int, for_s: float) -> Fault:
     return _checked(Fault("stop_supervisor", step=step, for_s=for_s))
 
 
+def preempt(step: int, grace_s: float) -> Fault:
+    """Send SIGTERM to the command when rank 0 is in a step, SIGKILL after a while, and resume the run."""
+    return _checked(Fault("preempt", step=step, grace_s=grace_s))
+
+
 def shift_clock(rank: int, step: int, by_s: float) -> Fault:
     """Set the wall clock of a rank ahead or behind."""
     return _checked(Fault("shift_clock", rank, step, by_s=by_s))
@@ -90,6 +97,7 @@ ARGUMENTS: dict[str, tuple[set[str], set[str]]] = {
     "stop": ({"rank", "step", "for_s"}, {"during"}),
     "kill_supervisor": ({"step", "restart_after_s"}, set()),
     "stop_supervisor": ({"step", "for_s"}, set()),
+    "preempt": ({"step", "grace_s"}, set()),
     "shift_clock": ({"rank", "step", "by_s"}, set()),
     "call_wrongly": ({"rank", "step", "call"}, set()),
     "connect": ({"step", "connections"}, set()),

@@ -1,15 +1,16 @@
-"""The control all-reduce: loss, stop and save requests, gradient norm and expert load, over all ranks."""
+"""Collectives over all ranks: the control all-reduce of a step, and the comparison of replicas."""
 
 from __future__ import annotations
 
 from meshwright.layout.axes import is_sharded
+from meshwright.layout.replicas import CHECKSUM_BYTES, has_replicas, list_replica_axes
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 FLOAT64_BYTES = 8
-CONTROL_STEP_VALUES = 3
-"""Loss sum, target tokens, stop request: reduced once per step."""
+CONTROL_STEP_VALUES = 4
+"""Loss sum, target tokens, bad step, stop request: reduced once per step."""
 CONTROL_NOISE_VALUES = 2
 """Squared norm and number of shards, for the gradient noise scale; only in jobs that measure it."""
 CONTROL_SAVE_VALUES = 1
@@ -33,4 +34,14 @@ def predict_control(job: Job) -> list[CollectiveTraffic]:
     return [
         CollectiveTraffic("control", "all_reduce", "step", world, calls, values * FLOAT64_BYTES),
         CollectiveTraffic("control", "all_reduce", "eval", world, 1, evaluation),
+        *_predict_replica_check(job),
     ]
+
+
+def _predict_replica_check(job: Job) -> list[CollectiveTraffic]:
+    """The all-gather of checksums of the parameters: one per kind of replicas, from every rank."""
+    if not job.train.replica_check_every or not has_replicas(job):
+        return []
+    world = job.layout.world_size
+    gathered = world * len(list_replica_axes(job)) * CHECKSUM_BYTES
+    return [CollectiveTraffic("control", "all_gather", "replica_check", world, 1, gathered)]

@@ -10,10 +10,11 @@ from typing import Any
 from meshwright.core.events import Event
 from meshwright.elastic.faults.injector import Injection, is_alive
 from meshwright.runs.faults.job import WORLD_SIZE
-from meshwright.runs.faults.trial import EXIT_FAILED, SETTLE_STEPS, Trial
+from meshwright.runs.faults.trial import EXIT_FAILED, EXIT_OK, SETTLE_STEPS, Trial
 
 NOTICED_S, GOES_ON_S = 1.0, 10.0
 NAMED_S = 5.0
+PREEMPTED_S = 10.0
 ADOPTED_STALL_S = 15.0
 PAUSE_SLACK_S = 2.0
 REJOINED_S = 30.0
@@ -64,6 +65,12 @@ def is_adopted(trial: Trial) -> bool:
         e for e in trial.view.of("step") if adopted and e["rank"] == 0 and e["time"] > adopted[-1]["time"]
     ]
     return trial.injector.done and len(after) >= SETTLE_STEPS
+
+
+def is_resumed(trial: Trial) -> bool:
+    """Whether a run that was ended by a fault has been resumed, and has made steps since."""
+    resumed = trial.view.of("resumed")
+    return trial.injector.done and bool(resumed) and is_settled(trial)
 
 
 def is_kill_loop_over(trial: Trial) -> bool:
@@ -132,6 +139,22 @@ def judge_stopped_supervisor(trial: Trial) -> list[Figure]:
     _expect_no_event(trial, "rank_lost", "hang")
     pause_s = max(fault.for_s or 0.0 for fault in trial.schedule)
     return [Figure("longest stall", longest_stall_s(trial), pause_s + PAUSE_SLACK_S)]
+
+
+def judge_preemption(trial: Trial) -> list[Figure]:
+    """The command ended in time with status 0, and the resumed run began with the step after the last one."""
+    for status, _ in trial.preemptions:
+        if status != EXIT_OK:
+            trial.violations.append(f"the preempted command ended with status {status}, not {EXIT_OK}")
+    lost = []
+    for resumed in (e for e in trial.view.of("resumed") if e["rank"] == 0):
+        before = [e["step"] for e in trial.view.of("step") if e["generation"] < resumed["generation"]]
+        lost.append(Figure("steps lost", max(before) - resumed["step"], 0, ""))
+    if len(lost) != len(trial.preemptions) or not lost:
+        trial.violations.append(f"{len(trial.preemptions)} preemptions, {len(lost)} resumes")
+    graces = [fault.grace_s for fault in trial.schedule]
+    ends = zip(trial.preemptions, graces, strict=False)
+    return worst([*(Figure("ended after", seconds, limit) for (_, seconds), limit in ends), *lost])
 
 
 def judge_stopped_ranks(trial: Trial) -> list[Figure]:

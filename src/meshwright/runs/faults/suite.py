@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import Problem, UserError, require_argument
+from meshwright.core.errors import Problem, RunFailedError, UserError, require_argument
 from meshwright.core.units import format_plural
 from meshwright.elastic.faults.clock import ShiftedClocks, build_clock_library
 from meshwright.elastic.faults.invariants import compare_runs
@@ -138,13 +138,13 @@ def run_faults(
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the tests like Ctrl-C: no run is left behind."""
+    """Let SIGTERM end the tests like Ctrl-C, with another exit status: no run is left behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise RunFailedError(Problem("faults-interrupted", "SIGTERM ended the fault tests"))
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -16,6 +16,7 @@ from meshwright.elastic.faults.schedule import (
     connect,
     fail,
     kill_supervisor,
+    preempt,
     shift_clock,
     stop,
     stop_supervisor,
@@ -100,6 +101,10 @@ def _stop_supervisor(seed: random.Random, _: str) -> list[Schedule]:
     return [[stop_supervisor(step=_choose_step(seed), for_s=20.0)]]
 
 
+def _preempt(seed: random.Random, _: str) -> list[Schedule]:
+    return [[preempt(step=_choose_step(seed), grace_s=judges.PREEMPTED_S)]]
+
+
 def _call_wrongly(seed: random.Random, _: str) -> list[Schedule]:
     return [
         [call_wrongly(rank=seed.randrange(WORLD_SIZE), step=seed.randint(4, FIRST_STEP), call=call)]
@@ -180,6 +185,15 @@ TESTS = (
         seconds=21.0,
     ),
     FaultTest(
+        7,
+        "preempt",
+        "SIGTERM, SIGKILL 10 s later: status 0, the resumed run loses no step, same losses and parameters",
+        _preempt,
+        judges.judge_preemption,
+        is_over=judges.is_resumed,
+        seconds=10.0,
+    ),
+    FaultTest(
         9,
         "wrong-call",
         "another op, another shape, a skipped call: rank, op and source line named <= 5 s",
@@ -208,18 +222,27 @@ TESTS = (
 )
 
 
+def _choose_end(kinds: set[str]) -> Callable[[Trial], bool]:
+    """When a trial with these kinds of faults is over."""
+    if "call_wrongly" in kinds:
+        return lambda _: False
+    if "kill_supervisor" in kinds:
+        return judges.is_adopted
+    return judges.is_resumed if "preempt" in kinds else judges.is_settled
+
+
 def build_custom_test(schedule: Schedule) -> FaultTest:
     """The test of a schedule that the user wrote."""
     ends_run = any(fault.kind == "call_wrongly" for fault in schedule)
     judge = judges.judge_wrong_call if ends_run else judges.judge_schedule
-    adopted = any(fault.kind == "kill_supervisor" for fault in schedule)
+    kinds = {fault.kind for fault in schedule}
     return FaultTest(
         0,
         "schedule",
         "the invariants hold, and losses and parameters are those without faults",
         lambda *_: [list(schedule)],
         judge,
-        is_over=(lambda _: False) if ends_run else judges.is_adopted if adopted else judges.is_settled,
-        seconds=sum(1.0 + (fault.for_s or 0.0) + (fault.after_s or 0.0) for fault in schedule),
+        is_over=_choose_end(kinds),
+        seconds=sum(1.0 + (f.for_s or 0.0) + (f.after_s or 0.0) + (f.grace_s or 0.0) for f in schedule),
         ends_run=ends_run,
     )

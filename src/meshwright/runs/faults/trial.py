@@ -30,7 +30,7 @@ AFTER_ATTACK_S = 2.0
 """When the memory and the files of the processes are read again."""
 SETTLE_STEPS = 25
 """New steps after the last fault: at least one checkpoint is among them."""
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 4, 130
+EXIT_OK, EXIT_FAILED = 0, 4
 ENDS_WITHIN_S = 30.0
 """Time for processes to end after they were told to; only broken ones need it."""
 
@@ -57,6 +57,8 @@ class Trial:
     """Wall-clock time of its end."""
     alive_at_end: set[int] = field(default_factory=set)
     """Processes with an injected fault that lived when the trial was over."""
+    preemptions: list[tuple[int, float]] = field(default_factory=list)
+    """Exit status of each command that got SIGTERM from a fault, and the seconds until it ended."""
     attack: Attack | None = None
     """The hostile connections, if the schedule has them."""
     rss_growth_mb: float = 0.0
@@ -73,6 +75,7 @@ class Trial:
         self.injector.actions |= {
             "kill_supervisor": self._kill_supervisor,
             "stop_supervisor": self._stop_supervisor,
+            "preempt": self._preempt,
             "shift_clock": self._shift_clock,
             "connect": self._connect,
         }
@@ -127,7 +130,7 @@ class Trial:
             self.injector.poll()
             time.sleep(EVENTS_POLL_S if self.injector.done else FINE_POLL_S)
 
-    def check(self, statuses: Sequence[int] = (EXIT_OK, EXIT_INTERRUPTED)) -> None:
+    def check(self, statuses: Sequence[int] = (EXIT_OK,)) -> None:
         """Check the invariants of the run."""
         self.history = read_history(self.view.events)
         self.violations += self.history.violations
@@ -185,9 +188,11 @@ class Trial:
             )
 
     def _is_restarted(self) -> bool:
-        """Whether the command was killed by a fault and is about to be started again."""
+        """Whether the command was ended by a fault and is about to be started again."""
         return any(
-            one.pid == self.command.pid for one in self.injections if one.fault.kind == "kill_supervisor"
+            one.pid == self.command.pid
+            for one in self.injections
+            if one.fault.kind in ("kill_supervisor", "preempt")
         )
 
     def _kill_supervisor(self, fault: Fault) -> int:
@@ -203,6 +208,24 @@ class Trial:
         command = self.command
         command.send_signal(signal.SIGSTOP)
         self.injector.do_later(fault.for_s, lambda: command.send_signal(signal.SIGCONT))
+        return command.pid
+
+    def _preempt(self, fault: Fault) -> int:
+        assert fault.grace_s is not None, "an argument of the fault"
+        command, began = self.command, time.monotonic()
+        command.send_signal(signal.SIGTERM)
+
+        def resume_when_ended() -> None:
+            ended, passed_s = command.poll() is not None, time.monotonic() - began
+            if not ended and passed_s < (fault.grace_s or 0.0):
+                self.injector.do_later(EVENTS_POLL_S, resume_when_ended)
+                return
+            if not ended:
+                command.kill()
+            self.preemptions.append((command.wait(), passed_s))
+            self._start("--resume")
+
+        self.injector.do_later(EVENTS_POLL_S, resume_when_ended)
         return command.pid
 
     def _shift_clock(self, fault: Fault) -> int:

@@ -30,6 +30,17 @@ def _needs_reader(key: str) -> Rule:
     return Rule(code, f"Only the {chooser} {list_choices(readers(key))} reads `{path}`.", check)
 
 
+def check_rollback(job: Job) -> Problem | None:
+    """A rollback is a recovery: the ranks regroup."""
+    if job.train.on_bad_step != "rollback" or job.elastic.restarts > 0:
+        return None
+    rule, fix = (
+        "needs ranks that regroup, and elastic.restarts=0",
+        "Raise elastic.restarts, or use skip or stop",
+    )
+    return Problem("train-rollback-restarts", rule, path="train.on_bad_step", value="rollback", fix=fix)
+
+
 def check_lr_scaling(job: Job) -> Problem | None:
     """The learning rate scales relative to a base batch."""
     train = job.train
@@ -228,6 +239,11 @@ RULES: tuple[Rule, ...] = (
         "train-residual-dtype",
         '`residual_dtype = "bf16"` needs `precision` bf16 or fp8, and `block_backend` compile or triton.',
         check_residual_dtype,
+    ),
+    Rule(
+        "train-rollback-restarts",
+        '`on_bad_step = "rollback"` needs `elastic.restarts` above 0.',
+        check_rollback,
     ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` need each other.", check_lr_scaling),
     *(_needs_reader(key) for key in OPTIONAL_KEYS),

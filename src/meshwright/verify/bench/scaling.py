@@ -32,6 +32,8 @@ def measure(trainer: Trainer) -> None:
         times.begin()
         started = _now(trainer)
         done = run_step(trainer, meter, audited=trainer.step == 1)  # slower, and in the warm-up
+        if done.bad is not None:
+            raise done.bad.as_error(trainer.job.train.spike_factor, saved=False)
         stopping = done.stop_requested
         step_s.append(_now(trainer) - started)
         buckets.append(times.read())

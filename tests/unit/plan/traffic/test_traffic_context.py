@@ -83,7 +83,7 @@ def test_cp_ranks_all_reduce_gradients_like_replicas(rows_of):
     rows = rows_of({"cp": 2})
     assert rows["cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
     assert rows["cp", "broadcast", "setup"] == (2, (21 + 1 + 1) * 4)
-    assert rows["control", "all_reduce", "step"] == (1, 3 * 8)
+    assert rows["control", "all_reduce", "step"] == (1, 4 * 8)
     rows = rows_of({"dp_replicate": 2, "cp": 2})
     assert rows["dp_replicate+cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
 

@@ -66,7 +66,7 @@ def test_without_ep_there_is_no_all_to_all(rows_of):
 def test_dense_layers_have_no_all_to_all(rows_of):
     some = rows_of({"dp_shard": 2, "ep": 2, "zero": 3}, model={"dense_layers": 1})
     assert some["ep", "all_to_all", "step"][0] == 2 * 5
-    assert some["control", "all_reduce", "step"] == (3, (3 + 1 + 1 + LOAD // 2) * 8)
+    assert some["control", "all_reduce", "step"] == (3, (4 + 1 + 1 + LOAD // 2) * 8)
 
 
 def test_experts_held_by_one_rank_are_neither_gathered_nor_reduced(rows_of):
@@ -115,7 +115,7 @@ def test_plain_replicas_use_ddp_for_experts(rows_of):
     rows = rows_of({"dp_replicate": 2})
     assert rows["dp_replicate", "all_reduce", "step"] == (1, (DENSE + 2 * EXPERTS) * 4)
     assert rows["dp_replicate", "broadcast", "setup"] == (2, (2 * 10 + 3 + 1 + 1) * 4)
-    assert rows["control", "all_reduce", "step"] == (2, (3 + LOAD) * 8)
+    assert rows["control", "all_reduce", "step"] == (2, (4 + LOAD) * 8)
     assert rows["control", "all_reduce", "eval"] == (1, 2 * 8)
 
 

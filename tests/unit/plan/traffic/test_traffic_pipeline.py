@@ -117,7 +117,7 @@ def test_replicas_all_reduce_the_buckets_of_each_stage(settled):
         assert calls > 1, "one bucket would be too large"
         assert ("dp_replicate", "broadcast", "setup") not in found, "pipelines do not use DDP"
         assert found["pp", "send", "setup"] == (1, 4), "one element to the other rank"
-    assert rows(job, 0)["control", "all_reduce", "step"] == (2, 40), "the gradient norm is summed too"
+    assert rows(job, 0)["control", "all_reduce", "step"] == (2, 48), "the gradient norm is summed too"
 
 
 def test_no_bucket_has_parameters_of_two_stages(settled):

@@ -102,6 +102,7 @@ CASES = {
     "train-gemm-autotune": {"train": {"gemm_autotune": True}},
     "train-grad-dtype": {"train": {"grad_dtype": "bf16"}},
     "train-lr-base-batch": {"train": {"lr_scaling": "linear"}},
+    "train-rollback-restarts": {"train": {"on_bad_step": "rollback"}, "elastic": {"restarts": 0}},
     "train-beta1-unused": {"train": {"optimizer": "sgd", "beta1": 0.9}},
     "train-beta2-unused": {"train": {"optimizer": "sgd", "beta2": 0.95}},
     "train-eps-unused": {"train": {"optimizer": "lion", "eps": 1e-8}},

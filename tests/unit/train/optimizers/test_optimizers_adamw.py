@@ -185,7 +185,9 @@ def test_fused_clipping_does_not_change_gradients(job_file):
         optimizer = build_optimizer(model, job.train, fused=fused)
         model(*torch.ones(2, 2, 8, dtype=torch.int64)).backward()
         gradients = [p.grad.clone() for p in model.parameters()]
-        norm = MixedPrecision(job, CPU).clip_gradients(RankParameters(model), optimizer, 0.5)
+        precision, state = MixedPrecision(job, CPU), RankParameters(model)
+        norm = precision.unscale_gradients(state, optimizer)
+        precision.clip_gradients(state, optimizer, 0.5, norm)
         assert norm > 0.5
         untouched = all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
         assert untouched == fused == isinstance(optimizer, FusedAdamW)
