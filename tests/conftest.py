@@ -106,10 +106,12 @@ class Trained:
 def train(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Train with real rank processes and check the exit status; 0 includes a clean audit.
 
-    The report page has no charts: drawing them takes as long as a short run.
+    The report page has no charts: drawing them takes as long as a short run. A failed run does not end the
+    fork server: the next run would import torch again.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("meshwright.report.html.can_draw", lambda: False)
+    monkeypatch.setattr("meshwright.runs.start.end_server", lambda: None)
 
     def run(*overrides: str, resume: bool = False, expect: int = 0) -> Trained:
         from meshwright.cli.output import Output

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.api import run_faults
+from meshwright.core.errors import UserError
 from meshwright.runs.faults import job
 
 
@@ -92,17 +93,22 @@ def test_a_system_that_does_not_recover_fails(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("names", "options", "code"),
     [
-        (["no-such-test"], "faults-unknown"),
-        (["kill-rank/no-such-layout"], "faults-unknown"),
-        (["--budget", "-1"], "api-argument"),
-        (["--seed", "-1"], "api-argument"),
-        (["1", "--budget", "2"], "faults-budget"),
-        (["--schedule", "missing.txt"], "faults-schedule"),
+        (["no-such-test"], {}, "faults-unknown"),
+        (["kill-rank/no-such-layout"], {}, "faults-unknown"),
+        ([], {"budget_s": -1.0}, "api-argument"),
+        ([], {"seed": -1}, "api-argument"),
+        (["1"], {"budget_s": 2.0}, "faults-budget"),
+        ([], {"schedule": "missing.txt"}, "faults-schedule"),
     ],
 )
-def test_bad_input_is_refused(command, arguments, code):
-    status, out, _ = command("faults", *arguments, "--json").finish()
-    assert status == 2
-    assert json.loads(out)["errors"][0]["code"] == code
+def test_bad_input_is_refused(names, options, code):
+    with pytest.raises(UserError) as caught:
+        run_faults(*names, **options)
+    assert caught.value.problems[0].code == code
+
+
+def test_the_command_refuses_an_unknown_test(command):
+    status, out, _ = command("faults", "no-such-test", "--json").finish()
+    assert (status, json.loads(out)["errors"][0]["code"]) == (2, "faults-unknown")

@@ -46,7 +46,9 @@ def test_a_skipped_collective_ends_the_run_and_is_named(fail):
     assert event["since_s"] < NAMED_WITHIN_S
 
 
-@pytest.mark.parametrize("fault", ["other_shape_in_step_4", "other_op_in_step_4"])
+@pytest.mark.parametrize(
+    "fault", ["other_shape_in_step_4", pytest.param("other_op_in_step_4", marks=pytest.mark.slow)]
+)
 def test_a_mismatched_call_is_named_with_its_source_line(fail, fault):
     """Gloo aborts, raises or hangs. In all cases the error has rank, collective and source line."""
     error, _ = fail(fault, "layout.dp_replicate=3")

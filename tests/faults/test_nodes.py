@@ -96,6 +96,7 @@ def test_another_agent_replaces_one_that_was_killed(make_nodes, train, job_file)
     nodes.require_empty()
 
 
+@pytest.mark.slow
 def test_a_run_whose_node_is_lost_ends_and_names_it(make_nodes, job_file):
     nodes = make_nodes(2)
     running = nodes.train(job_file, *ONE_EACH, "train.steps=100000", "elastic.policy=give-up")

@@ -262,7 +262,7 @@ def _wait_until_ended(pids):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("orphan_s", [0.0, 1.0])
+@pytest.mark.parametrize("orphan_s", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_ranks_end_when_the_supervisor_is_killed(command, job_file, tmp_path, orphan_s):
     """After SIGKILL of the command all ranks end within 30 s; with ``orphan_s`` they save first."""
     run_dir = tmp_path / "run"

@@ -10,7 +10,7 @@ from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.spec.load import load_job
 
-ROUNDS = 2000
+ROUNDS = 1000
 
 
 def run_collectives(run_dir, listener):

@@ -91,9 +91,9 @@ def crowded(tmp_path_factory, prepared):
 @pytest.mark.parametrize(
     "layout",
     [
-        "cp=2 ep=2",
+        slow("cp=2 ep=2"),
         "dp_shard=2 ep=2 zero=3",
-        "pp=2",
+        slow("pp=2"),
         slow("dp_shard=2 ep=2 zero=1"),
         slow("dp_shard=2 ep=2 zero=2"),
         slow("dp_shard=4 ep=4 zero=3"),

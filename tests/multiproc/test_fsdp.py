@@ -53,13 +53,19 @@ def test_losses_equal_one_process_and_the_plan_holds(train, layout, job):
             "dp_replicate=2 dp_shard=2 zero=3 micro_batch=1 accumulate=deferred", "", marks=pytest.mark.slow
         ),
         pytest.param("dp_shard=2 zero=3 micro_batch=3 prefetch=0", "", marks=pytest.mark.slow),
-        ("dp_shard=3 zero=3 micro_batch=2 offload=optimizer bucket_mb=0.05", ""),
+        pytest.param(
+            "dp_shard=3 zero=3 micro_batch=2 offload=optimizer bucket_mb=0.05", "", marks=pytest.mark.slow
+        ),
         pytest.param("dp_shard=2 zero=3 micro_batch=3 offload=all", "", marks=pytest.mark.slow),
         ("dp_shard=3 zero=2 micro_batch=2 offload=all", "train.optimizer=lion"),
         pytest.param(
             "dp_shard=2 zero=3 micro_batch=2 prefetch=2", "model.num_layers=4", marks=pytest.mark.slow
         ),
-        ("dp_shard=2 zero=3 micro_batch=3 prefetch=9 accumulate=deferred", "model.num_layers=4"),
+        pytest.param(
+            "dp_shard=2 zero=3 micro_batch=3 prefetch=9 accumulate=deferred",
+            "model.num_layers=4",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_fsdp_settings_keep_losses_and_plan(train, layout, job):
@@ -123,7 +129,7 @@ def test_compiled_blocks_under_zero_have_equal_losses_and_no_extra_graphs(train,
     assert graphs == [4, 4], "blocks and final norm, each with and without gradients"
 
 
-@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("depth", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), 2])
 def test_all_gathers_are_issued_prefetch_blocks_ahead(train, monkeypatch, depth):
     """When a block starts, the all-gathers of itself and of the next `prefetch` blocks have been issued."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:record_all_gathers")

@@ -9,8 +9,6 @@ import contextlib
 import io
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,19 +54,18 @@ class Run:
 
 @pytest.fixture(scope="module")
 def straight(job_text, tmp_path_factory):
-    """Six steps of one process, and of a pipeline of two ranks started by the command."""
+    """Six steps of one process, and of a pipeline of two ranks."""
     folder = tmp_path_factory.mktemp("pipeline")
-    job_file, one, two = folder / "job.toml", folder / "one", folder / "two"
+    job_file = folder / "job.toml"
     job_file.write_text(job_text)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        alone = [*COMMON, "layout.dp_replicate=1", f"run_dir={one}"]
-        assert run_training(Output(as_json=True), str(job_file), alone, False) == 0
-    command = [sys.executable, "-m", "meshwright", "train", "job.toml", *COMMON, "layout.pp=2", "run_dir=two"]
-    done = subprocess.run(
-        [*command, "--json"], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return Run(one, json.loads(out.getvalue())), Run(two, json.loads(done.stdout))
+
+    def run(layout: str) -> Run:
+        overrides = [*COMMON, f"layout.{layout}", f"run_dir={folder / layout}"]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert run_training(Output(as_json=True), str(job_file), overrides, False) == 0
+        return Run(folder / layout, json.loads(out.getvalue()))
+
+    return run("dp_replicate=1"), run("pp=2")
 
 
 def test_a_pipeline_has_the_training_and_eval_losses_of_one_process(straight):

@@ -209,11 +209,11 @@ def prove_bug(prepared, tmp_path_factory):
     [
         ("loss_divided_twice", "gradient", "norm", 0, "all gradients are 0.5 times"),
         slow("unreduced_norm", "gradient", "blocks.1.ffn_norm", 0, ""),
-        ("frozen_weight", "gradient", "blocks.0.attention.wk", 0, "missing"),
+        slow("frozen_weight", "gradient", "blocks.0.attention.wk", 0, "missing"),
         slow("loss_scaled_on_one_rank", "gradient", "norm", 0, ""),
         ("rope_positions_restart", "activation", "blocks.0.attention", 1, ""),
         ("unreduced_tied_embedding", "gradient", "embed", 0, "it is also head.weight"),
-        ("unequal_linear_weight", "weight", "blocks.1.ffn.down", 1, ""),
+        slow("unequal_linear_weight", "weight", "blocks.1.ffn.down", 1, ""),
         ("loss_averaged_over_ranks", "loss", "loss", None, "summation of losses"),
         ("gradient_zeroed_before_update", "update", "blocks.0.ffn.up", 0, "zero in the update"),
         ("ranks_read_same_samples", "input", "model", 1, ""),
@@ -243,7 +243,7 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
             "",
             marks=pytest.mark.slow,
         ),
-        (
+        slow(
             "tp_unreduced_kv_replicas",
             SEQUENCE_PARALLEL,
             ONE_KEY_HEAD,
@@ -332,7 +332,7 @@ HALF = "all gradients are 0.5 times"
 @pytest.mark.parametrize(
     ("bug", "layout", "kind", "module", "note"),
     [
-        ("ring_contiguous_positions", CP, "activation", "blocks.0.attention", ""),
+        slow("ring_contiguous_positions", CP, "activation", "blocks.0.attention", ""),
         ("ring_kv_grads_lost", CP, "gradient", "blocks.1.attention.wv", ""),
         slow("cp_counted_as_data", {"cp": 2, "tp": 2}, "gradient", "norm", HALF),
         ("ulysses_heads_swapped", {"cp": 2, "context": "ulysses"}, "activation", "blocks.0.attention", ""),
@@ -358,7 +358,7 @@ ROUTER, GATE, DOWN = "blocks.1.ffn.router", "blocks.1.ffn.experts.gate", "blocks
         slow("router_grad_unreduced", {"tp": 2}, MOE, "gradient", ROUTER),
         ("expert_grads_reduced_over_cp", {"cp": 2, "ep": 2}, MOE, "gradient", DOWN),
         slow("expert_outputs_reversed", {"cp": 2, "ep": 2}, MOE, "activation", "blocks.0.ffn"),
-        ("capacity_per_rank", {"cp": 2}, MOE, "activation", "blocks.0.ffn"),
+        slow("capacity_per_rank", {"cp": 2}, MOE, "activation", "blocks.0.ffn"),
         slow("balance_counts_per_rank", {"cp": 2}, {**MOE, "capacity_factor": None}, "gradient", ROUTER),
         slow("router_grad_unreduced", {**SEQUENCE_PARALLEL, "ep": 2}, MOE, "gradient", "norm"),
         slow("expert_grads_unreduced", {"dp_replicate": 2, "cp": 2, "ep": 2}, MOE, "gradient", DOWN),
@@ -386,7 +386,7 @@ SHARDS = {"pp": 2, "dp_shard": 2}
     [
         ("pp_bf16_transfers", PIPELINE, "activation", "model", ""),
         ("pp_weight_grads_dropped", SPLIT, "gradient", "blocks.1.ffn.down", ""),
-        ("pp_tied_embedding_unreduced", PIPELINE, "gradient", "embed", "it is also head.weight"),
+        slow("pp_tied_embedding_unreduced", PIPELINE, "gradient", "embed", "it is also head.weight"),
         slow(
             "pp_weight_grads_dropped",
             {**SHARDS, "zero": 3, "schedule": "zb-h1"},
@@ -432,7 +432,7 @@ ZERO_1, ZERO_3 = {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}
     ("bug", "layout", "train", "step", "term"),
     [
         ("no_weight_decay", ZERO_3, TINY_LR, 1, "weight decay"),
-        ("norms_decay", ZERO_1, TINY_LR, 1, "weight decay"),
+        slow("norms_decay", ZERO_1, TINY_LR, 1, "weight decay"),
         slow("no_weight_decay", {"dp_replicate": 2}, {"optimizer": "sgd"}, 1, "weight decay"),
         slow("no_weight_decay", ZERO_3, {"optimizer": "lion"}, 1, "weight decay"),
         slow("gradients_not_clipped", {"tp": 2}, {}, 1, "clipping"),

@@ -100,10 +100,11 @@ def test_the_peak_with_gradient_compression_and_in_the_first_step_is_predicted_w
 
 def test_compiled_blocks_on_two_ranks_have_eager_losses_and_at_most_their_peak(train):
     """Losses within 1e-5 of eager blocks; state and collectives are equal, activations and peak bounded."""
-    plain = train("run_dir=plain", REPLICATED)
+    plain = train("run_dir=plain", REPLICATED, "train.steps=3")
     compiled = train(
         "run_dir=compiled",
         REPLICATED,
+        "train.steps=3",
         "train.block_backend=compile",
         "train.compile_backend=aot_eager",
         "layout.bucket_mb=0.1",  # smaller than the first bucket that torch's compiler expects of DDP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,11 +11,29 @@ import pytest
 
 from meshwright.cli.plan_text import shorten_reasons
 from meshwright.plan.contract import read_plan
+from meshwright.plan.search.find import CHECKED, find_layouts, no_progress
 from meshwright.spec.load import load_job
 
 SMALL = ("data.seq_len=512", "train.global_batch=32")
 ON = ("--on", "2x4xh100-sxm")
 LLAMA = ("plan", "llama3-8b", *SMALL, *ON)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _equal_searches_run_once():
+    """Most tests look at the same search: a search with equal arguments is run once."""
+    found = {}
+
+    def find(job, pins, top=CHECKED, objective="time", progress=no_progress, worlds=None, budget_s=None):
+        key = repr((job, pins, top, objective, worlds, budget_s))
+        if key not in found:
+            found[key] = find_layouts(job, pins, top, objective, progress, worlds, budget_s)
+        return dataclasses.replace(found[key], best=list(found[key].best))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("meshwright.runs.explain", "meshwright.plan.search.planner"):
+            patch.setattr(f"{module}.find_layouts", find)
+        yield
 
 
 # The search
