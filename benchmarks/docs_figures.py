@@ -28,6 +28,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,9 +66,9 @@ PICTURES = {
     "plan-llama3-70b.png": "meshwright plan llama3-70b --on 8x8xh100-sxm --picture",
 }
 """Pictures that are drawn without devices, with the command that draws each."""
-PNG_COLORS = 64
+PNG_COLORS = 128
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SCREEN = "1100,880"
+SCREEN = "1100,1130"
 """Width and height of the screenshot in pixels."""
 
 
@@ -223,13 +224,19 @@ def remeasure(page: str) -> str:
 
 
 def draw_measured() -> None:
-    """The timeline of a real pipeline on two ranks, and the report of the README's job."""
+    """The timeline of a real pipeline on two ranks, and the report of the README's job with a killed rank."""
+    from hang_examples import Training  # noqa: PLC0415  (it imports this module)
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_files("", folder)
         run("meshwright train examples/quickstart.toml layout.pp=2 train.steps=8 run_dir=pipeline", folder)
         run(f"meshwright audit pipeline -o {FIGURES / 'pipeline-measured.svg'}", folder)
-        run("meshwright train job.toml train.steps=200 train.eval_every=40", folder)
+        with contextlib.chdir(folder):
+            training = Training("train.steps=200", "train.eval_every=40", folder="runs/job-1")
+            training.wait_for_step(83)
+            training.send(1, signal.SIGKILL)
+            training.process.wait()
         browser = next(filter(None, map(shutil.which, BROWSERS)), None)
         if browser is None:
             print(f"no {', '.join(BROWSERS)}: docs/figures/report.png stays as it is")

@@ -79,18 +79,18 @@ def print_warning() -> None:
 class Training:
     """``meshwright train`` in a process of its own."""
 
-    def __init__(self, *overrides: str) -> None:
-        arguments = [
-            sys.executable,
-            "-m",
-            "meshwright",
-            "train",
-            "job.toml",
-            "run_dir=run",
-            "layout.dp_replicate=2",
-        ]
+    def __init__(self, *overrides: str, folder: str = "run") -> None:
+        """Start it.
+
+        Args:
+            overrides: Of the job's keys.
+            folder: Of the run; ``runs/job-1`` is the one that it chooses itself.
+        """
+        self._folder = Path(folder)
+        named = () if folder == "runs/job-1" else (f"run_dir={folder}",)
+        command = [sys.executable, "-m", "meshwright", "train", "job.toml", "layout.dp_replicate=2"]
         self.process = subprocess.Popen(
-            [*arguments, *overrides],
+            [*command, *named, *overrides],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -100,7 +100,7 @@ class Training:
         """The first event that is wanted."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and self.process.poll() is None:
-            for event in read_events():
+            for event in self._read_events():
                 if wanted(event):
                     return event
             time.sleep(0.01)
@@ -114,15 +114,14 @@ class Training:
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to the newest process of a rank."""
-        pids = [e["pid"] for e in read_events() if e["event"] == "started" and e["rank"] == rank]
+        pids = [e["pid"] for e in self._read_events() if e["event"] == "started" and e["rank"] == rank]
         os.kill(pids[-1], number)
 
-
-def read_events() -> list[Event]:
-    """The events of the run so far."""
-    path = Path("run/events.jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    def _read_events(self) -> list[Event]:
+        """The events of the run so far."""
+        path = self._folder / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
 def print_stopped() -> None:

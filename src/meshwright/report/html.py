@@ -80,6 +80,7 @@ def draw_page(report: RunReport) -> str:
         f"<style>{PAGE_STYLE}</style></head><body>",
         _head(report, name),
         *_warnings(report),
+        *_timeline(report),
         *_curves(report),
         *_experts(report),
         *_pipeline(report),
@@ -295,17 +296,24 @@ def _verdict(ok: bool, audited: bool) -> str:
     return _badge("ok", "good") if ok else _badge("differs", "bad")
 
 
+def _timeline(report: RunReport) -> list[str]:
+    """The generations of a run over its time; nothing for a run of one generation."""
+    record = report.history.run
+    if record.goodput is None or len(record.generations) < 2 or not can_draw():
+        return []
+    times = [record.clock.generations[number] for number in sorted(record.clock.generations)]
+    figure = embedded_svg(draw_generations(times), "Generations")
+    return [f"<h2>Timeline</h2><figure>{figure}</figure>"]
+
+
 def _goodput(report: RunReport) -> list[str]:
-    """Where the time went; for a run of several generations also these, its recoveries and attempts."""
+    """Where the time went; for a run of several generations also its recoveries and attempts."""
     goodput, record = report.history.run.goodput, report.history.run
     if goodput is None:
         return []
     rows = [("steps that count", goodput.steps_s), *goodput.lost_s.items()]
     cells = [(name, f"{seconds:.2f}", f"{seconds / goodput.wall_s:.1%}") for name, seconds in rows]
     parts = ["<h2>Goodput</h2>", table(("", "seconds", "share"), cells, numbers=(1, 2))]
-    if len(record.generations) > 1 and can_draw():
-        times = [record.clock.generations[number] for number in sorted(record.clock.generations)]
-        parts.append(f"<figure>{embedded_svg(draw_generations(times), 'Generations')}</figure>")
     return [*parts, *_recoveries(record.recoveries), *_attempts(report)]
 
 

@@ -115,6 +115,17 @@ def test_attempts_are_drawn_with_restart_marks(matching_events, run_folder):
     assert "restart 1 at step 2" in draw_page(report)
 
 
+def test_the_timeline_of_several_generations_is_above_the_curves(matching_events, run_folder):
+    """A run of one generation has none."""
+    events = [*matching_events(), *matching_events(generation=1)]
+    for seconds, event in enumerate(events):
+        event["time"] = float(seconds)
+    page = draw_page(read_report(run_folder(events)))
+    assert 0 < page.find("<h2>Timeline</h2>") < page.find("<h2>Curves</h2>") < page.find("<h2>Goodput</h2>")
+    assert "generation 1" in page
+    assert "<h2>Timeline</h2>" not in draw_page(read_report(run_folder(matching_events())))
+
+
 def test_unknown_numeric_fields_are_drawn(matching_events, run_folder):
     """A number that only some steps have is drawn. Text and lists are not."""
     events = matching_events()
