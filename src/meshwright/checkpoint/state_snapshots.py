@@ -1,7 +1,7 @@
 """In-memory snapshots of one rank's state, for a quick restart after a failure.
 
-Two slots are written in turn (``launch.snapshot_slots``). Every step ends with the control all-reduce. So no
-rank overwrites a slot before all ranks have written the other one, and there is always a step of which every
+Two slots are written in turn (``launch.snapshot_slots``). Every step has a control all-reduce. So no rank
+overwrites a slot before all ranks have written the other one, and there is always a step of which every
 rank has a complete snapshot. A restored snapshot is equal bit by bit.
 """
 
