@@ -33,7 +33,7 @@ TIME_TOLERANCE = 1e-9
 PARTS_SUM = 1e-6
 """Relative difference between a step and the sum of its parts."""
 TRAFFIC_KEYS = ("axis", "op", "phase", "ranks", "calls", "bytes", "pp_rank")
-PEAKS = ("peak", "first_step", "checkpoint")
+PEAKS = ("peak", "first_step")
 
 
 @dataclass(frozen=True)

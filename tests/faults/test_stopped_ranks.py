@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.flight_ring import FlightMemory
+from saved_checkpoints import require_equal_files
 
 NAMED_WITHIN_S = 5.0
 GO_ON_WITHIN_S = 10.0
@@ -136,9 +137,9 @@ def require_equal_runs(undisturbed, running, run_dir, steps):
     result = json.loads(out)
     assert result["losses"] == undisturbed.losses
     assert result["audit_ok"], result["differences"]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        saved = [folder / f"checkpoints/step-{steps:08d}" / name for folder in (run_dir, undisturbed.run_dir)]
-        assert saved[0].read_bytes() == saved[1].read_bytes()
+    require_equal_files(
+        *(folder / f"checkpoints/step-{steps:08d}" for folder in (run_dir, undisturbed.run_dir))
+    )
     events = running.events(run_dir)
     require_no_double_commit(events)
     assert not list((run_dir / "checkpoints").glob(".*")), "no draft is left"

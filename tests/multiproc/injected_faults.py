@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.checkpoint import saver
+from meshwright.checkpoint import saver, writer
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import decoder_sharding
 from meshwright.models.decoder import Decoder
@@ -247,26 +247,20 @@ def record_saving_memory(run_dir, listener):
 
 
 def sigkill_during_save(run_dir, listener):
-    """Rank 0 gets SIGKILL when half of the tensors of step 4 are gathered."""
-    original = saver.list_checkpoint_tensors
+    """Rank 0 gets SIGKILL when half of its tensors of step 4 are written."""
+    original = writer.write_tensors
 
-    def list_checkpoint_tensors(state, has_checkpoint):
-        tensors = original(state, has_checkpoint)
-        if state.counters.step != 4 or os.environ["RANK"] != "0":
-            return tensors
-        half = sum(len(header) for header in tensors.headers().values()) // 2
-        values = tensors.values()
+    def write_tensors(path, parts, check):
+        calls = itertools.count()
 
-        def kill_at_half():
-            for index, tensor in enumerate(values):
-                if index == half:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                yield tensor
+        def kill_at_half(part, values):
+            if ".step-00000004" in str(path) and os.environ["RANK"] == "0" and next(calls) == len(parts) // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            check(part, values)
 
-        tensors._values = kill_at_half()
-        return tensors
+        return original(path, parts, kill_at_half)
 
-    saver.list_checkpoint_tensors = list_checkpoint_tensors
+    writer.write_tensors = write_tensors
     return run_rank(run_dir, listener)
 
 

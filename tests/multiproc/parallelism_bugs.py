@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.checkpoint import resume as checkpoint_resume
 from meshwright.checkpoint import saver as checkpoint_saver
-from meshwright.checkpoint.manifest import OPTIMIZER_FILE
 from meshwright.layout.axes import Axis, is_expert
 from meshwright.models.moe import ExpertLinear
 from meshwright.models.routing import Router, Tokens
@@ -483,24 +482,22 @@ eval_without_last_sample = with_function(
 
 
 def with_loaded_moments(change):
-    """An entry that changes the tensors that a checkpoint loads: by key and target, before and after."""
+    """An entry that changes the tensors that a checkpoint loads: by key and target."""
 
-    def load(original, state, checkpoint, file, targets):
-        kept = {key: target.clone() for key, target in targets.items()}
-        original(state, checkpoint, file, targets)
-        if file == OPTIMIZER_FILE:
-            for key, target in targets.items():
-                change(key, target, kept[key])
+    def load(original, saved, name, target, chunks):
+        original(saved, name, target, chunks)
+        if ":" in name:
+            change(name, target)
 
-    return with_function(checkpoint_resume, "_load_tensors", load)
+    return with_function(checkpoint_resume, "_load_chunks", load)
 
 
-def _swap_rows(key, target, before):
+def _swap_rows(key, target):
     if key.endswith(":exp_avg") and len(target) > 1:
         target.copy_(target.flip(0))
 
 
-def _keep_second_moment(key, target, before):
+def _keep_second_moment(key, target):
     if key.endswith(":exp_avg_sq"):
         target.zero_()
 
@@ -511,31 +508,26 @@ second_moment_not_loaded = with_loaded_moments(_keep_second_moment)
 
 def moment_rows_swapped_in_file(run_dir, listener):
     """Saving and loading reverse the rows of moments: this layout restores them, another would not."""
-    state = Zero1Parameters
-    original, save, shard = prove_rank.save_and_reload, state.full_tensor, state.shard_to
-    file_of = checkpoint_resume.open_tensors
+    list_parts, load = checkpoint_saver.list_owned_parts, checkpoint_resume._load_chunks
 
-    def open_tensors(checkpoint, name):
-        reverse = name == OPTIMIZER_FILE
-        state.shard_to = lambda self, key, full, shape: shard(
-            self, key, full[:].flip(0) if reverse else full, shape
-        )
-        return file_of(checkpoint, name)
+    def list_reversed(state, rank):
+        return [
+            part._replace(values=part.values.flip(0)) if ":" in part.name and part.values.ndim else part
+            for part in list_parts(state, rank)
+        ]
 
-    def save_and_reload(trainer):
-        state.full_tensor = lambda self, name, tensor: save(self, name, tensor).flip(0)
-        checkpoint_resume.open_tensors = open_tensors
-        found = original(trainer)
-        state.full_tensor, state.shard_to, checkpoint_resume.open_tensors = save, shard, file_of
-        return found
+    def load_reversed(saved, name, target, chunks):
+        load(saved, name, target, chunks)
+        if ":" in name and target.ndim:
+            target.copy_(target.flip(0))
 
-    prove_rank.save_and_reload = save_and_reload
+    checkpoint_saver.list_owned_parts, checkpoint_resume._load_chunks = list_reversed, load_reversed
     return run_rank(run_dir, listener)
 
 
-def _keep_position(original, state, checkpoint):
+def _keep_position(original, state, checkpoint, rank):
     position = state.counters.position
-    notes = original(state, checkpoint)
+    notes = original(state, checkpoint, rank)
     state.counters.position = position
     return notes
 
@@ -543,19 +535,15 @@ def _keep_position(original, state, checkpoint):
 position_not_loaded = with_function(checkpoint_reload, "resume", _keep_position)
 
 
-def _save_stale(original, state, has_checkpoint):
+def _save_stale(original, state, rank):
     """One saved weight is not the one in memory."""
-    parameter = state.model.blocks["0"].ffn.up.weight
-    with torch.no_grad():
-        kept = parameter.clone()
-        parameter.mul_(1.01)
-        tensors = original(state, has_checkpoint)
-        tensors._values = iter([tensor.clone() for tensor in tensors.values()])
-        parameter.copy_(kept)
-    return tensors
+    return [
+        part._replace(values=part.values * 1.01) if part.name == "blocks.0.ffn.up.weight" else part
+        for part in original(state, rank)
+    ]
 
 
-stale_weights_saved = with_function(checkpoint_saver, "list_checkpoint_tensors", _save_stale)
+stale_weights_saved = with_function(checkpoint_saver, "list_owned_parts", _save_stale)
 
 
 def _zero_row(model, mesh):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from safetensors.torch import load_file
+from saved_checkpoints import require_equal_files
 
 TEN_STEPS = ("train.steps=10", "train.eval_every=5")
 REFERENCE_LOSSES: dict[tuple[str, ...], list[float]] = {}
@@ -49,11 +49,7 @@ class ResumeChecker:
         folder, resumed = self.resume(layout, layout)
         uninterrupted = self.uninterrupted(*layout)
         assert resumed.losses == uninterrupted.losses[3:]
-        for name in ("model.safetensors", "optimizer.safetensors"):
-            ours = load_file(folder / "step-00000006" / name)
-            theirs = load_file(uninterrupted.run_dir / "checkpoints" / "step-00000006" / name)
-            assert ours.keys() == theirs.keys()
-            assert all((ours[key] == theirs[key]).all() for key in ours), name
+        require_equal_files(folder / "step-00000006", uninterrupted.run_dir / "checkpoints" / "step-00000006")
 
     def require_equal_losses(self, source, layout):
         """Resumed in another layout: the losses are equal up to rounding, and a message names the change."""

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from reference_runs import max_relative_diff
-from safetensors.torch import load_file
 
 from meshwright.data.dataset import TokenDataset
 from meshwright.data.order import SampleOrder
 from meshwright.parallel.build import build_model
 from meshwright.spec.load import load_job
+from saved_checkpoints import load_weights
 
 
 def plain_torch_loop(
@@ -62,7 +62,7 @@ def test_losses_and_weights_of_1_to_4_ranks_equal_a_plain_torch_loop(train, job_
         trained = train(*common, f"layout.dp_replicate={ranks}")
         assert trained.result["world_size"] == ranks
         assert max_relative_diff(trained.losses, reference) < 1e-5, f"{ranks} ranks"
-        saved = load_file(Path(trained.result["checkpoint"]) / "model.safetensors")
+        saved = load_weights(Path(trained.result["checkpoint"]))
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(saved[name], parameter.detach(), rtol=2e-4, atol=2e-5, msg=name)
 

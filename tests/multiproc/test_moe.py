@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from prover import Prover
-from safetensors.torch import load_file
 
 from meshwright.checkpoint.hf.export import export_checkpoint
 from meshwright.checkpoint.manifest import SELECTION_BIAS
@@ -17,6 +16,7 @@ from meshwright.report.html import draw_page
 from meshwright.report.run_report import read_report
 from meshwright.spec.load import load_job
 from meshwright.train.generate import GenerateTask, load_model
+from saved_checkpoints import load_weights
 
 EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_size=64")
 BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.balance_rate=0.01")
@@ -71,7 +71,7 @@ def test_selection_biases_are_saved_resumed_and_reported(train, tmp_path):
     shutil.copytree(straight.run_dir / "checkpoints" / "step-00000004", rescued / "step-00000004")
     resumed = train(*common, f"checkpoint.dir={rescued}", resume=True)
     assert resumed.losses == straight.losses[4:]
-    first, last = (load_file(rescued / f"step-{n:08d}" / "model.safetensors") for n in (4, 8))
+    first, last = (load_weights(rescued / f"step-{n:08d}") for n in (4, 8))
     assert (first[SELECTION_BIAS].abs() > 0).any()
     assert (first[SELECTION_BIAS].abs() <= 4 * 0.01 + 1e-6).all(), "more than balance_rate per step"
     assert not torch.equal(first[SELECTION_BIAS], last[SELECTION_BIAS])
@@ -79,7 +79,7 @@ def test_selection_biases_are_saved_resumed_and_reported(train, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(rescued / "step-00000004", again / "step-00000004")
     train(*frozen, "train.steps=5", f"checkpoint.dir={again}", resume=True)
-    kept = load_file(again / "step-00000005" / "model.safetensors")[SELECTION_BIAS]
+    kept = load_weights(again / "step-00000005")[SELECTION_BIAS]
     assert torch.equal(kept, first[SELECTION_BIAS]), "the biases changed without balance_rate"
     checkpoint = Path(straight.result["checkpoint"])
     model = load_model(GenerateTask(str(checkpoint)))

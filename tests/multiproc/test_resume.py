@@ -11,6 +11,7 @@ import torch
 from meshwright import load_run
 from meshwright.checkpoint.resume import require_finite
 from meshwright.core.errors import UserError
+from saved_checkpoints import require_equal_files
 
 
 def _checkpoint(run_dir: Path, step: int) -> Path:
@@ -28,9 +29,7 @@ def test_a_resumed_run_is_bit_identical(train, tmp_path, ranks):
     resumed = train(*common, f"checkpoint.dir={rescued}", resume=True)
     assert resumed.losses == straight.losses[4:]
     assert resumed.result["eval_loss"] == straight.result["eval_loss"]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        ours = (rescued / "step-00000010" / name).read_bytes()
-        assert ours == (_checkpoint(straight.run_dir, 10) / name).read_bytes(), name
+    require_equal_files(rescued / "step-00000010", _checkpoint(straight.run_dir, 10))
 
 
 def test_a_resume_on_another_number_of_ranks_keeps_losses_and_sample_order(train, tmp_path):
@@ -63,7 +62,7 @@ def test_resume_continues_the_newest_run_as_a_new_generation(train):
 def test_a_damaged_checkpoint_is_skipped(train):
     """One byte of the newest checkpoint is flipped: a warning names it, and the previous one is used."""
     first = train("train.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
-    newest = _checkpoint(first.run_dir, 6) / "model.safetensors"
+    newest = _checkpoint(first.run_dir, 6) / "rank-00000.safetensors"
     damaged = bytearray(newest.read_bytes())
     damaged[-1] ^= 1
     newest.write_bytes(damaged)
@@ -118,7 +117,7 @@ def test_a_checkpoint_folder_of_another_run_is_refused(train, job_file, tmp_path
 
 def test_a_checkpoint_tensor_that_is_not_finite_is_refused_by_name(tmp_path):
     """Weights, moments and step counts are read by this function; checksums of such a file may be right."""
-    file = tmp_path / "optimizer.safetensors"
+    file = tmp_path / "step-00000001"
     require_finite(file, "head.weight:exp_avg", torch.ones(2))
     require_finite(file, "head.weight:step", torch.ones((), dtype=torch.int64))
     with pytest.raises(UserError) as caught:

@@ -185,7 +185,7 @@ def events_of() -> Callable[..., Events]:
 
     def events(plan: PlanContract, generation: int = 0) -> Events:
         found: Events = []
-        times = {"setup": 1, "step": STEPS, "eval": EVALUATIONS, "save": 0}
+        times = {"setup": 1, "step": STEPS, "eval": EVALUATIONS}
         for predicted in plan.ranks:
             head = {"v": 1, "time": 0.0, "rank": predicted.rank, "generation": generation}
             found.append({**head, "event": "ready", "step": 0, "steps": STEPS, "peak_basis": "a matmul"})

@@ -368,8 +368,8 @@ def _collective_rows(audited: AuditedGenerations) -> list[CollectiveRow]:
             more = previous is not None and row.predicted_calls > previous.predicted_calls
             if previous is None or (previous.equal and (more or not row.equal)):
                 rows[key] = row
-    order = {"setup": 0, "step": 1, "eval": 2, "save": 3, "replica_check": 4}
-    return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 5), *k[0], k[1] or 0))]
+    order = {"setup": 0, "step": 1, "eval": 2, "replica_check": 3}
+    return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 4), *k[0], k[1] or 0))]
 
 
 def _sum_generations(audited: AuditedGenerations, rank: int) -> dict[RowKey, CollectiveRow]:
@@ -411,7 +411,6 @@ def _compare_rank(
         "setup": 1,
         "step": reported.steps,
         "eval": reported.evaluations,
-        "save": reported.saves,
         "replica_check": reported.replica_checks,
     }
     planned = [row for row in reported.rows if row.phase not in UNPLANNED_PHASES]

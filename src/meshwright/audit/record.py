@@ -71,7 +71,6 @@ class MeasuredCollectives:
     rows: tuple[MeasuredTraffic, ...]
     steps: int
     evaluations: int
-    saves: int = 0
     replica_checks: int = 0
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +12,12 @@ from meshwright.checkpoint.manifest import (
     MANIFEST,
     best_checkpoint,
     list_leftovers,
+    parse_name,
     read_manifest,
     remove_checkpoint,
 )
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import folder_bytes
-
-_NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,8 @@ def prune(root: Path, keep: int, sweep: bool) -> PruneResult:
 
 
 def _folders(root: Path) -> list[Path]:
-    found = [p for p in root.glob("step-*") if p.is_dir() and _NAME.fullmatch(p.name)]
-    return sorted(found, key=lambda p: (_step(p) or 0, p.name))
+    found = [(parse_name(path.name), path) for path in root.glob("step-*") if path.is_dir()]
+    return [path for number, path in sorted((number, path) for number, path in found if number)]
 
 
 def _inspect(folder: Path, verify: bool) -> StoredCheckpoint:
@@ -131,5 +129,5 @@ def _inspect(folder: Path, verify: bool) -> StoredCheckpoint:
 
 
 def _step(folder: Path) -> int | None:
-    named = _NAME.fullmatch(folder.name)
-    return int(named[1]) if named else None
+    named = parse_name(folder.name)
+    return named[0] if named else None

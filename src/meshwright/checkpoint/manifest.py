@@ -1,7 +1,10 @@
 """The manifest of a checkpoint: lists, verifies and rotates checkpoints without torch.
 
-A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, the
-tokenizer and ``manifest.json``, which is written last and holds size and SHA-256 of the others.
+A checkpoint is a folder ``step-00000100`` with a file of tensors per rank, the tokenizer, and
+``manifest.json``, which holds size and SHA-256 of the others and a checksum of itself. A folder without a
+valid manifest is not a checkpoint. ``draft`` writes checkpoints, ``saved_tensors`` reads their tensors. In
+format 1 ``model.safetensors`` and ``optimizer.safetensors`` hold all tensors, and the manifest has no
+checksum. It is still read.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,12 +27,16 @@ from meshwright.spec.job import Data, Job, Train
 from meshwright.spec.model import DEFAULT_NORM_GROUPS, Model
 from meshwright.spec.train_defaults import setting
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 MANIFEST = "manifest.json"
-MODEL_FILE = "model.safetensors"
 SELECTION_BIAS = "routers.selection_bias"
-"""Name in that file of the biases of expert selection, (layers with experts, experts)."""
-OPTIMIZER_FILE = "optimizer.safetensors"
+"""Name of the biases of expert selection, (layers with experts, experts)."""
+TENSORS_SUFFIX = ".safetensors"
+FORMAT_1_FILES = ("model.safetensors", "optimizer.safetensors")
+CHECKSUM_KEY = "sha256"
+"""In a JSON file: the checksum of all else in it."""
+MAX_MANIFEST_BYTES = 2**28
+VERIFY_THREADS = 4
 BEST_FILE = "best"
 """Names the checkpoint with the lowest evaluation loss, which rotation keeps."""
 
@@ -38,6 +47,14 @@ class FileFacts:
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Dtype (as safetensors files name it) and shape of a full tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,9 @@ class Manifest:
     micro_batch: int = 0
     compression: str = "none"
     sharding: str = ""
-    """How the run sharded its state; the tensors in the files are full."""
+    """How the run sharded its state."""
+    tensors: dict[str, TensorFacts] = field(default_factory=dict)
+    """All full tensors by name; empty in format 1."""
     torch: str = ""
     mask: str = "causal"
     prompt_masking: bool = False
@@ -82,18 +101,31 @@ class Manifest:
     files: dict[str, FileFacts] = field(default_factory=dict)
     version: int = CHECKPOINT_VERSION
 
+    @property
+    def tensor_files(self) -> list[str]:
+        """The files that hold tensors."""
+        return sorted(name for name in self.files if name.endswith(TENSORS_SUFFIX))
+
 
 _MANIFEST: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+_NAME = re.compile(r"step-(\d{8,})(?:\.([1-9]\d*))?")
 
 
-def checkpoint_name(step: int) -> str:
-    """Folder of a step's checkpoint; names sort by step."""
-    return f"step-{step:08d}"
+def checkpoint_name(step: int, revision: int = 0) -> str:
+    """Folder of a step's checkpoint. A step that is saved again gets a new revision; nothing is replaced."""
+    return f"step-{step:08d}" + (f".{revision}" if revision else "")
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Step and revision of a checkpoint's folder; None for another name."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), int(found[2] or 0)) if found else None
 
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(p.parent for p in root.glob(f"step-*/{MANIFEST}"))
+    numbered = [(parse_name(path.parent.name), path.parent) for path in root.glob(f"step-*/{MANIFEST}")]
+    return [path for number, path in sorted((number, path) for number, path in numbered if number)]
 
 
 def rotate(root: Path, keep_last: int, newest: Path) -> None:
@@ -101,12 +133,15 @@ def rotate(root: Path, keep_last: int, newest: Path) -> None:
 
     Later checkpoints are left from an earlier attempt, which this run has resumed before. They do not count.
     """
-    for left in list_leftovers(root):
+    for left in root.glob(".step-*.old"):
         shutil.rmtree(left, ignore_errors=True)
     best = best_checkpoint(root)
-    done = [path for path in list_checkpoints(root) if path.name <= newest.name]
-    for old in done[:-keep_last]:
-        if old.name != best:
+    limit = parse_name(newest.name) or (0, 0)
+    done = [path for path in list_checkpoints(root) if (parse_name(path.name) or (0, 0)) <= limit]
+    replaced = [path for path in done if path != newest and (parse_name(path.name) or (0, 0))[0] == limit[0]]
+    kept = [path for path in done if path not in replaced][-keep_last:]
+    for old in done:
+        if old not in kept and (old.name != best or old in replaced):
             with contextlib.suppress(OSError):
                 remove_checkpoint(old)
 
@@ -140,6 +175,49 @@ def mark_best(root: Path, checkpoint: Path) -> None:
     replace_text(root / BEST_FILE, checkpoint.name + "\n")
 
 
+def encode_checked(content: dict[str, Any]) -> bytes:
+    """A JSON file with a checksum of itself; :func:`decode_checked` accepts these bytes and no others."""
+    body = {key: value for key, value in content.items() if key != CHECKSUM_KEY}
+    digest = hashlib.sha256(_to_json(body)).hexdigest()
+    return _to_json({CHECKSUM_KEY: digest, **body})
+
+
+def decode_checked(data: bytes) -> dict[str, Any]:
+    """The contents of such a file.
+
+    Raises:
+        ValueError: Any bit of it was changed; with the reason.
+    """
+    content = json.loads(data)
+    if not isinstance(content, dict) or encode_checked(content) != data:
+        raise ValueError("its checksum differs from its content")
+    return {key: value for key, value in content.items() if key != CHECKSUM_KEY}
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1).encode() + b"\n"
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """A manifest from the contents of its file.
+
+    Raises:
+        ValueError: It is not one, or it was changed; with the reason.
+    """
+    content = json.loads(data)
+    version = content.get("version") if isinstance(content, dict) else None
+    if version not in (1, CHECKPOINT_VERSION):
+        raise ValueError(f"format version {version}; versions 1 to {CHECKPOINT_VERSION} are read")
+    if version != 1 or CHECKSUM_KEY in content:
+        content = decode_checked(data)
+    try:
+        return _MANIFEST.validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {first['msg']}") from None
+
+
 def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
     """Read a manifest and check its version, and the presence and size of every file.
 
@@ -149,30 +227,33 @@ def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ValueError("it is too large")
+        manifest = parse_manifest(path.read_bytes())
     except FileNotFoundError:
         rule = "is not a checkpoint: it has no manifest.json"
         raise UserError(Problem("checkpoint-missing", rule, path=str(checkpoint))) from None
-    except (OSError, ValueError) as error:
-        raise _broken(checkpoint, f"has a manifest that cannot be read: {error}") from None
-    version = content.get("version") if isinstance(content, dict) else None
-    if version != CHECKPOINT_VERSION:
-        raise _broken(checkpoint, f"has format version {version}; version {CHECKPOINT_VERSION} is needed")
-    try:
-        manifest = _MANIFEST.validate_python(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise _broken(checkpoint, f"has an invalid manifest: {where}: {first['msg']}") from None
-    for name in (MODEL_FILE, OPTIMIZER_FILE, *manifest.files):
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(checkpoint, f"has a manifest that cannot be used: {error}") from None
+    needed = FORMAT_1_FILES if manifest.version == 1 else ()
+    for name in dict.fromkeys((*needed, *manifest.files)):
         facts = manifest.files.get(name)
         path = checkpoint / name
         is_regular = Path(name).name == name and path.is_file() and not path.is_symlink()
         if facts is None or not is_regular or path.stat().st_size != facts.bytes:
             raise _broken(checkpoint, f"is incomplete: {name} is missing or has another size")
-        if verify and file_sha256(path) != facts.sha256:
-            raise _broken(checkpoint, f"is damaged: the checksum of {name} differs from the manifest")
+    if verify:
+        _verify_files(checkpoint, manifest)
     return manifest
+
+
+def _verify_files(checkpoint: Path, manifest: Manifest) -> None:
+    """Compare the checksums of all files, several at a time."""
+    with ThreadPoolExecutor(VERIFY_THREADS) as pool:
+        found = pool.map(lambda name: file_sha256(checkpoint / name), manifest.files)
+        for (name, facts), sha256 in zip(manifest.files.items(), found, strict=True):
+            if sha256 != facts.sha256:
+                raise _broken(checkpoint, f"is damaged: the checksum of {name} differs from the manifest")
 
 
 def find_newest(root: Path) -> tuple[Path, list[str]] | None:

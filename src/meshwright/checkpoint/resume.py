@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a rank's state: each rank reads its own shards of the full tensors.
+"""Loads a checkpoint into a rank's state: each rank reads its own chunks of the full tensors.
 
 The layout may differ from the one that saved. What then changes the loss curve is returned as notes.
 """
@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
     SELECTION_BIAS,
     Manifest,
     describe_sharding,
     read_manifest,
 )
+from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.core.errors import Problem, UserError
+from meshwright.layout.parameters import list_parameters
+from meshwright.layout.state_chunks import Chunk, local_chunks, shard_chunks
 from meshwright.spec.execution import autotunes_gemms
 from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import fill_defaults
@@ -34,31 +33,34 @@ HARMLESS_KEYS = ("eval_every", "eval_samples", "noise_scale_every", "replica_che
 
 
 @torch.no_grad()
-def resume(state: CheckpointedState, checkpoint: Path) -> list[str]:
+def resume(state: CheckpointedState, checkpoint: Path, rank: int) -> list[str]:
     """Restore tensors and counters from a checkpoint.
 
     Args:
         state: Of this rank; overwritten.
+        rank: Of this process.
         checkpoint: A folder that was verified already.
 
     Returns:
         Why the loss curve will not continue bit by bit; empty if it will.
     """
     manifest = read_manifest(checkpoint, verify=False)
-    named = dict(state.sharded.named_parameters())
-    optimizer = {
-        f"{name}:{key}": value
-        for name, parameter in named.items()
-        for key, value in state.optimizer.state.get(parameter, {}).items()
-    }
-    weights = dict(zip(named, state.sharded.local_parameters(), strict=True))
-    if state.plan.job.mixes_samples:
-        weights |= dict(state.model.named_buffers())
-    if state.expert_biases is not None and (biases := load_selection_bias(checkpoint)) is not None:
+    saved = SavedTensors(checkpoint, manifest, prefer=rank)
+    job = state.plan.job
+    shapes = {parameter.name: parameter.shape for parameter in list_parameters(job.model)}
+    weights = state.sharded.local_parameters()
+    for (name, parameter), weight in zip(state.sharded.named_parameters(), weights, strict=True):
+        chunks = shard_chunks if job.layout.zero >= 2 else local_chunks
+        _load_chunks(saved, name, weight, chunks(job, rank, name, shapes[name]))
+        shard = shard_chunks(job, rank, name, shapes[name])
+        for key, tensor in state.optimizer.state.get(parameter, {}).items():
+            _load_chunks(saved, f"{name}:{key}", tensor, shard)
+    if job.mixes_samples:  # running statistics of batch norms
+        for name, buffer in state.model.named_buffers():
+            buffer.copy_(saved.read(name))
+    if state.expert_biases is not None and (biases := load_selection_bias(saved)) is not None:
         # Part of the model: with train.balance_rate=0 they stay fixed and still select experts.
         state.expert_biases.use_biases(state.model, biases)
-    _load_tensors(state, checkpoint, MODEL_FILE, weights)
-    _load_tensors(state, checkpoint, OPTIMIZER_FILE, optimizer)
     counters = state.counters
     counters.step = counters.first_step = manifest.step
     counters.position, counters.grad_norms = manifest.position, list(manifest.grad_norms)
@@ -69,31 +71,24 @@ def resume(state: CheckpointedState, checkpoint: Path) -> list[str]:
     return list_differences(manifest, state)
 
 
-def open_tensors(checkpoint: Path, name: str) -> Any:
-    """Open one file of a checkpoint as a context that reads a tensor at a time."""
-    return safe_open(checkpoint / name, framework="pt")
-
-
-def load_selection_bias(checkpoint: Path) -> Tensor | None:
+def load_selection_bias(saved: SavedTensors) -> Tensor | None:
     """The biases of expert selection (layers with experts, experts), if the checkpoint has them."""
-    with open_tensors(checkpoint, MODEL_FILE) as saved:
-        return saved.get_tensor(SELECTION_BIAS) if SELECTION_BIAS in set(saved.keys()) else None
+    return saved.read(SELECTION_BIAS) if SELECTION_BIAS in saved.names() else None
 
 
-def _load_tensors(state: CheckpointedState, checkpoint: Path, file: str, targets: dict[str, Tensor]) -> None:
-    with open_tensors(checkpoint, file) as saved:
-        missing = targets.keys() - set(saved.keys())
-        assert not missing, f"{file} lacks tensors of the model: {checkpoint}: {sorted(missing)}"
-        for key, target in targets.items():
-            full = saved.get_slice(key)  # nothing is read yet
-            if full.get_shape() == list(target.shape):
-                target.copy_(saved.get_tensor(key))
-            else:
-                target.copy_(state.sharded.shard_to(key.partition(":")[0], full, target.shape))
-            require_finite(checkpoint / file, key, target)
+def _load_chunks(saved: SavedTensors, name: str, target: Tensor, chunks: tuple[Chunk, ...]) -> None:
+    """Fill a tensor of this rank; rows after the last chunk are padding, which is zero."""
+    if target.ndim == 0:
+        target.copy_(saved.read(name))
+        return
+    target[sum(chunk.rows for chunk in chunks) :].zero_()
+    for chunk in chunks:
+        values = saved.read(name, chunk.box)
+        require_finite(saved.checkpoint, name, values)
+        target[chunk.first : chunk.first + chunk.rows].copy_(values)
 
 
-def require_finite(file: Path, name: str, values: Tensor) -> None:
+def require_finite(checkpoint: Path, name: str, values: Tensor) -> None:
     """Check a tensor that was read from a checkpoint.
 
     Raises:
@@ -101,7 +96,7 @@ def require_finite(file: Path, name: str, values: Tensor) -> None:
     """
     if values.is_floating_point() and not torch.isfinite(values).all():
         rule, fix = f"has a NaN or an Inf in the tensor {name}", "Use an older checkpoint"
-        raise UserError(Problem("checkpoint-not-finite", rule, path=str(file), fix=fix))
+        raise UserError(Problem("checkpoint-not-finite", rule, path=str(checkpoint), fix=fix))
 
 
 def list_differences(manifest: Manifest, state: CheckpointedState) -> list[str]:

@@ -1,51 +1,41 @@
-"""Decides when to save a checkpoint, and writes it: rank 0 writes the full state into a fresh folder.
+"""Decides when a checkpoint is saved, and lets a thread write it while training goes on.
 
-The folder is filled under a temporary name, flushed and renamed. So there is never a partial checkpoint.
-``manifest`` describes its files. The writer holds one tensor at a time (``tensors``).
+Every rank writes its part of the state (``owned_state``) from staging memory; rank 0 commits the checkpoint
+(``writer``, ``draft``). At most one checkpoint is in flight: the next save waits for it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import shutil
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from meshwright.checkpoint.divergence import non_finite_error
+from meshwright.checkpoint.draft import Draft, finish_drafts, remove_older_drafts
 from meshwright.checkpoint.manifest import (
-    MANIFEST,
-    FileFacts,
     Manifest,
-    checkpoint_name,
     describe_sharding,
     list_checkpoints,
     mark_best,
     rotate,
 )
+from meshwright.checkpoint.owned_state import StagingBuffer, describe_tensors, list_owned_parts
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
-from meshwright.checkpoint.tensors import DTYPES, CheckpointTensors, list_checkpoint_tensors
+from meshwright.checkpoint.writer import CheckpointWrite, WeightNotFiniteError
 from meshwright.core.events import Commit, EventWriter
-from meshwright.core.files import folder_bytes, sync_path
-from meshwright.core.tensor_header import TensorInfo, build_tensor_header
+from meshwright.core.files import folder_bytes
 from meshwright.data.mixture import MixturePattern
+from meshwright.launch.fence import FencedError, HaltedError
 from meshwright.spec.train_defaults import fill_defaults
 
 
 class CheckpointSaver:
-    """Saves by steps, by time, on the best evaluation, and at the end.
-
-    Replicated state is saved by rank 0 alone; the other ranks wait for it in the next control all-reduce.
-    Sharded state is all-gathered: all ranks must come to the same decision and take part.
-    """
+    """Saves by steps, by time, on the best evaluation, and at the end. All ranks save at the same steps."""
 
     def __init__(
         self,
@@ -56,7 +46,7 @@ class CheckpointSaver:
         snapshots: StateSnapshots | None = None,
         commit: Commit = nullcontext,
     ) -> None:
-        """Start without a checkpoint.
+        """Commit or remove what an earlier generation left half-written.
 
         Args:
             root: Folder of the checkpoints.
@@ -70,16 +60,22 @@ class CheckpointSaver:
         self._root, self.state, self._rank, self._events = root, state, rank, events
         self._snapshots = snapshots
         self._settings = state.plan.job.checkpoint
+        device = next(iter(state.sharded.local_parameters())).device
+        host = state.plan.host_memory
+        is_staged = self._settings.asynchronous and not (host is not None and host.staging_off)
+        self._staging = StagingBuffer(device) if is_staged else None
+        self._in_flight: CheckpointWrite | None = None
+        self._blocked_s = 0.0
         self.saved_step = -1
         """Steps done when the last save began."""
         self._saved_at = time.monotonic()
-        self.saves = 0
-        """Checkpoints that this rank took part in."""
+        if rank == 0:
+            finish_drafts(root, commit)
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether a save is a collective."""
-        return self.state.sharded.is_sharded
+        """Whether rank 0 tells other ranks when a save is due by time."""
+        return self.state.plan.world_size > 1
 
     @property
     def snapshot_bytes(self) -> int:
@@ -102,45 +98,84 @@ class CheckpointSaver:
         """Save a checkpoint and take a snapshot, if they are due.
 
         Args:
-            last: Whether the run ends with this step.
+            last: Whether the run ends with this step; then the checkpoint is committed on return.
             eval_loss: Of this step, if it was evaluated.
-            save_requested: Where all ranks take part: whether rank 0 found a save due by time.
+            save_requested: With several ranks: whether rank 0 found a save due by time.
         """
-        if self._rank == 0 or self.needs_all_ranks:
-            self._save_if_due(last, eval_loss, save_requested)
-        if self._snapshots is not None and not last:
-            self._snapshots.after_step()
-
-    def _save_if_due(self, last: bool, eval_loss: float | None, save_requested: bool) -> None:
+        self._collect(wait=False)
         counters = self.state.counters
         timely = save_requested if self.needs_all_ranks else self.is_due_by_time()
         best = self._settings.on_best and eval_loss is not None and eval_loss < counters.best_eval_loss
         if eval_loss is not None:
             counters.best_eval_loss = min(eval_loss, counters.best_eval_loss)
         if last or best or timely or self.is_due_at(counters.step):
-            self.saves += 1
             self._saved_at, self.saved_step = time.monotonic(), counters.step
             self._save(eval_loss, best)
+            if last or self._staging is None:
+                self._collect(wait=True)
+        if self._snapshots is not None and not last:
+            self._snapshots.after_step()
+
+    def close(self) -> None:
+        """End the thread of a generation that failed. What it did not commit is left to the next one."""
+        if self._in_flight is not None:
+            self._in_flight.cancel()
+            self._in_flight = None
 
     def _save(self, eval_loss: float | None, best: bool) -> None:
-        step, started = self.state.counters.step, time.perf_counter()
-        tensors = list_checkpoint_tensors(self.state, self.has_checkpoint)
-        if self._rank != 0:
-            tensors.drain()
+        """Copy the state and start to write it."""
+        started = time.perf_counter()
+        self._collect(wait=True)
+        parts = list_owned_parts(self.state, self._rank)
+        if self._staging is not None:
+            parts = self._staging.copy(parts)
+        step, keep_last = self.state.counters.step, self._settings.keep_last
+        draft = Draft(self._root, step, self._events.generation)
+
+        def keep_newest(path: Path) -> None:
+            if best:
+                mark_best(self._root, path)
+            remove_older_drafts(draft)
+            rotate(self._root, keep_last, path)
+
+        write = CheckpointWrite(draft, self._rank, parts, guard=self._commit, on_commit=keep_newest)
+        if self._rank == 0:
+            write.manifest = build_manifest(self.state, eval_loss)
+            write.small_files = self.state.small_files
+        write.start()
+        self._in_flight, self._blocked_s = write, time.perf_counter() - started
+
+    def _collect(self, wait: bool) -> None:
+        """Report the checkpoint in flight, if it is committed or has failed.
+
+        Args:
+            wait: Wait for it.
+
+        Raises:
+            NotFiniteError: A weight has a NaN or an Inf.
+        """
+        write = self._in_flight
+        if write is None or not (wait or write.is_done()):
             return
-        try:
-            manifest = build_manifest(self.state, eval_loss)
-            path = save_checkpoint(self._root, manifest, tensors, self.state.small_files, self._commit)
-            with self._commit():
-                if best:
-                    mark_best(path.parent, path)
-                rotate(path.parent, self._settings.keep_last, path)
-        except OSError as error:  # a full disk costs a checkpoint, not the run
-            tensors.drain()
+        write.wait()
+        self._in_flight, step, error = None, write.draft.step, write.error
+        if isinstance(error, WeightNotFiniteError):
+            raise non_finite_error(f"weight {error.name}", math.nan, step, self.has_checkpoint())
+        if error is not None and not isinstance(error, OSError | FencedError | HaltedError):
+            raise error
+        if self._rank != 0:
+            return
+        if write.path is None:  # a full disk costs a checkpoint, not the run
             self._events.write("checkpoint_failed", step=step, reason=str(error))
             return
-        seconds, size = time.perf_counter() - started, folder_bytes(path)
-        self._events.write("checkpoint", step=step, path=str(path), bytes=size, seconds=seconds)
+        self._events.write(
+            "checkpoint",
+            step=step,
+            path=str(write.path),
+            bytes=folder_bytes(write.path),
+            seconds=write.seconds,
+            blocked_s=self._blocked_s,
+        )
 
 
 def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifest:
@@ -166,63 +201,10 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,
         sharding=describe_sharding(job),
+        tensors=describe_tensors(state),
         torch=torch.__version__,
         loss_scale=state.loss_scaler.state_dict(),
-        grad_norms=counters.grad_norms,
+        grad_norms=list(counters.grad_norms),
         eval_loss=eval_loss,
         best_eval_loss=None if math.isinf(counters.best_eval_loss) else counters.best_eval_loss,
     )
-
-
-def save_checkpoint(
-    root: Path,
-    manifest: Manifest,
-    tensors: CheckpointTensors,
-    small_files: Mapping[str, bytes] | None = None,
-    commit: Commit = nullcontext,
-) -> Path:
-    """Write one checkpoint; on any failure the draft is removed and the error raised."""
-    final = root / checkpoint_name(manifest.step)
-    draft = root / f".{final.name}.{os.getpid()}.part"
-    try:
-        draft.mkdir(parents=True)
-        files = {
-            name: _write_tensors(draft / name, header, tensors.values())
-            for name, header in tensors.headers().items()
-        }
-        for name, file_content in (small_files or {}).items():
-            (draft / name).write_bytes(file_content)
-            files[name] = FileFacts(len(file_content), hashlib.sha256(file_content).hexdigest())
-        content = asdict(replace(manifest, files=files))
-        (draft / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
-        for written in draft.iterdir():
-            sync_path(written)
-        sync_path(draft)
-        aside = root / f".{final.name}.old"
-        with commit():
-            if final.exists():  # a resumed run reached a step that it had saved before
-                final.rename(aside)
-            draft.rename(final)
-            sync_path(root)
-        shutil.rmtree(aside, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    return final
-
-
-def _write_tensors(path: Path, header: Mapping[str, TensorInfo], tensors: Iterator[Tensor]) -> FileFacts:
-    """Write one file and compute its checksum on the way, without reading it again."""
-    first = build_tensor_header(header)
-    digest = hashlib.sha256(first)
-    with path.open("xb") as file:
-        file.write(first)
-        for name, facts in header.items():
-            tensor = next(tensors).detach()
-            found = (DTYPES.get(tensor.dtype), tuple(tensor.shape))
-            assert found == (facts.dtype, facts.shape), f"{name} is {found}, its header says {facts}"
-            values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            digest.update(values)
-            file.write(values)
-            del tensor, values  # before the next one is produced
-    return FileFacts(len(first) + sum(facts.bytes for facts in header.values()), digest.hexdigest())

@@ -6,9 +6,9 @@ This package is below ``models`` and ``parallel``. It sees their objects through
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,23 +39,11 @@ class TrainState:
 class ShardedTensors(Protocol):
     """The parameters that this rank updates (``parallel.rank_parameters``)."""
 
-    is_sharded: bool
-    """Whether other ranks hold the rest."""
-
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """The shards that the optimizer updates, by parameter name."""
 
     def local_parameters(self) -> list[Tensor]:
         """The parameters in this rank's memory, in the same order."""
-
-    def full_parameter(self, name: str) -> Tensor:
-        """All-gather a parameter."""
-
-    def full_tensor(self, name: str, local_tensor: Tensor) -> Tensor:
-        """All-gather a tensor that is sharded like a parameter."""
-
-    def shard_to(self, name: str, whole: Any, shape: torch.Size) -> Tensor:
-        """This rank's shard of a full tensor."""
 
 
 class LossScaler(Protocol):
@@ -77,10 +65,6 @@ class ExpertBiases(Protocol):
         """Select experts with these biases."""
 
 
-GatherToFirstStage = Callable[[int, tuple[int, ...], torch.dtype, Callable[[], Tensor]], Tensor]
-"""Sends a tensor from the pipeline rank that holds it to pipeline rank 0: holder, shape, dtype, producer."""
-
-
 @dataclass(frozen=True)
 class CheckpointedState:
     """The tensors and counters of one rank."""
@@ -92,7 +76,6 @@ class CheckpointedState:
     optimizer: torch.optim.Optimizer
     loss_scaler: LossScaler
     expert_biases: ExpertBiases | None
-    gather_to_first_stage: GatherToFirstStage
     data_sha256: str
     """Identity of the data that the position counts in."""
     template: str | None

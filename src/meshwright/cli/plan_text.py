@@ -131,12 +131,17 @@ def _describe_memory(output: Output, plan: PlanContract) -> None:
 def _describe_host_memory(output: Output, plan: PlanContract) -> None:
     """Print the CPU memory of a node, if something is kept there."""
     memory = plan.host_memory
-    if memory is None or not (memory.snapshot_bytes or memory.offloaded_bytes):
+    if memory is None or not (memory.snapshot_bytes or memory.staging_bytes or memory.offloaded_bytes):
         return
     per_rank = f"2 slots; at most {format_bytes(memory.rank_snapshot_bytes)} per rank"
     per_rank += "; off: they do not fit" if memory.snapshots_off else ""
     rows = [
         ("in-memory snapshots", memory.snapshot_bytes, per_rank),
+        (
+            "staging of checkpoints",
+            memory.staging_bytes,
+            "off: it does not fit" if memory.staging_off else "a copy of the state",
+        ),
         ("offloaded state", memory.offloaded_bytes, f"layout.offload={plan.job.layout.offload}"),
         ("training", memory.training_bytes, "the ranks themselves: the device is the CPU"),
     ]
@@ -151,15 +156,14 @@ def _describe_host_memory(output: Output, plan: PlanContract) -> None:
 
 
 def _needed_rows(plan: PlanContract, rank: RankPrediction) -> list[tuple[str, str, str]]:
-    need = MemoryNeed.of(plan.job, rank.peak_bytes, rank.first_peak_bytes, rank.checkpoint_bytes)
+    need = MemoryNeed.of(plan.job, rank.peak_bytes, rank.first_peak_bytes)
     rows = [
         ("peak, steady step", format_bytes(need.steady_step), f"at: {rank.peak_at}"),
         ("peak, first step", format_bytes(need.first_step), ""),
-        ("peak, checkpoint", format_bytes(need.checkpoint), "state and one gathered tensor"),
     ]
     if need.context:
         share = need.allocator / max(need.peaks.values())
-        rows.append(("allocator", format_bytes(need.allocator), f"{share:.0%} of the largest peak"))
+        rows.append(("allocator", format_bytes(need.allocator), f"{share:.0%} of the larger peak"))
         rows.append(("context", format_bytes(need.context), "CUDA and NCCL"))
     usable = describe_usable(plan.job.cluster)
     rows.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class TensorInfo:
     """Name in the format: F32, BF16, ..."""
     shape: tuple[int, ...]
     bytes: int
+    offset: int = field(default=0, compare=False)
+    """Where its data begin in a file that was read."""
 
 
 def build_tensor_header(tensors: Mapping[str, TensorInfo]) -> bytes:
@@ -66,12 +68,13 @@ def read_tensor_header(path: Path) -> dict[str, TensorInfo]:
     if size != expected:
         how = "is truncated" if size < expected else "is too long"
         raise ValueError(f"it {how}: {size} bytes, and its header says {expected}")
-    return tensors
+    data = LENGTH_BYTES + length
+    return {name: replace(facts, offset=data + facts.offset) for name, facts in tensors.items()}
 
 
 def _facts(entry: dict[str, Any]) -> TensorInfo:
     begin, end = entry["data_offsets"]
-    facts = TensorInfo(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), end - begin)
+    facts = TensorInfo(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), end - begin, begin)
     known = ELEMENT_BYTES.get(facts.dtype)
     if begin < 0 or facts.bytes < 0 or (known and known * math.prod(facts.shape) != facts.bytes):
         raise ValueError("offsets and shape do not agree")

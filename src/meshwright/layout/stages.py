@@ -162,11 +162,6 @@ def local_stages(job: Job, pp_rank: int) -> tuple[StageSpec, ...]:
     return _split_stages(local_model(job), *_stage_sizes(job))[pp_rank]
 
 
-def unsharded_stages(job: Job, pp_rank: int) -> tuple[StageSpec, ...]:
-    """The stages of a pp rank, with unsharded shapes."""
-    return _split_stages(job.model, *_stage_sizes(job))[pp_rank]
-
-
 @functools.lru_cache(maxsize=64)
 def _split_stages(
     model: Model, counts: tuple[int, ...], stage_ranks: tuple[int, ...]
@@ -234,15 +229,3 @@ def locate_parameters(job: Job) -> list[tuple[Parameter, int]]:
         for parameter in local_parameters(job, pp_rank):
             holders.setdefault(parameter.name, pp_rank)
     return [(parameter, holders[parameter.name]) for parameter in list_parameters(job.model)]
-
-
-def saved_parameter_kinds(job: Job, pp_rank: int, parts: Sequence[StageSpec]) -> tuple[Parameter, ...]:
-    """The parameters that a pp rank saves, by kind: all but the copy of a tied embedding.
-
-    Args:
-        job: With a complete layout.
-        pp_rank: Index on the axis ``pp``.
-        parts: The stages of that pp rank.
-    """
-    copied = pp_rank in find_tied_pp_ranks(job)[1:]
-    return tuple(p for p in list_parameter_kinds(parts) if not (copied and p.name == TIED_NAME))

@@ -25,6 +25,8 @@ KV_REPLICA_AXIS = "tp_kv"
 ROUTER = "router"
 _REPLICATED = ("attention_norm", "ffn_norm", "norm", "positions", ROUTER)
 """Modules that are replicated over tp."""
+_ROW_PARALLEL = ("wo", "down")
+"""Linears of which tp shards the columns of the weight."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,14 @@ def is_tp_replicated(name: str) -> bool:
     """Whether tp does not shard a parameter. Routed experts are sharded by other axes."""
     owner, _, leaf = name.rpartition(".")
     module = owner.rpartition(".")[2]
-    return module in _REPLICATED or is_expert(name) or (leaf == "bias" and module in ("wo", "down"))
+    return module in _REPLICATED or is_expert(name) or (leaf == "bias" and module in _ROW_PARALLEL)
+
+
+def tp_dim(name: str) -> int | None:
+    """The dim of a parameter that tp shards; None if it is replicated over tp."""
+    if is_tp_replicated(name):
+        return None
+    return 1 if name.split(".")[-2] in _ROW_PARALLEL else 0
 
 
 def needs_tp_grad_sync(name: str, sequence_parallel: bool) -> bool:

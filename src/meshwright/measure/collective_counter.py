@@ -132,8 +132,8 @@ class CollectiveCounter:
         """The counts so far, in the audit's format."""
         return _list_rows(self._tallies)
 
-    def commit(self, steps: int, evaluations: int, saves: int, replica_checks: int = 0) -> None:
-        """Keep the counts so far, which are those of whole steps, evaluations, saves and replica checks.
+    def commit(self, steps: int, evaluations: int, replica_checks: int = 0) -> None:
+        """Keep the counts so far, which are those of whole steps, evaluations and replica checks.
 
         They can be audited even if the next step fails.
         """
@@ -141,7 +141,6 @@ class CollectiveCounter:
         self._occurrences = {
             "steps": steps,
             "evaluations": evaluations,
-            "saves": saves,
             "replica_checks": replica_checks,
         }
 

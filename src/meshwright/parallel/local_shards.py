@@ -7,13 +7,12 @@ proofs use this interface for both.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from meshwright.layout.axes import EXPERT_AXIS, is_expert
 from meshwright.layout.parameters import list_parameters
+from meshwright.layout.state_chunks import expert_dim, local_chunks, local_rows
 from meshwright.parallel.collectives import all_gather_rows
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor_collectives import TensorParallel
@@ -36,17 +35,7 @@ class ExpertShards:
 
     def num_shards(self, name: str) -> int:
         """How many shards a parameter has."""
-        return self._ep if self._dim(name) is None else self.size
-
-    def shard(self, name: str, full: Any) -> Tensor:
-        """This rank's shard of a parameter, or of a tensor of its shape, in memory of its own."""
-        rows = (full.shape if isinstance(full, Tensor) else full.get_shape())[0] // self._ep
-        local_rows = full[self._ep_rank * rows : (self._ep_rank + 1) * rows]
-        dim = self._dim(name)
-        if dim is None or self._etp == 1:
-            return local_rows.clone()
-        by_expert = local_rows.unflatten(0, (self._experts // self._ep, -1))
-        return by_expert.chunk(self._etp, dim)[self._etp_rank].flatten(0, 1).clone()
+        return self._ep if expert_dim(name) is None else self.size
 
     @torch.no_grad()
     def all_gather(self, name: str, local_tensor: Tensor) -> Tensor:
@@ -54,19 +43,11 @@ class ExpertShards:
         if self.num_shards(name) == 1:  # a bias that all ranks hold
             return local_tensor
         parts = all_gather_rows(local_tensor, self.size, self._name).unflatten(0, (self._ep, self._etp, -1))
-        dim = self._dim(name)
+        dim = expert_dim(name)
         if dim is None:
             return parts[:, self._etp_rank].flatten(0, 1)
         by_expert = parts.unflatten(2, (self._experts // self._ep, -1))  # ep, etp, experts, rows, columns
         return by_expert.movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 2)
-
-    @staticmethod
-    def _dim(name: str) -> int | None:
-        """The dim of (experts, rows, columns) that ``etp`` shards; None where it shards none."""
-        *_, module, leaf = name.split(".")
-        if module != "down":
-            return 1
-        return 2 if leaf == "weight" else None
 
 
 class LocalShards:
@@ -81,6 +62,7 @@ class LocalShards:
             tp: Shards dense parameters; None if they are full.
         """
         self.tp = tp
+        self._job, self._rank = job, mesh.rank
         self._experts = ExpertShards(job, mesh) if EXPERT_AXIS in mesh.groups else None
         self._shapes = {p.name: p.shape for p in list_parameters(job.model)}
 
@@ -94,11 +76,19 @@ class LocalShards:
             return 1 if self._experts is None else self._experts.num_shards(name)
         return 1 if self.tp is None else self.tp.size // self.tp.replicas_of(name)
 
-    def shard(self, name: str, full: Any) -> Any:
-        """This rank's shard of a parameter or of a tensor of its shape. Replicated ones stay as they are."""
-        if is_expert(name):
-            return full if self._experts is None else self._experts.shard(name, full)
-        return full if self.tp is None else self.tp.shard(name, full)
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """This rank's shard of a parameter or of a tensor of its shape. Replicated ones stay as they are.
+
+        A vocabulary that does not divide is padded with zeros.
+        """
+        if self.num_shards(name) == 1:
+            return full
+        shape = self._shapes[name]
+        rows = local_rows(self._job, self._rank, name, shape)
+        parts = [full[chunk.box.slices] for chunk in local_chunks(self._job, self._rank, name, shape)]
+        columns = parts[0].shape[1:] if parts else shape[1:]
+        missing = rows - sum(len(part) for part in parts)
+        return torch.cat([*parts, *([full.new_zeros(missing, *columns)] if missing else ())])
 
     def all_gather(self, name: str, local_tensor: Tensor) -> Tensor:
         """The full tensor of which each rank has a shard. All ranks of the group call it."""

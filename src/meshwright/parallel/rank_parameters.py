@@ -67,19 +67,6 @@ class RankParameters:
         """This rank's optimizer shard of a full tensor."""
         return self._shard_rows(name, self._shard_local(name, full))
 
-    def shard_to(self, name: str, full: Any, shape: torch.Size) -> Tensor:
-        """The shard of a full tensor that has a given shape: the local shard, or its rows.
-
-        Args:
-            name: The parameter.
-            full: Its values, or a slice of a memory-mapped file, of which only the shard is read.
-            shape: Of the shard.
-        """
-        local = self._shard_local(name, full)
-        if isinstance(local, Tensor) and local.shape == shape:
-            return local
-        return self._shard_rows(name, local)
-
     def full_tensor(self, name: str, local_tensor: Tensor) -> Tensor:
         """All-gather the full tensor from the optimizer shards. All ranks call it together."""
         if self._mesh is not None:
@@ -89,10 +76,6 @@ class RankParameters:
     def unshard(self, name: str, local: Tensor) -> Tensor:
         """All-gather the full tensor from the tp or ep shards. All ranks call it together."""
         return local if self._local_shards is None else self._local_shards.all_gather(name, local)
-
-    def full_parameter(self, name: str) -> Tensor:
-        """All-gather a full parameter. All ranks call it together."""
-        return self.full_tensor(name, dict(self.named_parameters())[name].detach())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the full parameter."""

@@ -22,8 +22,8 @@ from meshwright.layout.tensor_parallel import (
     is_kv_projection,
     is_tp_replicated,
     needs_tp_grad_sync,
+    tp_dim,
 )
-from meshwright.models.decoder_sharding import style_of
 from meshwright.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
@@ -152,39 +152,19 @@ class TensorParallel:
             return self.size
         return self.kv_replicas if is_kv_projection(name) else 1
 
-    def shard(self, name: str, full: Tensor) -> Tensor:
-        """This rank's shard of a parameter, or of a tensor of its shape, in memory of its own.
-
-        A vocabulary that does not divide is padded with zeros.
-        """
-        if is_tp_replicated(name):
-            return full
-        dim, replicas = self._shard_dim(name), self.replicas_of(name)
-        shards, index = self.size // replicas, self.rank // replicas
-        total = self._shapes[name][dim]
-        length = -(-total // shards)
-        rows = slice(min(index * length, total), min((index + 1) * length, total))
-        part = full[rows] if dim == 0 else full[:, rows]  # of a memory-mapped file only this is read
-        missing = length - part.shape[dim]
-        return F.pad(part, (0, 0) * (part.ndim - 1 - dim) + (0, missing)) if missing else part.clone()
-
     @torch.no_grad()
     def all_gather(self, name: str, local_tensor: Tensor) -> Tensor:
         """Every rank sends its shard of a tensor and gets the full tensor.
 
         A rank takes the shards of its own replica, so that replicas which differ are seen.
         """
-        if is_tp_replicated(name):
+        replicas, dim = self.replicas_of(name), tp_dim(name)
+        if dim is None:
             return local_tensor
-        replicas, dim = self.replicas_of(name), self._shard_dim(name)
         parts = all_gather_rows(local_tensor, self.size, self.name).chunk(self.size)[
             self.rank % replicas :: replicas
         ]
         return torch.cat(parts, dim).narrow(dim, 0, self._shapes[name][dim])
-
-    def _shard_dim(self, name: str) -> int:
-        module, _, leaf = name.rpartition(".")
-        return 1 if style_of(module) == "rowwise" and leaf == "weight" else 0
 
     @torch.no_grad()
     def all_reduce_grads(self, gradients: dict[str, Tensor | None], counts: dict[str, int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.parallel.collectives import all_gather_into
 from meshwright.parallel.local_shards import LocalShards
@@ -41,10 +41,6 @@ class Zero1Parameters(RowShardedParameters):
         self._row_shards = {
             name: nn.Parameter(self._shard_rows(name, p.detach())) for name, p in self._parameters.items()
         }
-
-    def full_parameter(self, name: str) -> Tensor:
-        """The full parameter. All its rows are here already."""
-        return self.unshard(name, self._parameters[name].detach())
 
     def assign_shard_grads(self) -> None:
         """Set the gradients of the row shards: views of the full gradients."""

@@ -15,6 +15,7 @@ from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.parameters import count_parameters
 from meshwright.layout.snapshot_size import keeps_snapshots, predict_snapshot_bytes
 from meshwright.layout.stages import pp_rank_of
+from meshwright.layout.state_chunks import predict_staging_bytes
 from meshwright.layout.tensor_parallel import local_model
 from meshwright.plan.contract import PlanContract, RankPrediction, layout_keys
 from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes
@@ -56,6 +57,9 @@ def plan_from(
     if host is not None and host.snapshots_off:
         ranks = tuple(dataclasses.replace(rank, snapshot_bytes=0) for rank in ranks)
         reasons = [*reasons, f"in-memory snapshots off: {host.snapshots_off}"]
+    if host is not None and host.staging_off:
+        ranks = tuple(dataclasses.replace(rank, staging_bytes=0) for rank in ranks)
+        reasons = [*reasons, f"checkpoints are synchronous: {host.staging_off}"]
     return dataclasses.replace(_build(prediction, reasons, layers_assigned, ranks), host_memory=host)
 
 
@@ -147,6 +151,7 @@ def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
     states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
     offloaded: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
     snapshots: dict[tuple[int, tuple[int, int]], int] = {}
+    staging: dict[tuple[int, tuple[int, int]], int] = {}
     rows, each_row = _balanced_routing(job)
     for rank in range(job.layout.world_size):
         pp_rank, shards = pp_rank_of(job, rank), shard_ranks(job, rank)
@@ -155,11 +160,14 @@ def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
             state = sharded_state_bytes(job, rank) if sharded else ledger.state_bytes
             states[pp_rank, shards], offloaded[pp_rank, shards] = state, offloaded_state(job, state)
             snapshots[pp_rank, shards] = predict_snapshot_bytes(job, rank) if keeps_snapshots(job) else 0
+            is_staged = job.checkpoint.asynchronous
+            staging[pp_rank, shards] = predict_staging_bytes(job, rank) if is_staged else 0
         predicted = _predict_rank(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])
         yield dataclasses.replace(
             predicted,
             offloaded_bytes=offloaded[pp_rank, shards],
             snapshot_bytes=snapshots[pp_rank, shards],
+            staging_bytes=staging[pp_rank, shards],
             routed_rows=rows,
             row_bytes=each_row,
         )
@@ -174,7 +182,6 @@ def _predict_rank(rank: int, ledger: Ledger, need: MemoryNeed, state: dict[str, 
         first_peak_bytes=ledger.first_peak_bytes,
         activation_bytes=ledger.activation_bytes,
         lines=ledger.lines,
-        checkpoint_bytes=need.checkpoint,
         needed_bytes=need.needed_bytes,
     )
 

@@ -49,7 +49,7 @@ class CollectiveTraffic:
     """Calls and bytes of one collective, by axis, operation and phase.
 
     Counts are for one rank and one occurrence of the phase: ``setup`` (once), ``step`` (each), ``eval``
-    (each), ``save`` (each checkpoint) and ``replica_check`` (each comparison of replicas).
+    (each) and ``replica_check`` (each comparison of replicas). Checkpoints are written without collectives.
     """
 
     axis: str
@@ -117,12 +117,12 @@ class RankPrediction:
     """Rows of the rank's experts in one layer and micro-batch, if routing is balanced."""
     row_bytes: int = 0
     """Activation bytes that one such row saves for the backward pass."""
-    checkpoint_bytes: int = 0
-    """Peak of live tensors while a checkpoint is written; 0 in older plans."""
     needed_bytes: int = 0
-    """Device memory: the largest of the three peaks, plus allocator and context; 0 in older plans."""
+    """Device memory: the larger of the two peaks, plus allocator and context; 0 in older plans."""
     snapshot_bytes: int = 0
     """CPU memory that in-memory snapshots reserve; 0 if there are none."""
+    staging_bytes: int = 0
+    """CPU memory from which checkpoints are written while training goes on; 0 if they are synchronous."""
 
     def summary(self) -> dict[str, Any]:
         """The memory for ``--json``."""
@@ -130,7 +130,6 @@ class RankPrediction:
             "peak": self.peak_bytes,
             "peak_at": self.peak_at,
             "first_step": self.first_peak_bytes,
-            "checkpoint": self.checkpoint_bytes,
             "needed": self.needed_bytes,
             "lines": [dataclasses.asdict(line) for line in self.lines],
         }
@@ -154,6 +153,10 @@ class HostMemory:
     """CPU memory of the node; 0 if it is not known."""
     snapshots_off: str = ""
     """Why snapshots do not fit, as a sentence; empty if they do, and if the job has none."""
+    staging_bytes: int = 0
+    """For asynchronous checkpoints of these ranks; 0 if they are synchronous."""
+    staging_off: str = ""
+    """Why that does not fit, as a sentence: then checkpoints are synchronous."""
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""

@@ -22,7 +22,6 @@ from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.memory_report import estimate_ledgers
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.memory.checkpoint import predict_checkpoint
 from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
 from meshwright.plan.memory.ledger import Ledger, predict_ledger
 from meshwright.plan.time.interval import Interval, step_interval
@@ -172,34 +171,29 @@ def predict_memory(job: Job, exact: bool) -> Memory:
     if not exact:
         return _estimate_memory(job)
     ledgers = tuple(predict_ledger(job, micro, micro_batches, rank) for rank in range(job.layout.pp))
-    needs = tuple(_need_of(job, pp_rank, ledger) for pp_rank, ledger in enumerate(ledgers))
+    needs = tuple(_need_of(job, ledger) for ledger in ledgers)
     host = max(sum(offloaded_state(job, ledger.state_bytes).values()) for ledger in ledgers)
     return Memory(ledgers, needs, host if job.cluster.device == "cuda" else 0)
 
 
-def _need_of(job: Job, pp_rank: int, ledger: Ledger) -> MemoryNeed:
-    offloaded = sum(offloaded_state(job, ledger.state_bytes).values())
-    checkpoint = predict_checkpoint(job, pp_rank, sum(ledger.state_bytes.values()) - offloaded)
-    return MemoryNeed.of(job, ledger.peak_bytes, ledger.first_peak_bytes, checkpoint)
+def _need_of(job: Job, ledger: Ledger) -> MemoryNeed:
+    return MemoryNeed.of(job, ledger.peak_bytes, ledger.first_peak_bytes)
 
 
 def needed_at_ends(job: Job) -> int:
     """Memory of the first and the last pipeline rank; quicker than that of all."""
     micro, micro_batches = job.layout.micro_batch or 1, count_micro_batches(job)
     ranks = {0, job.layout.pp - 1}
-    needs = [_need_of(job, rank, predict_ledger(job, micro, micro_batches, rank)) for rank in ranks]
+    needs = [_need_of(job, predict_ledger(job, micro, micro_batches, rank)) for rank in ranks]
     return max(need.needed_bytes for need in needs)
 
 
 def _estimate_memory(job: Job) -> Memory:
     workload, grid = Workload.of(job), Grid.of([job.layout])
-    found = estimate_ledgers(workload, job.layout)
-    needs = [
-        MemoryNeed.of(job, ledger.peak_bytes, ledger.first_peak_bytes, checkpoint)
-        for ledger, checkpoint in found
-    ]
+    ledgers = tuple(estimate_ledgers(workload, job.layout))
+    needs = tuple(_need_of(job, ledger) for ledger in ledgers)
     host = int(estimate_memory(workload, grid).host_bytes[0])
-    return Memory(tuple(ledger for ledger, _ in found), tuple(needs), host)
+    return Memory(ledgers, needs, host)
 
 
 def does_fit(job: Job, memory: Memory, room_bytes: int | None = None) -> bool:

@@ -79,7 +79,7 @@ def gather_picture(plan: PlanContract, found: SearchResult) -> PlanPicture:
 
 def _memory_bar(job: Job, rank: RankPrediction) -> dict[str, float]:
     """Memory of a rank: the lines of a steady step, and what is needed on top."""
-    need = MemoryNeed.of(job, rank.peak_bytes, rank.first_peak_bytes, rank.checkpoint_bytes)
+    need = MemoryNeed.of(job, rank.peak_bytes, rank.first_peak_bytes)
     bar = {line.name: float(line.bytes) for line in rank.lines}
     more = {
         f"{need.limited_by}, above the steady step": max(need.peaks.values()) - need.steady_step,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from meshwright.checkpoint.draft import finish_drafts
 from meshwright.checkpoint.manifest import (
     check_same_job,
     check_same_optimizer,
@@ -253,6 +254,7 @@ def _choose_checkpoint(job: Job, checkpoints: Path, resume: ResumeMode, reporter
         raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
     if resume == "no":
         return None
+    finish_drafts(checkpoints)
     found = find_newest(checkpoints)
     if found is None and resume == "may":
         return None

@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.audit.compare import Audit, audit_run
 from meshwright.audit.event_scan import read_record
 from meshwright.audit.record import RunRecord
+from meshwright.checkpoint.draft import finish_drafts
 from meshwright.checkpoint.manifest import find_newest
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
@@ -216,8 +217,10 @@ def _supervise(
 
 
 def _find_checkpoint(assignment: Assignment) -> str | None:
-    """The newest whole checkpoint of a run, verified."""
-    found = find_newest(Path(assignment.checkpoint_dir))
+    """The newest whole checkpoint of a run, verified. All ranks of the generation have ended their writes."""
+    root = Path(assignment.checkpoint_dir)
+    finish_drafts(root)
+    found = find_newest(root)
     return None if found is None else str(found[0])
 
 

@@ -249,6 +249,8 @@ class Checkpoint:
     """Number of newest checkpoints to keep, besides the best one."""
     on_best: Flag = False
     """Also keep the checkpoint with the lowest evaluation loss."""
+    asynchronous: Flag = True
+    """Write checkpoints while training goes on, from a copy in CPU memory; `false` needs no copy."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +19,6 @@ from meshwright.models.kernels.gemm_autotune import autotune_gemms
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.data_parallel import build_bucket_reducer, build_rank_parameters
 from meshwright.parallel.pipeline.build import build_pipeline
-from meshwright.parallel.pipeline.p2p import gather_to_first_stage
 from meshwright.spec.execution import uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -68,7 +66,6 @@ def build_trainer(
         optimizer=optimizer,
         loss_scaler=amp,
         expert_biases=balancer,
-        gather_to_first_stage=partial(gather_to_first_stage, mesh),
         data_sha256=data.sha256,
         template=template,
         small_files=small_files,
@@ -79,7 +76,7 @@ def build_trainer(
         assert snapshots is not None, "a snapshot to restore"
         snapshots.restore(context.restore_step)
     elif assignment.resume_from is not None:
-        notes = resume(state, Path(assignment.resume_from))
+        notes = resume(state, Path(assignment.resume_from), mesh.rank)
         context.events.write(
             "resumed", checkpoint=assignment.resume_from, step=state.counters.step, notes=notes
         )

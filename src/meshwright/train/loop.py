@@ -43,7 +43,6 @@ def train(trainer: Trainer) -> None:
             eval_losses = evaluate(trainer)
             eval_loss = eval_losses.get(None)
             evaluations += len(eval_losses)
-        trainer.counter.phase = "save"
         trainer.flight.enter("checkpoint")
         trainer.saver.after_step(last, eval_loss, result.save_requested)
         commit_counts(trainer, evaluations, replicas.checks)
@@ -109,7 +108,7 @@ def report_end(trainer: Trainer, evaluations: int, stopping: bool, replica_check
 def commit_counts(trainer: Trainer, evaluations: int, replica_checks: int = 0) -> None:
     """Count the collectives so far as those of whole steps."""
     steps = trainer.step - trainer.state.first_step
-    trainer.counter.commit(steps, evaluations, trainer.saver.saves, replica_checks)
+    trainer.counter.commit(steps, evaluations, replica_checks)
 
 
 def report_collectives(trainer: Trainer) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
-from meshwright.checkpoint.resume import load_selection_bias, open_tensors, require_finite
+from meshwright.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.checkpoint.resume import load_selection_bias, require_finite
+from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.core.errors import UserError
 from meshwright.data.chat_templates import TOKENIZER_TEMPLATE, has_template
 from meshwright.models.decoder import Decoder
@@ -93,30 +94,27 @@ class _CheckpointWeights:
     """Reads the weights of a checkpoint, one at a time."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
+        self.saved = SavedTensors(checkpoint)
 
     def full_tensor(self, name: str) -> Tensor:
         """A full parameter."""
-        with open_tensors(self._checkpoint, MODEL_FILE) as saved:
-            values = saved.get_tensor(name)
-        require_finite(self._checkpoint / MODEL_FILE, name, values)
+        values = self.saved.read(name)
+        require_finite(self.saved.checkpoint, name, values)
         return values
 
 
 def load_saved_model(folder: Path, job: Job, mesh: Mesh | None = None) -> Decoder | ResNet:
     """The model, or the shard of this rank; without a mesh for one process."""
     mesh = mesh or Mesh(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    is_checkpoint = (folder / MANIFEST).is_file()
-    weights: WeightSource = _CheckpointWeights(folder)
-    if not is_checkpoint:
-        weights = find_weight_source(job, from_hf=True)
+    checkpoint = _CheckpointWeights(folder) if (folder / MANIFEST).is_file() else None
+    weights: WeightSource = checkpoint or find_weight_source(job, from_hf=True)
     model = parallelize(job, mesh, weights).model
     assert isinstance(model, Decoder | ResNet), "a saved model has no pipeline stages"
-    if is_checkpoint and isinstance(job.model, DecoderModel):
-        biases = load_selection_bias(folder)
+    if checkpoint is not None and isinstance(job.model, DecoderModel):
+        biases = load_selection_bias(checkpoint.saved)
         if biases is not None:
             set_biases(model, biases.to(mesh.device), job.model.dense_layers)
-    if is_checkpoint and job.mixes_samples:  # running statistics of batch norms
+    if checkpoint is not None and job.mixes_samples:  # running statistics of batch norms
         for name, buffer in model.named_buffers():
-            buffer.copy_(weights.full_tensor(name))
+            buffer.copy_(checkpoint.full_tensor(name))
     return model.eval()

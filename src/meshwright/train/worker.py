@@ -229,6 +229,8 @@ class _Generation:
                 report_collectives(trainer)
             return describe_failure(error, self._is_halted())
         finally:
+            if trainer is not None:
+                trainer.saver.close()
             counter.remove()
         return None
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, checkpoint_name
+from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.checkpoint.resume import resume
+from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.layout.optimizer_state import STEP_COUNT
 from meshwright.parallel.full_tensors import is_dtensor
 from meshwright.train.trainer import Trainer
@@ -49,12 +49,12 @@ def save_and_reload(trainer: Trainer) -> list[StateDifference]:
     step = trainer.step
     before = {name: state.copy() for name, state in list_local_state(trainer).items()}
     others = _list_others(trainer)
-    trainer.counter.phase = "save"
     trainer.saver.after_step(last=True, eval_loss=None, save_requested=False)
     with trainer.counter.during(PROOF_PHASE):
-        trainer.mesh.all_reduce_scalars([0.0])  # rank 0 has written the checkpoint
+        trainer.mesh.all_reduce_scalars([0.0])  # rank 0 has committed the checkpoint
     _overwrite(trainer)
-    resume(trainer.saver.state, Path(trainer.assignment.checkpoint_dir) / checkpoint_name(step))
+    checkpoint = Path(trainer.assignment.checkpoint_dir) / checkpoint_name(step)
+    resume(trainer.saver.state, checkpoint, trainer.mesh.rank)
     trainer.state.first_step = 0  # the events count all steps of the proof
     found = list(_compare_local(before, list_local_state(trainer)))
     for name, value in _list_others(trainer).items():
@@ -115,35 +115,28 @@ def compare_checkpoints(checkpoint: Path, reference: Path, step: int) -> Iterato
     record, theirs = ReferenceRecord.read(reference), reference / CHECKPOINTS / checkpoint_name(step)
     norms = record.gradient_norms["1"]
     noise = NOISE_GRADIENT * math.hypot(*norms.values())
-    with (
-        safe_open(checkpoint / MODEL_FILE, framework="pt") as found,
-        safe_open(theirs / MODEL_FILE, framework="pt") as expected,
-        safe_open(reference / WEIGHTS_FILE, framework="pt") as initial,
-    ):
+    found, expected = SavedTensors(checkpoint), SavedTensors(theirs)
+    with safe_open(reference / WEIGHTS_FILE, framework="pt") as initial:
         for name in record.parameters:
             if norms.get(name, 0.0) < noise:
                 continue
-            wanted = expected.get_tensor(name)
+            wanted = expected.read(name)
             change = tensor_norm(wanted.double() - initial.get_tensor(name).double())
             floor = ROUNDING * tensor_norm(wanted)
             yield from _compare_saved(name, WEIGHT, found, wanted, CHANGE_TOLERANCE * change + floor, change)
-    with (
-        safe_open(checkpoint / OPTIMIZER_FILE, framework="pt") as found,
-        safe_open(theirs / OPTIMIZER_FILE, framework="pt") as expected,
-    ):
-        sizes = {key: tensor_norm(expected.get_tensor(key)) for key in expected.keys()}  # noqa: SIM118
-        for key, size in sizes.items():
-            name, _, what = key.rpartition(":")
-            whole = math.hypot(*(size for other, size in sizes.items() if other.endswith(f":{what}")))
-            limit = 0.0 if what == STEP_COUNT else UPDATE_TOLERANCE * size + ROUNDING * whole
-            yield from _compare_saved(name, what, found, expected.get_tensor(key), limit, size)
+    sizes = {key: tensor_norm(expected.read(key)) for key in expected.names() if ":" in key}
+    for key, size in sizes.items():
+        name, _, what = key.rpartition(":")
+        whole = math.hypot(*(size for other, size in sizes.items() if other.endswith(f":{what}")))
+        limit = 0.0 if what == STEP_COUNT else UPDATE_TOLERANCE * size + ROUNDING * whole
+        yield from _compare_saved(name, what, found, expected.read(key), limit, size)
 
 
 def _compare_saved(
-    name: str, what: str, found: Any, wanted: Tensor, limit: float, size: float
+    name: str, what: str, found: SavedTensors, wanted: Tensor, limit: float, size: float
 ) -> Iterator[StateDifference]:
     key = name if what == WEIGHT else f"{name}:{what}"
-    tensor = found.get_tensor(key)
+    tensor = found.read(key)
     off = tensor_norm(tensor.double() - wanted.double()) if tensor.shape == wanted.shape else math.inf
     if not off <= limit:
         yield StateDifference(name, what, off / size if size and math.isfinite(off) else None, "saved")

@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checkpoint_files import save
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshwright.checkpoint.manifest import (
     MANIFEST,
@@ -18,6 +21,7 @@ from meshwright.checkpoint.manifest import (
     find_newest,
     list_checkpoints,
     mark_best,
+    parse_manifest,
     read_manifest,
     rotate,
 )
@@ -78,13 +82,52 @@ def test_rotation_never_removes_the_checkpoint_just_written(root):
     assert [c.name for c in list_checkpoints(root)] == ["step-00000006", "step-00000008"]
 
 
-def test_rotation_keeps_the_best_and_removes_leftovers_of_killed_writers(root):
+def test_rotation_keeps_the_best_and_finishes_interrupted_removals(root):
     mark_best(root, root / "step-00000002")
-    (root / ".step-00000005.77.part").mkdir()
     (root / ".step-00000003.old").mkdir()
     rotate(root, 1, root / "step-00000008")
     assert [c.name for c in list_checkpoints(root)] == ["step-00000002", "step-00000008"]
     assert not list(root.glob(".step-*"))
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
+    """All of them, also in numbers, names and white space. In format 1 a third were accepted."""
+    data = (save(tmp_path, ranks=2, small_files={"tokenizer.json": b"{}"}) / MANIFEST).read_bytes()
+    assert parse_manifest(data).step == 1
+    accepted = []
+    for position in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        with contextlib.suppress(ValueError, RecursionError):
+            accepted.append(parse_manifest(bytes(flipped)))
+    assert accepted == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.one_of(
+        st.binary(max_size=200),
+        st.recursive(
+            st.none() | st.integers() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.sampled_from(["version", "sha256", "files", "step"]), inner, max_size=4)
+            ),
+        ).map(lambda value: json.dumps(value).encode()),
+    )
+)
+def test_any_file_is_a_manifest_or_is_refused(data):
+    with contextlib.suppress(ValueError, RecursionError):
+        parse_manifest(data)
+
+
+def test_rotation_removes_the_older_revision_of_a_step(tmp_path):
+    save(tmp_path, step=1)
+    save(tmp_path, step=2)
+    newest = save(tmp_path, step=2)
+    mark_best(tmp_path, tmp_path / "step-00000002")
+    rotate(tmp_path, 2, newest)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002.1"]
 
 
 def list_no_files(content):
@@ -101,7 +144,8 @@ def list_outside_file(content):
         (list_no_files, "model.safetensors is missing"),
         (list_outside_file, "../secret is missing"),
         (lambda c: c.update(step="x"), "step"),
-        (lambda c: c.update(version=2, new_field=1), "has format version 2"),
+        (lambda c: c.update(version=3, new_field=1), "format version 3"),
+        (lambda c: c.update(version=2), "checksum"),
         (lambda c: c["files"].update({"model.safetensors": 5}), "files.model.safetensors"),
     ],
 )

@@ -1,114 +1,76 @@
-"""A checkpoint is written tensor by tensor in the safetensors format, with one tensor in memory at a time."""
+"""When a rank saves a checkpoint: by steps, by time, on the best evaluation and at the end."""
 
 from __future__ import annotations
 
-import resource
-import weakref
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint.manifest import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    Manifest,
-    list_checkpoints,
-    list_leftovers,
-    read_manifest,
-)
-from meshwright.checkpoint.saver import save_checkpoint
-from meshwright.checkpoint.tensors import CheckpointTensors, SavedTensor
-
-MODEL = {
-    "blocks.10.weight": torch.arange(6.0).reshape(2, 3),
-    "blocks.9.weight": torch.arange(8.0).reshape(4, 2).T,  # not contiguous
-    "count": torch.tensor(7),
-    "none": torch.zeros(0, 5),
-    "low": torch.ones(3, dtype=torch.bfloat16),
-}
-STATE = {"blocks.9.weight:exp_avg": torch.full((2, 4), 0.5), "blocks.9.weight:step": torch.tensor(3.0)}
+from meshwright.checkpoint import saver as module
+from meshwright.checkpoint.saver import CheckpointSaver
+from meshwright.checkpoint.state import TrainState
+from meshwright.spec.job import Checkpoint
 
 
-def manifest(step: int = 1) -> Manifest:
-    return Manifest(
-        step=step, position=0, world_size=1, model={}, train={}, seq_len=8, data_sha256="", buckets=[]
-    )
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """``build(every_steps=2)``: a saver whose saves are recorded as (step, best)."""
+
+    def build(rank: int = 0, ranks: int = 1, **settings) -> CheckpointSaver:
+        job = SimpleNamespace(checkpoint=Checkpoint(**{"every_minutes": 0.0, **settings}))
+        state = SimpleNamespace(
+            plan=SimpleNamespace(job=job, world_size=ranks, host_memory=None),
+            counters=TrainState(),
+            sharded=SimpleNamespace(local_parameters=lambda: [torch.zeros(1)]),
+        )
+        saver = CheckpointSaver(tmp_path, state, rank, events=None)
+        saver.saved = []
+        record = lambda eval_loss, best: saver.saved.append((saver.state.counters.step, best))  # noqa: E731
+        monkeypatch.setattr(saver, "_save", record)
+        return saver
+
+    return build
 
 
-def tensors_of(model, state=STATE) -> CheckpointTensors:
-    files = {MODEL_FILE: model, OPTIMIZER_FILE: state}
-    return CheckpointTensors(
-        {file: {n: SavedTensor.of(t) for n, t in tensors.items()} for file, tensors in files.items()}
-    )
+def run(saver: CheckpointSaver, losses, requested=False) -> list[tuple[int, bool]]:
+    for index, loss in enumerate(losses):
+        saver.state.counters.advance(1)
+        saver.after_step(index == len(losses) - 1, loss, requested)
+    return saver.saved
 
 
-def test_written_files_equal_those_of_safetensors_and_match_their_checksums(tmp_path: Path):
-    """Two dtypes, a scalar, an empty tensor, one that is not contiguous, and names that sort as text."""
-    done = save_checkpoint(tmp_path / "c", manifest(), tensors_of(MODEL), {"tokenizer.json": b"{}"})
-    assert set(read_manifest(done, verify=True).files) == {MODEL_FILE, OPTIMIZER_FILE, "tokenizer.json"}
-    for file, tensors in ((MODEL_FILE, MODEL), (OPTIMIZER_FILE, STATE)):
-        save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / file)
-        assert (done / file).read_bytes() == (tmp_path / file).read_bytes()
-        loaded = load_file(done / file)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+def test_saves_every_few_steps_and_at_the_end(build):
+    saver = build(every_steps=2)
+    assert run(saver, [None] * 5) == [(2, False), (4, False), (5, False)]
+    assert saver.saved_step == 5
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path):
-    """Each tensor is freed before the next one is gathered, also on ranks that write nothing."""
-    made: list[weakref.ref[torch.Tensor]] = []
-
-    def make() -> torch.Tensor:
-        assert not any(ref() is not None for ref in made), "an earlier tensor is still held"
-        tensor = torch.zeros(100)
-        made.append(weakref.ref(tensor))
-        return tensor
-
-    def build_tensors() -> CheckpointTensors:
-        files = {
-            file: {f"{n}": SavedTensor(torch.float32, (100,), make) for n in range(4)} for file in ("a", "b")
-        }
-        return CheckpointTensors(files)
-
-    save_checkpoint(tmp_path, manifest(), build_tensors())
-    assert len(made) == 8
-    build_tensors().drain()
-    assert len(made) == 16
+def test_the_best_evaluation_is_saved_and_recorded(build):
+    saver = build(on_best=True)
+    assert run(saver, [3.0, None, 2.0, 2.5, None]) == [(1, True), (3, True), (5, False)]
+    assert saver.state.counters.best_eval_loss == 2.0
+    assert run(build(), [3.0, 2.0, None]) == [(3, False)], "without checkpoint.on_best only the last one"
 
 
-def test_a_failed_write_leaves_no_files_and_the_rest_can_still_be_gathered(tmp_path: Path):
-    """A file size limit refuses the third tensor.
-
-    The partial checkpoint is removed, the old one stays, and each tensor is gathered once.
-    """
-    gathered: list[str] = []
-
-    def saved_tensor(name: str) -> SavedTensor:
-        return SavedTensor(torch.float32, (1000,), lambda: (gathered.append(name), torch.zeros(1000))[1])
-
-    names = [f"{n}" for n in range(5)]
-    tensors = CheckpointTensors(
-        {MODEL_FILE: {n: saved_tensor(n) for n in names}, OPTIMIZER_FILE: {"s": saved_tensor("s")}}
-    )
-    save_checkpoint(tmp_path, manifest(1), tensors_of(MODEL))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
-        with pytest.raises(OSError, match="large"):
-            save_checkpoint(tmp_path, manifest(2), tensors)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert 0 < len(gathered) < 6
-    tensors.drain()
-    assert gathered == [*names, "s"]
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
-    assert not list_leftovers(tmp_path)
+def test_the_interval_in_minutes_starts_at_the_last_save(build, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    saver = build(every_minutes=1.0)
+    due = []
+    for seconds in (59, 61, 62, 121):
+        now[0] = float(seconds)
+        due.append(saver.is_due_by_time())
+        saver.state.counters.advance(1)
+        saver.after_step(False, None, save_requested=False)
+    assert due == [False, True, False, True]
+    assert [step for step, _ in saver.saved] == [2, 4]
 
 
-def test_a_tensor_that_differs_from_its_header_is_not_written(tmp_path: Path):
-    wrong = SavedTensor(torch.float32, (2, 3), lambda: torch.zeros(3, 2))
-    with pytest.raises(AssertionError, match="its header says"):
-        save_checkpoint(tmp_path, manifest(), CheckpointTensors({MODEL_FILE: {"w": wrong}}))
-    assert not list_checkpoints(tmp_path)
-    assert not list_leftovers(tmp_path)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_save_on_the_common_request_and_not_by_their_own_clock(build, monkeypatch, rank):
+    saver = build(rank=rank, ranks=2, every_minutes=1.0)
+    monkeypatch.setattr(saver, "is_due_by_time", lambda: True)
+    assert run(saver, [None, None]) == [(2, False)], "only the last one"
+    saver.saved.clear()
+    assert run(saver, [None, None], requested=True) == [(3, False), (4, False)]

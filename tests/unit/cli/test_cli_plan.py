@@ -38,7 +38,6 @@ def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
         "Memory of every rank",
         "peak, steady step",
         "peak, first step",
-        "peak, checkpoint",
         "limited by the ",
         "Collectives per rank",
         "micro_batch=",
@@ -111,7 +110,7 @@ def test_plan_json_is_one_object_with_the_documented_keys(cli, good):
         assert layout["reasons"]
         assert layout["needed_bytes"] <= found["usable_bytes"]
         for rank in layout["memory_bytes"].values():
-            assert rank["needed"] >= max(rank["peak"], rank["first_step"], rank["checkpoint"])
+            assert rank["needed"] >= max(rank["peak"], rank["first_step"])
 
 
 def test_with_json_the_text_goes_to_standard_error(cli, good):

@@ -83,7 +83,6 @@ def test_plan_shows_memory_step_time_collectives_reasons_and_a_table(cli):
         "overrides: layout.",
         "peak, steady step",
         "peak, first step",
-        "peak, checkpoint",
         "allocator",
         "usable: 97% of 80 GB, 77.6 GB",
         "Step time",

@@ -168,6 +168,7 @@ READERS = {
     "checkpoint.every_minutes": "checkpoint",
     "checkpoint.keep_last": "checkpoint",
     "checkpoint.on_best": "checkpoint",
+    "checkpoint.asynchronous": "checkpoint",
     "elastic.collective_timeout_s": "parallel",
     "elastic.heartbeat_timeout_s": "runs",
     "elastic.restarts": "runs",

@@ -105,7 +105,7 @@ def test_noise_scale_adds_two_values_to_the_control_all_reduce(make_job):
         (row,) = [t for t in build_plan(job)[0].collectives if (t.axis, t.phase) == ("control", "step")]
         return row.calls, row.bytes
 
-    assert (control(0), control(3)) == ((1, 24), (1, 40))
+    assert (control(0), control(3)) == ((1, 40), (1, 56))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -19,14 +19,16 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
+from meshwright.checkpoint.draft import Draft  # noqa: E402
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
 from meshwright.checkpoint.hf.source import SOURCE_FILE, read_hf_folder  # noqa: E402
-from meshwright.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
-from meshwright.checkpoint.saver import save_checkpoint  # noqa: E402
-from meshwright.checkpoint.tensors import CheckpointTensors, SavedTensor  # noqa: E402
+from meshwright.checkpoint.manifest import Manifest, TensorFacts  # noqa: E402
+from meshwright.checkpoint.saved_tensors import TensorPart  # noqa: E402
+from meshwright.checkpoint.writer import CheckpointWrite  # noqa: E402
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.data.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer  # noqa: E402
+from meshwright.layout.state_chunks import Box  # noqa: E402
 from meshwright.models.init import find_weight_source  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
@@ -153,9 +155,16 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
         data_sha256="",
         buckets=[],
     )
-    pieces = {name: SavedTensor.of(parameter.detach()) for name, parameter in model.named_parameters()}
-    tensors = CheckpointTensors({MODEL_FILE: pieces, OPTIMIZER_FILE: {}})
-    return save_checkpoint(root, manifest, tensors, files)
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    facts = {name: TensorFacts("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    parts = [
+        TensorPart(name, Box.whole(facts[name].shape), facts[name].shape, t) for name, t in tensors.items()
+    ]
+    write = CheckpointWrite(Draft(root, 7, 0), 0, parts, dataclasses.replace(manifest, tensors=facts), files)
+    write.start()
+    write.wait()
+    assert write.path is not None, write.error
+    return write.path
 
 
 @pytest.mark.parametrize("kind", KINDS)

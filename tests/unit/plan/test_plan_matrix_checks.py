@@ -94,7 +94,7 @@ CHANGES = {
     "layout 2 is shown with fits=False": lambda p: p.written["layouts"][1].update(fits=False),
     "no usable_bytes": lambda p: p.written.pop("usable_bytes"),
     "is not usable_share": lambda p: p.written.update(usable_share=0.5),
-    "memory_bytes has no checkpoint": lambda p: p.ranks.pop("checkpoint"),
+    "memory_bytes has no first_step": lambda p: p.ranks.pop("first_step"),
     "less than": lambda p: p.ranks.update(needed=p.ranks["peak"] - 1),
     "bytes of": lambda p: p.ranks.update(needed=p.written["usable_bytes"] + 1),
     "layout when given": lambda p: p.given["layouts"][0]["layout"].update(recompute="full"),

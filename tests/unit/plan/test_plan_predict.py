@@ -14,7 +14,6 @@ from meshwright.layout.flops import flops_per_token, peak_rate
 from meshwright.layout.parameters import count_parameters
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.memory.checkpoint import predict_checkpoint
 from meshwright.plan.memory.fit import USABLE_MEMORY, MemoryNeed, usable_bytes
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import complete_layout, predict
@@ -51,7 +50,7 @@ def with_memory(job, memory_bytes):
 def test_micro_batch_is_the_largest_that_fits_with_two_micro_batches(make_job, batch, memory_bytes, ranks):
     """The size is then reduced as far as the number of micro-batches allows.
 
-    On CPUs the need is the largest of the three peaks.
+    On CPUs the need is the larger of the two peaks.
     """
     job = changed(make_job(cluster=ON_CPU), layout={"dp_replicate": ranks}, train={"global_batch": batch})
     job = with_memory(job, memory_bytes)
@@ -60,8 +59,7 @@ def test_micro_batch_is_the_largest_that_fits_with_two_micro_batches(make_job, b
 
     def fits(micro: int) -> bool:
         ledger = predict_ledger(job, micro, -(-share // micro))
-        checkpoint = predict_checkpoint(job, 0, sum(ledger.state_bytes.values()))
-        return max(ledger.peak_bytes, ledger.first_peak_bytes, checkpoint) <= usable_bytes(job.cluster)
+        return max(ledger.peak_bytes, ledger.first_peak_bytes) <= usable_bytes(job.cluster)
 
     at_least = min(2, share)
     allowed = [m for m in range(1, share + 1) if -(-share // m) >= at_least]
@@ -113,9 +111,9 @@ def first_step_does_not_fit(make_job, cluster):
     layout = {"dp_replicate": 4, "micro_batch": 1}
     job = make_job(model={"preset": "demo-2m"}, cluster=cluster, train={"global_batch": 16}, layout=layout)
     need = predict(job, job.layout).need
-    assert need.first_step > max(need.steady_step, need.checkpoint)
+    assert need.first_step > need.steady_step
     around = need.needed_bytes - max(need.peaks.values())
-    middle = (need.first_step + max(need.steady_step, need.checkpoint)) // 2 + around
+    middle = (need.first_step + need.steady_step) // 2 + around
     return with_memory(job, int(middle / USABLE_MEMORY))
 
 
@@ -135,7 +133,7 @@ def test_first_step_that_does_not_fit_is_refused_with_a_fix(make_job, cluster):
     (problem,) = caught.value.problems
     assert problem.code == "plan-nothing-fits"
     assert "does not fit: first step needs" in str(problem)
-    steady = MemoryNeed.of(job, found.need.steady_step, found.need.steady_step, found.need.checkpoint)
+    steady = MemoryNeed.of(job, found.need.steady_step, found.need.steady_step)
     assert f"a steady step needs {format_bytes(steady.needed_bytes)}" in str(problem)
     named = problem.fix.partition(" (")[0].removeprefix("Use ").split()
     assert named

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,11 +32,13 @@ from meshwright.checkpoint.hf.names import (
     list_hf_shapes,
 )
 from meshwright.checkpoint.hf.source import HfSource, load_source
-from meshwright.checkpoint.manifest import MODEL_FILE, SELECTION_BIAS, read_manifest
+from meshwright.checkpoint.manifest import SELECTION_BIAS, read_manifest
+from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import sync_path
 from meshwright.data.hf_tokenizer import TOKENIZER_CONFIG_FILE, hf_tokenizer_config, hf_tokenizer_text
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from meshwright.layout.state_chunks import Box
 from meshwright.spec.hf_config import INDEX_FILE, WEIGHTS_FILE, read_config
 from meshwright.spec.hf_config_reader import CONFIG_FILE
 from meshwright.spec.model import DecoderModel
@@ -220,24 +222,24 @@ def _iter_hf_tensors(
         for name in location.names:
             holders.setdefault(name, []).append((own, location))
     shapes = list_hf_shapes(model)
-    with safe_open(checkpoint / MODEL_FILE, framework="pt") as file:
-        _require_no_bias(checkpoint, set(file.keys()))
-        for name, dtype in dtypes.items():
-            full, parts = _stored_as(name, model), []
-            rows = shapes[full][0]
-            for own, location in holders[full]:
-                if location.parts:
-                    first = location.parts.index(full) * rows
-                    parts.append(file.get_slice(own)[first : first + rows])
-                else:
-                    parts.append(file.get_tensor(own).T if location.transposed else file.get_tensor(own))
-            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-            low = tensor.to(dtype).contiguous()
-            if not low.isfinite().all():
-                rule = f"cannot be written as {str(dtype).removeprefix('torch.')}: {name} is out of range"
-                fix = "Use --dtype bfloat16"
-                raise UserError(Problem("export-dtype-range", rule, path=str(checkpoint), fix=fix))
-            yield low if full == full_name(name, model) else low.clone()  # no shared memory in a file
+    saved = SavedTensors(checkpoint)
+    _require_no_bias(checkpoint, set(saved.names()))
+    for name, dtype in dtypes.items():
+        full, parts = _stored_as(name, model), []
+        rows = shapes[full][0]
+        for own, location in holders[full]:
+            if location.parts:
+                whole, first = Box.whole(saved.facts(own).shape), location.parts.index(full) * rows
+                parts.append(saved.read(own, whole.rows(first, first + rows)))
+            else:
+                parts.append(saved.read(own).T if location.transposed else saved.read(own))
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        low = tensor.to(dtype).contiguous()
+        if not low.isfinite().all():
+            rule = f"cannot be written as {str(dtype).removeprefix('torch.')}: {name} is out of range"
+            fix = "Use --dtype bfloat16"
+            raise UserError(Problem("export-dtype-range", rule, path=str(checkpoint), fix=fix))
+        yield low if full == full_name(name, model) else low.clone()  # no shared memory in a file
 
 
 def _require_no_bias(checkpoint: Path, names: set[str]) -> None:

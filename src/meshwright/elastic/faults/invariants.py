@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.manifest import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
     Manifest,
     find_newest,
     list_checkpoints,
@@ -25,7 +23,6 @@ from meshwright.core.events import Event
 from meshwright.core.units import format_plural
 
 COMMITS = ("ready", "step", "eval", "checkpoint")
-FILES = (MODEL_FILE, OPTIMIZER_FILE)
 
 
 @dataclass(frozen=True)
@@ -151,8 +148,8 @@ def compare_runs(
     differs = [
         (step, name)
         for step, manifest in common.items()
-        for name in FILES
-        if manifest.files[name].sha256 != theirs[step].files[name].sha256
+        for name in sorted({*manifest.tensor_files, *theirs[step].tensor_files})
+        if manifest.files.get(name) != theirs[step].files.get(name)
     ]
     found += [f"checkpoint of step {step}: {name} differs from the fault-free run" for step, name in differs]
     return found

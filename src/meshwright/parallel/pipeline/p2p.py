@@ -17,7 +17,6 @@ receive that is posted ahead would block the rank's own sends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -142,32 +141,3 @@ def connect_pp_groups(schedule: PipelineSchedule, mesh: Mesh) -> None:
             dist.send(number, group=group, group_dst=target)
         elif mesh.pp_rank == target:
             dist.recv(number, group=group, group_src=source)
-
-
-@torch.no_grad()
-def gather_to_first_stage(
-    mesh: Mesh, holder: int, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
-) -> Tensor:
-    """Send a tensor from one pp rank to pp rank 0, which writes checkpoints. All pp ranks call it.
-
-    Args:
-        mesh: This rank's groups.
-        holder: The pp rank that has the tensor.
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        make: Computes it, on the holder.
-
-    Returns:
-        The tensor on pp rank 0 and on the holder; an empty tensor elsewhere.
-    """
-    if mesh.pp_rank == holder:
-        tensor = make()
-        if holder:
-            sent = tensor.to(mesh.device).contiguous()
-            dist.send(sent, group=mesh.pp_group(holder, 0), group_dst=0)
-        return tensor
-    if mesh.pp_rank == 0:
-        tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
-        dist.recv(tensor, group=mesh.pp_group(holder, 0), group_src=holder)
-        return tensor
-    return torch.empty(0, dtype=dtype, device=mesh.device)

@@ -14,8 +14,8 @@ from meshwright.plan.memory.ledger import Ledger
 from meshwright.spec.layout import Layout
 
 
-def estimate_ledgers(workload: Workload, layout: Layout) -> list[tuple[Ledger, int]]:
-    """A ledger for each class of a layout's pp ranks (first, middle, last), and its bytes at a checkpoint.
+def estimate_ledgers(workload: Workload, layout: Layout) -> list[Ledger]:
+    """A ledger for each class of a layout's pp ranks (first, middle, last).
 
     The same functions estimate a grid. A formula is a sum of products, each with its label in brackets; it
     evaluates to the bytes of its line.
@@ -25,7 +25,7 @@ def estimate_ledgers(workload: Workload, layout: Layout) -> list[tuple[Ledger, i
     return [_write_class(workload, grid, ledger) for ledger in classes]
 
 
-def _write_class(workload: Workload, grid: Grid, ledger: StageLedger) -> tuple[Ledger, int]:
+def _write_class(workload: Workload, grid: Grid, ledger: StageLedger) -> Ledger:
     snapshot = ledger.snapshots[int(ledger.peak_index[0])]
     made = float(np.asarray(snapshot.gradients).reshape(-1)[0])
     formulas = {name: ledger.state[name].formula(0) for name in STATE_LINES}
@@ -40,7 +40,7 @@ def _write_class(workload: Workload, grid: Grid, ledger: StageLedger) -> tuple[L
     )
     state = {name: round(float(_first(ledger.state[name].bytes))) for name in STATE_LINES}
     peak, kept = sum(line.bytes for line in lines), round(float(ledger.lines["activations"][0]))
-    found = Ledger(
+    return Ledger(
         lines=lines,
         state_bytes={name: size for name, size in state.items() if size},
         peak_bytes=peak,
@@ -49,7 +49,6 @@ def _write_class(workload: Workload, grid: Grid, ledger: StageLedger) -> tuple[L
         activation_bytes=kept,
         touched_bytes=kept,
     )
-    return found, round(float(ledger.between[0]))
 
 
 def _first_step_bytes(workload: Workload, grid: Grid, ledger: StageLedger, peak: int) -> int:

@@ -1,8 +1,9 @@
 """Whether a layout fits: one rule for the planner, the plan file and the run.
 
-A rank needs the largest of three peaks of live tensors (first step, steady step, checkpoint), plus what the
-caching allocator reserves beyond live tensors, plus the CUDA context and NCCL buffers. A layout fits if that
-is within the usable memory of the device, and its offloaded state within its share of CPU memory.
+A rank needs the larger of two peaks of live tensors (first step, steady step), plus what the caching
+allocator reserves beyond live tensors, plus the CUDA context and NCCL buffers. A layout fits if that is
+within the usable memory of the device, and its offloaded state within its share of CPU memory. A checkpoint
+needs no more: ranks write views of their own state, or copy it to CPU memory.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ USABLE_MEMORY = 0.97
 """Fraction of a device's memory that a rank may need, allocator and context included. Of 725 published runs
 13% would be refused at this share, and of 198 published out-of-memory layouts 82% (at 1.00: 10% and 80%; at
 0.92: 19% and 84%); 16 Nov 2026, the estimate of their frameworks."""
-PEAKS = ("steady step", "first step", "checkpoint")
-"""Names of the three peaks."""
+PEAKS = ("steady step", "first step")
+"""Names of the peaks."""
 
 
 def usable_bytes(cluster: Cluster) -> int:
@@ -42,24 +43,22 @@ class MemoryNeed:
     """Peak of live tensors in a step after the first."""
     first_step: int
     """The same in the first step of a run."""
-    checkpoint: int
-    """The same while a checkpoint is written."""
     allocator: int
     """What the caching allocator reserves beyond live tensors, at the largest peak."""
     context: int
     """CUDA context and NCCL buffers."""
 
     @classmethod
-    def of(cls, job: Job, steady_step: int, first_step: int, checkpoint: int) -> MemoryNeed:
+    def of(cls, job: Job, steady_step: int, first_step: int) -> MemoryNeed:
         """Of a rank with these peaks of live tensors."""
         reserve, context = overhead(job)
-        largest = max(steady_step, first_step, checkpoint)
-        return cls(steady_step, first_step, checkpoint, round(largest * reserve), context)
+        largest = max(steady_step, first_step)
+        return cls(steady_step, first_step, round(largest * reserve), context)
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The three peaks of live tensors, by name."""
-        return dict(zip(PEAKS, (self.steady_step, self.first_step, self.checkpoint), strict=True))
+        """The peaks of live tensors, by name."""
+        return dict(zip(PEAKS, (self.steady_step, self.first_step), strict=True))
 
     @property
     def limited_by(self) -> str:

@@ -1,8 +1,9 @@
-"""CPU memory of a node: in-memory snapshots, offloaded state, and the ranks where the device is the CPU.
+"""CPU memory of a node: staging memory, snapshots, offloaded state, and the ranks if the device is the CPU.
 
-Snapshots are optional. Where they do not fit beside the rest they are off, and after a failure ranks go on
-from the newest checkpoint. The room per device is ``cluster.host_memory_bytes``; where the device is the CPU
-and that is not given, ``cluster.memory_bytes``.
+Staging memory (asynchronous checkpoints) and in-memory snapshots are optional. Where snapshots do not fit
+beside the rest they are off, and after a failure ranks go on from the newest checkpoint. Where staging memory
+does not fit either, checkpoints are synchronous. The room per device is ``cluster.host_memory_bytes``; where
+the device is the CPU and that is not given, ``cluster.memory_bytes``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def predict_host_memory(job: Job, ranks: Sequence[RankPrediction]) -> HostMemory
     for rank in ranks:
         by_node[_node_of(job.cluster, rank.rank)].append(rank)
     fullest = max((_add_up(job, found) for found in by_node.values()), key=_count_needed)
-    return dataclasses.replace(fullest, snapshots_off=_describe_shortage(fullest))
+    staging_off = _describe_shortage(fullest, "copies of the state", 0, fullest.staging_bytes)
+    staged = 0 if staging_off else fullest.staging_bytes
+    snapshots_off = _describe_shortage(fullest, "those", staged, fullest.snapshot_bytes)
+    return dataclasses.replace(fullest, snapshots_off=snapshots_off, staging_off=staging_off)
 
 
 def _node_of(cluster: Cluster, rank: int) -> int:
@@ -41,17 +45,31 @@ def _add_up(job: Job, ranks: Sequence[RankPrediction]) -> HostMemory:
         offloaded_bytes=sum(sum(rank.offloaded_bytes.values()) for rank in ranks),
         training_bytes=sum(rank.needed_bytes for rank in ranks) if on_cpu else 0,
         room_bytes=room * cluster.devices_per_node,
+        staging_bytes=sum(rank.staging_bytes for rank in ranks),
     )
 
 
 def _count_needed(memory: HostMemory) -> int:
-    return memory.snapshot_bytes + memory.offloaded_bytes + memory.training_bytes
+    return memory.snapshot_bytes + memory.staging_bytes + memory.offloaded_bytes + memory.training_bytes
 
 
-def _describe_shortage(memory: HostMemory) -> str:
-    if not memory.snapshot_bytes or not memory.room_bytes or _count_needed(memory) <= memory.room_bytes:
+def _describe_shortage(memory: HostMemory, what: str, before: int, size: int) -> str:
+    """Why something does not fit, as a sentence; empty if it does.
+
+    Args:
+        memory: Of the node.
+        what: Names it in the sentence.
+        before: Optional memory that comes first.
+        size: Bytes that it needs.
+    """
+    needed = size + before + memory.offloaded_bytes + memory.training_bytes
+    if not size or not memory.room_bytes or needed <= memory.room_bytes:
         return ""
-    others = {"training": memory.training_bytes, "offloaded state": memory.offloaded_bytes}
-    taken = "".join(f"; {name} takes {format_bytes(size)}" for name, size in others.items() if size)
-    needed = f"those of {format_plural(memory.ranks, 'rank')} need {format_bytes(memory.snapshot_bytes)}"
-    return f"{needed} of CPU memory per node, which has {format_bytes(memory.room_bytes)}{taken}"
+    others = {
+        "training": memory.training_bytes,
+        "offloaded state": memory.offloaded_bytes,
+        "the staging memory of checkpoints": before,
+    }
+    taken = "".join(f"; {name} takes {format_bytes(other)}" for name, other in others.items() if other)
+    wanted = f"{what} of {format_plural(memory.ranks, 'rank')} need {format_bytes(size)}"
+    return f"{wanted} of CPU memory per node, which has {format_bytes(memory.room_bytes)}{taken}"

@@ -55,7 +55,7 @@ def nothing_fits_error(
         largest = max(closest.ledger.lines, key=lambda line: line.bytes)
         rule += f"; largest part: {largest.name}, {format_bytes(largest.bytes)}"
         if need.limited_by == "first step":
-            steady = MemoryNeed.of(job, need.steady_step, need.steady_step, need.checkpoint)
+            steady = MemoryNeed.of(job, need.steady_step, need.steady_step)
             rule += f"; a steady step needs {format_bytes(steady.needed_bytes)}"
     if stopped_early:
         rule += "; the search reached its time limit, so a layout that fits may exist"

@@ -216,7 +216,7 @@ class PeakBound:
             stack - last.saved + kept + self._reducing(grid, True),
             gradients,
         )
-        peaks = np.maximum.reduce(np.broadcast_arrays(*candidates, gradients + self._checkpointed(grid)))
+        peaks = np.maximum.reduce(np.broadcast_arrays(*candidates))
         peaks = self._compiled(grid, peaks, kept > 0)
         copies = np.where(grid.zero < 2, self.workload.copy_bytes / grid.tp, 0.0)
         return np.asarray(parameters + optimizer + peaks + copies, dtype=np.float64)
@@ -266,8 +266,7 @@ class PeakBound:
         # Weight gradients may be deferred until all gathered parameters are freed.
         flight = np.maximum.reduce((forward + gathered, deferred, np.where(split, 0.0, rest))) + kept
         flight = np.maximum(flight, whole)
-        saving = gradients + np.where(embeds, self._checkpointed(grid), 0.0)
-        return np.asarray(parameters + optimizer + np.maximum(flight, saving), dtype=np.float64)
+        return np.asarray(parameters + optimizer + np.maximum(flight, gradients), dtype=np.float64)
 
     def _block(self, grid: Grid) -> Floats:
         """Parameters of a block on a rank, without routed experts; of the smaller kind of block."""
@@ -282,13 +281,6 @@ class PeakBound:
         low = operand_bytes(self.job.train.precision)
         head = np.where(heads, self.weights.table / grid.tp * (FLOAT32_BYTES + low), 0.0)
         return np.where(grid.zero >= 2, 2 * self._block(grid) * low + head, 0.0)
-
-    def _checkpointed(self, grid: Grid) -> Floats:
-        """Least memory to gather the embedding for a checkpoint (``plan.memory.checkpoint``)."""
-        table = self.weights.table
-        rows = np.where((grid.zero > 0) & (grid.dp_shard * grid.cp > 1), table / grid.tp * FLOAT32_BYTES, 0.0)
-        joined = np.where(grid.tp > 1, 2 * table * FLOAT32_BYTES, 0.0)
-        return np.asarray(rows + joined + table, dtype=np.float64)
 
     @property
     def _dense_layers(self) -> float:

@@ -14,7 +14,7 @@ CONTROL_STEP_VALUES = 4
 CONTROL_NOISE_VALUES = 2
 """Squared norm and number of shards, for the gradient noise scale; only in jobs that measure it."""
 CONTROL_SAVE_VALUES = 1
-"""Save request of rank 0, where all ranks take part in a checkpoint."""
+"""Save request of rank 0: every rank writes its part of a checkpoint."""
 CONTROL_NORM_VALUES = 1
 """Squared norm of a rank's gradient shard: a separate all-reduce."""
 CONTROL_EVAL_VALUES = 2
@@ -26,8 +26,10 @@ def predict_control(job: Job) -> list[CollectiveTraffic]:
     layout, values, calls = job.layout, CONTROL_STEP_VALUES, 1
     if job.train.noise_scale_every:
         values += CONTROL_NOISE_VALUES
-    if is_sharded(job):  # all ranks take part in norms and checkpoints
-        values, calls = values + CONTROL_SAVE_VALUES + CONTROL_NORM_VALUES, calls + 1
+    if layout.world_size > 1:
+        values += CONTROL_SAVE_VALUES
+    if is_sharded(job):
+        values, calls = values + CONTROL_NORM_VALUES, calls + 1
     if isinstance(job.model, DecoderModel) and job.model.load_size:
         values, calls = values + job.model.load_size, calls + 1
     world, evaluation = layout.world_size, CONTROL_EVAL_VALUES * FLOAT64_BYTES

@@ -25,10 +25,9 @@ sharded over ``ep`` is gathered, one call per tensor.
 from __future__ import annotations
 
 from meshwright.layout.axes import expert_axis, sequence_axis
-from meshwright.layout.optimizer_state import count_state_tensors
 from meshwright.layout.parameters import FLOAT32_BYTES, INT64_BYTES, operand_bytes
-from meshwright.layout.stages import local_stages, saved_parameter_kinds
-from meshwright.layout.tensor_parallel import count_tokens, is_ep_sharded
+from meshwright.layout.stages import local_stages
+from meshwright.layout.tensor_parallel import count_tokens
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.micro_batches import count_micro_batches
@@ -50,7 +49,6 @@ def predict_expert(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
         *_gather_tokens(job, "eval", evaluations),
         *_share_routing(job, "step", steps + again, learning=True),
         *_share_routing(job, "eval", evaluations, learning=False),
-        *_save_traffic(job, pp_rank),
     ]
 
 
@@ -87,19 +85,6 @@ def _share_routing(job: Job, phase: str, times: int, learning: bool) -> list[Col
         return []
     size = (job.layout.micro_batch or 1) * (model.num_experts or 0) * FLOAT32_BYTES
     return [CollectiveTraffic(axis.name, "all_reduce", phase, axis.size, times, times * size)]
-
-
-def _save_traffic(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    layout, axis, calls, elements = job.layout, expert_axis(job.layout), 0, 0
-    for parameter in saved_parameter_kinds(job, pp_rank, local_stages(job, pp_rank)):
-        if is_ep_sharded(parameter.name, layout.ep, layout.etp):
-            tensors = 1 + count_state_tensors(parameter, job.train)
-            calls, elements = calls + tensors * parameter.repeats, elements + tensors * parameter.count
-    return [
-        CollectiveTraffic(
-            axis.name, "all_gather", "save", axis.size, calls, elements * axis.size * FLOAT32_BYTES
-        )
-    ]
 
 
 def _count_routed_rows(job: Job) -> int:

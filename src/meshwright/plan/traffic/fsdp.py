@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from meshwright.layout.axes import (
     dense_shard_axis,
-    state_axis,
 )
-from meshwright.layout.fsdp_groups import FsdpGroup, group_axis, group_block, group_root, padded_count
-from meshwright.layout.optimizer_state import count_state_tensors
+from meshwright.layout.fsdp_groups import FsdpGroup, group_axis, group_block, group_root
 from meshwright.layout.parameters import (
-    FLOAT32_BYTES,
     WIRE_BYTES,
 )
 from meshwright.layout.pipeline_schedules import schedule_of
-from meshwright.layout.stages import local_stages, saved_parameter_kinds
+from meshwright.layout.stages import local_stages
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.spec.job import Job
@@ -84,17 +81,3 @@ def _count_tied_gathers(job: Job, pp_rank: int, micro_batches: int) -> int:
         if kind is Kind.BACKWARD and stage == 0:
             gathered = False
     return gathers - micro_batches
-
-
-def predict_shard_saves(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """A checkpoint holds full tensors: sharded state is all-gathered, one call per tensor."""
-    rows = []
-    for parameter in saved_parameter_kinds(job, pp_rank, local_stages(job, pp_rank)):
-        axis = state_axis(job, parameter.name)
-        if axis.size > 1:
-            tensors = count_state_tensors(parameter, job.train) + (job.layout.zero >= 2)
-            size, calls = tensors * padded_count(parameter, axis.size), tensors * parameter.repeats
-            rows.append(
-                CollectiveTraffic(axis.name, "all_gather", "save", axis.size, calls, size * FLOAT32_BYTES)
-            )
-    return rows

@@ -12,7 +12,6 @@ checkpoint every pipeline rank sends its full tensors to the first, one call per
 from __future__ import annotations
 
 from meshwright.layout.fsdp_groups import local_count
-from meshwright.layout.optimizer_state import STEP_COUNT, rule_of, state_keys
 from meshwright.layout.parameters import FLOAT32_BYTES, residual_bytes
 from meshwright.layout.pipeline_schedules import boundaries_of
 from meshwright.layout.stages import (
@@ -20,8 +19,6 @@ from meshwright.layout.stages import (
     TIED_NAME,
     find_tied_pp_ranks,
     local_parameter_kinds,
-    saved_parameter_kinds,
-    unsharded_stages,
 )
 from meshwright.layout.tensor_parallel import count_tokens
 from meshwright.plan.contract import CollectiveTraffic
@@ -51,7 +48,6 @@ def predict_pipeline(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
         CollectiveTraffic("pp", "send", "step", ranks, steps, steps * size),
         CollectiveTraffic("pp", "send", "eval", ranks, evaluations, evaluations * size),
         *_tied_traffic(job, pp_rank),
-        _save_traffic(job, pp_rank),
     ]
 
 
@@ -64,14 +60,3 @@ def _tied_traffic(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
         for p in local_parameter_kinds(job, pp_rank)
         if p.name == TIED_NAME
     ]
-
-
-def _save_traffic(job: Job, pp_rank: int) -> CollectiveTraffic:
-    """Parameters and optimizer state of a pipeline rank other than the first, as full tensors."""
-    calls = elements = 0
-    for parameter in saved_parameter_kinds(job, pp_rank, unsharded_stages(job, pp_rank)) if pp_rank else ():
-        keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
-        calls += parameter.repeats * (1 + len(keys))
-        sizes = [parameter.repeats if key == STEP_COUNT else parameter.count for key in keys]
-        elements += parameter.count + sum(sizes)
-    return CollectiveTraffic("pp", "send", "save", job.layout.pp, calls, elements * FLOAT32_BYTES)

@@ -14,7 +14,7 @@ from meshwright.plan.traffic.context import predict_context
 from meshwright.plan.traffic.control import predict_control
 from meshwright.plan.traffic.ddp import predict_ddp
 from meshwright.plan.traffic.expert import predict_expert
-from meshwright.plan.traffic.fsdp import predict_fsdp, predict_shard_saves
+from meshwright.plan.traffic.fsdp import predict_fsdp
 from meshwright.plan.traffic.pipeline import predict_pipeline
 from meshwright.plan.traffic.tensor import predict_tensor
 from meshwright.spec.job import Job
@@ -37,7 +37,6 @@ def _predict_cached(job: Job, pp_rank: int, version: int) -> tuple[CollectiveTra
     """The same for one of several identical pipeline ranks; ``version`` is that of the schedule file."""
     layout = job.layout
     rows = predict_fsdp(job, pp_rank) if layout.zero >= 2 else predict_ddp(job, pp_rank)
-    rows += predict_shard_saves(job, pp_rank)
     rows += predict_control(job)
     if layout.cp > 1:
         rows += predict_context(job, pp_rank)

@@ -33,19 +33,16 @@ that of head and loss. Gradients are reduced in one call for all stages of a ran
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from meshwright.layout.fsdp_groups import local_count
 from meshwright.layout.loss_chunks import loss_chunk
-from meshwright.layout.optimizer_state import count_state_tensors
-from meshwright.layout.parameters import FLOAT32_BYTES, Parameter, operand_bytes
-from meshwright.layout.stages import StageSpec, list_parameter_kinds, local_stages, saved_parameter_kinds
+from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
+from meshwright.layout.stages import StageSpec, list_parameter_kinds, local_stages
 from meshwright.layout.tensor_parallel import (
     KV_REPLICA_AXIS,
     count_kv_replicas,
     count_tokens,
     is_kv_projection,
-    is_tp_replicated,
     needs_tp_grad_sync,
 )
 from meshwright.plan.contract import CollectiveTraffic
@@ -67,7 +64,6 @@ def predict_tensor(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     return [
         *rows,
         *_gradient_traffic(job, parts),
-        _save_traffic(job, saved_parameter_kinds(job, pp_rank, parts)),
     ]
 
 
@@ -151,15 +147,3 @@ def _gradient_traffic(job: Job, parts: tuple[StageSpec, ...]) -> list[Collective
         size = sum(local_count(job, p) for p in summed) * FLOAT32_BYTES
         rows.append(CollectiveTraffic(axis, "all_reduce", "step", ranks, int(bool(summed)), size))
     return rows
-
-
-def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> CollectiveTraffic:
-    """A checkpoint holds full tensors: sharded ones are all-gathered, one call per tensor."""
-    calls = elements = 0
-    for parameter in parameters:
-        if not is_tp_replicated(parameter.name):
-            tensors = 1 + count_state_tensors(parameter, job.train)
-            calls, elements = calls + tensors * parameter.repeats, elements + tensors * parameter.count
-    return CollectiveTraffic(
-        "tp", "all_gather", "save", job.layout.tp, calls, elements * job.layout.tp * FLOAT32_BYTES
-    )

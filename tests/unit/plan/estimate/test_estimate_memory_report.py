@@ -165,21 +165,20 @@ def test_every_printed_formula_evaluates_to_its_line(make_workload, random_grid,
         ledgers = estimate_ledgers(workload, layout)
         peaks = [float(peak[0]) for peak in estimate.classes.values() if np.isfinite(peak[0]) and peak[0] > 0]
         assert len(peaks) == len(ledgers)
-        for (ledger, checkpoint_bytes), peak in zip(ledgers, peaks, strict=True):
+        for ledger, peak in zip(ledgers, peaks, strict=True):
             for line in ledger.lines:
                 assert evaluate_formula(line.formula) == pytest.approx(line.bytes, rel=1e-9, abs=2.0), line
             assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes
             needed = ledger.peak_bytes * (1 + rules.reserve) + rules.context_bytes
             assert needed == pytest.approx(peak, rel=1e-6, abs=20)
-            assert checkpoint_bytes <= ledger.peak_bytes + 20
 
 
 def test_ddp_with_accumulation_holds_gradients_twice_in_its_first_step(make_workload, make_grid):
     workload = make_workload("llama", "meshwright")
-    ledger, _ = estimate_ledgers(workload, make_grid(dp_replicate=[2]).layout(0))[0]
+    ledger = estimate_ledgers(workload, make_grid(dp_replicate=[2]).layout(0))[0]
     gradients = next(line.bytes for line in ledger.lines if line.name == "gradients")
     assert ledger.first_peak_bytes - ledger.peak_bytes == pytest.approx(gradients, abs=2)
-    one, _ = estimate_ledgers(
+    one = estimate_ledgers(
         make_workload("llama", "meshwright", global_batch=2), make_grid(dp_replicate=[2]).layout(0)
     )[0]
     assert one.first_peak_bytes == one.peak_bytes

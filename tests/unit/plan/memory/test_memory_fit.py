@@ -1,4 +1,4 @@
-"""Fit: the largest of three peaks with allocator and context, within 97% of the device memory."""
+"""Fit: the larger of two peaks with allocator and context, within 97% of the device memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ GB = 10**9
 
 def test_cuda_needs_an_allocator_and_a_context_and_cpus_neither(make_job):
     """The allocator takes 5% of live tensors and the context 1 GB."""
-    need = MemoryNeed.of(make_job(), 40 * GB, 50 * GB, 10 * GB)
+    need = MemoryNeed.of(make_job(), 40 * GB, 50 * GB)
     assert (need.allocator, need.context) == (2.5 * GB, GB)
     assert need.needed_bytes == 53.5 * GB
-    bare = MemoryNeed.of(make_job(cluster={"device": "cpu"}), 40 * GB, 50 * GB, 10 * GB)
+    bare = MemoryNeed.of(make_job(cluster={"device": "cpu"}), 40 * GB, 50 * GB)
     assert (bare.allocator, bare.context, bare.needed_bytes) == (0, 0, 50 * GB)
 
 
 @pytest.mark.parametrize(
-    ("steady", "first", "checkpoint", "limit"),
-    [(3, 2, 1, "steady step"), (2, 3, 1, "first step"), (1, 2, 3, "checkpoint"), (2, 2, 2, "steady step")],
+    ("steady", "first", "limit"), [(3, 2, "steady step"), (2, 3, "first step"), (2, 2, "steady step")]
 )
-def test_the_largest_peak_is_named_and_decides(make_job, steady, first, checkpoint, limit):
-    need = MemoryNeed.of(make_job(cluster={"device": "cpu"}), steady, first, checkpoint)
+def test_the_larger_peak_is_named_and_decides(make_job, steady, first, limit):
+    need = MemoryNeed.of(make_job(cluster={"device": "cpu"}), steady, first)
     assert need.limited_by == limit
-    assert need.needed_bytes == max(steady, first, checkpoint)
+    assert need.needed_bytes == max(steady, first)
 
 
 def test_97_percent_of_a_device_is_usable(make_job):

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from meshwright.layout.snapshot_size import predict_snapshot_bytes, slot_bytes
+from meshwright.layout.state_chunks import owned_chunks, predict_staging_bytes, staging_bytes
 from meshwright.plan.build import build_plan, summarize_plan
 from meshwright.plan.contract import read_plan, write_plan
 
@@ -51,7 +52,8 @@ def test_the_last_byte_decides(make_job, tmp_path):
     """Snapshots fit a node with just the memory that is needed, and not one with a byte less per device."""
     plan, _ = build_plan(make_job(layout=LAYOUT, cluster=ON_CPU))
     host, devices = plan.host_memory, plan.job.cluster.devices_per_node
-    needed = -(-(host.snapshot_bytes + host.training_bytes) // devices)
+    assert host.staging_bytes == sum(rank.staging_bytes for rank in plan.ranks) > 0
+    needed = -(-(host.snapshot_bytes + host.staging_bytes + host.training_bytes) // devices)
     fits, _ = build_plan(make_job(layout=LAYOUT, cluster={"device": "cpu", "host_memory_bytes": needed}))
     assert fits.host_memory.snapshots_off == ""
     tight = {"device": "cpu", "host_memory_bytes": needed - 1}
@@ -66,6 +68,29 @@ def test_the_last_byte_decides(make_job, tmp_path):
     assert summarize_plan(short)["host_memory"] == dataclasses.asdict(short.host_memory)
     write_plan(short, tmp_path / "plan.toml")
     assert read_plan(tmp_path / "plan.toml") == short
+
+
+def test_checkpoints_are_synchronous_where_a_copy_of_the_state_does_not_fit(make_job):
+    plan, _ = build_plan(make_job(layout=LAYOUT, cluster=ON_CPU))
+    host, devices = plan.host_memory, plan.job.cluster.devices_per_node
+    needed = -(-(host.staging_bytes + host.training_bytes) // devices)
+    tight = {"device": "cpu", "host_memory_bytes": needed - 1}
+    short, _ = build_plan(make_job(layout=LAYOUT, cluster=tight))
+    assert short.host_memory.staging_off.startswith("copies of the state of 2 ranks need ")
+    assert [rank.staging_bytes for rank in short.ranks] == [0, 0]
+    assert any(reason.startswith("checkpoints are synchronous: ") for reason in short.reasons)
+    off, _ = build_plan(make_job(layout=LAYOUT, cluster=ON_CPU, checkpoint={"asynchronous": False}))
+    assert off.host_memory.staging_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp_replicate": 3}, {"dp_shard": 2}, {"tp": 2, "dp_shard": 2, "zero": 1}]
+)
+def test_staging_memory_is_that_of_the_chunks_that_a_rank_writes(make_job, layout):
+    job = make_job(layout={"micro_batch": 1, **layout}, cluster=ON_CPU)
+    for rank in range(job.layout.world_size):
+        written = staging_bytes(chunk.bytes for chunk in owned_chunks(job, rank))
+        assert predict_staging_bytes(job, rank) == pytest.approx(written, rel=0.02)
 
 
 def test_offloaded_state_takes_room_on_a_gpu_node(make_job):

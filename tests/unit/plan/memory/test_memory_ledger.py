@@ -114,7 +114,7 @@ def test_ddp_reduces_every_gradient_once_per_step(make_job, ranks):
     assert (gradients.ranks, gradients.calls, gradients.bytes) == (ranks, 3, 4 * 94_528)
     assert (rows["control", "all_reduce", "step"].calls, rows["control", "all_reduce", "step"].bytes) == (
         1,
-        32,
+        40,
     )
     assert (rows["control", "all_reduce", "eval"].calls, rows["control", "all_reduce", "eval"].bytes) == (
         1,

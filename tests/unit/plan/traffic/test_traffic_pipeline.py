@@ -75,18 +75,6 @@ def test_sequence_parallel_stages_send_their_part_of_the_sequence(settled):
     assert rows(split, 0)["pp", "send", "step"] == (8, 8 * RESIDUAL // 2)
 
 
-def test_other_pp_ranks_send_their_state_to_the_first_for_a_checkpoint(settled):
-    """Rank 1 sends its block and the final norm, each with two moments and a step count."""
-    job = settled(pp=2)
-    assert ("pp", "send", "save") not in rows(job, 0)
-    tensors, elements = TENSORS["block"] + TENSORS["norm"], BLOCK + NORM
-    assert rows(job, 1)["pp", "send", "save"] == (4 * tensors, 4 * (3 * elements + tensors))
-    apart = settled(pp=2, tied=False)  # the head is on the last pp rank only, and sent
-    assert rows(apart, 1)["pp", "send", "save"][0] == 4 * (tensors + 1)
-    split = settled(pp=2, tp=2)  # full tensors are sent, also with tp
-    assert rows(split, 1)["pp", "send", "save"] == rows(job, 1)["pp", "send", "save"]
-
-
 def test_gradients_of_tied_embeddings_are_all_reduced(settled):
     job = settled(layers=4, pp=4)
     found = [rows(job, pp_rank).get(("pp_tied", "all_reduce", "step")) for pp_rank in range(4)]
@@ -130,7 +118,6 @@ def test_zero_1_gathers_updated_parameters(settled):
     job = settled(pp=2, dp_shard=2, zero=1)
     assert rows(job, 0)["dp_shard", "all_reduce", "step"] == (1, 4 * (EMBEDDING + BLOCK))
     assert rows(job, 0)["dp_shard", "all_gather", "step"] == (1, 4 * (EMBEDDING + BLOCK))
-    assert rows(job, 1)["dp_shard", "all_gather", "save"] == (20, 4 * 2 * (BLOCK + NORM)), "moments"
 
 
 def test_zero_3_gathers_blocks_twice_and_the_root_group_once_per_micro_batch(settled):
@@ -157,7 +144,7 @@ def test_tp_collectives_of_all_stages_equal_those_of_the_unsplit_model(settled, 
     split = {"tp": 2, "sequence_parallel": sequence, "recompute": recompute}
     whole, cut = settled(layers=4, **split), settled(layers=4, pp=4, **split)
     for kind, (calls, size) in rows(whole, 0).items():
-        if kind[0] == "tp" and kind[2] != "save":
+        if kind[0] == "tp":
             found = [rows(cut, pp_rank).get(kind, (0, 0)) for pp_rank in range(4)]
             more = (
                 3 if sequence and kind[1:] == ("all_reduce", "step") else 0

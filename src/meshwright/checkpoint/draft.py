@@ -1,0 +1,240 @@
+"""Two-phase commit of a checkpoint: all ranks write into a draft folder, rank 0 commits it.
+
+1. Rank 0 writes ``proposal.json``: the manifest without its files, and the number of ranks.
+2. Every rank writes its files, flushes them, and then writes its **vote**, with their sizes and checksums. A
+   rank that cannot write votes against, with the reason.
+3. When all ranks have voted for it, the coordinator writes ``manifest.json`` and renames the draft. A rename
+   is atomic: the checkpoint is there as a whole, or not at all. After a vote against, it removes the draft.
+
+All of it is in the folder. So a coordinator that dies is replaced by any later process: :func:`finish_drafts`
+commits a draft in which all ranks have voted, and removes any other.
+
+No file is ever replaced. A step that is saved again becomes another revision of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    FileFacts,
+    Manifest,
+    checkpoint_name,
+    decode_checked,
+    encode_checked,
+    parse_manifest,
+)
+from meshwright.core.events import Commit
+from meshwright.core.files import folder_bytes, sync_path
+
+PROPOSAL = "proposal.json"
+VOTE_SUFFIX = ".vote"
+REFUSED_SUFFIX = ".refused"
+"""Of an empty file: a vote against by a rank that cannot write any content."""
+STALLED_S = 60.0
+"""The coordinator gives up when no file of the draft has grown for so long."""
+POLL_S = (0.002, 0.1)
+"""First and longest interval between two looks at the votes."""
+_DRAFT_NAME = re.compile(r"\.step-(\d{8,})\.(\d+)\.part")
+
+
+class DraftError(OSError):
+    """A checkpoint that cannot be committed; the run goes on without it."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one rank says of its part of a draft."""
+
+    rank: int
+    files: dict[str, FileFacts]
+    refused: str = ""
+    """Why it could not write them; empty for a vote in favour."""
+
+
+_VOTE: TypeAdapter[Vote] = TypeAdapter(Vote)
+
+
+class Draft:
+    """A checkpoint that is being written: a hidden folder next to the finished ones."""
+
+    def __init__(self, root: Path, step: int, generation: int) -> None:
+        """Name the draft; nothing is written.
+
+        Args:
+            root: Folder of the checkpoints.
+            step: Steps done.
+            generation: Of the run; every generation has its own drafts.
+        """
+        self.root, self.step, self.generation = root, step, generation
+        self.folder = root / f".{checkpoint_name(step)}.{generation}.part"
+
+    @classmethod
+    def parse(cls, folder: Path) -> Draft | None:
+        """The draft of a folder; None if its name is not that of a draft."""
+        found = _DRAFT_NAME.fullmatch(folder.name)
+        return cls(folder.parent, int(found[1]), int(found[2])) if found else None
+
+    def open(self) -> None:
+        """Create the folder; every rank calls it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def propose(self, manifest: Manifest) -> None:
+        """Write the manifest that is completed by the votes."""
+        _write_whole(self.folder / PROPOSAL, encode_checked(asdict(manifest)))
+
+    def write_small_file(self, name: str, content: bytes) -> FileFacts:
+        """Write a file that is not made of tensors."""
+        _write_whole(self.folder / name, content)
+        return FileFacts(len(content), hashlib.sha256(content).hexdigest())
+
+    def vote(self, rank: int, files: Mapping[str, FileFacts]) -> None:
+        """Vote for the checkpoint; the files are flushed already."""
+        self._write_vote(Vote(rank, dict(files)))
+
+    def refuse(self, rank: int, reason: str, files: Iterable[str] = ()) -> None:
+        """Vote against it. First removes the files of this rank, which gives room on a full disk."""
+        for name in files:
+            (self.folder / name).unlink(missing_ok=True)
+        try:
+            self._write_vote(Vote(rank, {}, reason))
+        except OSError:  # no room for a file with content, but perhaps for a name
+            (self.folder / f"rank-{rank:05d}{REFUSED_SUFFIX}").touch()
+
+    def read_votes(self) -> dict[int, Vote]:
+        """The votes so far, by rank; one that is not readable does not count."""
+        refused = (path.name for path in self.folder.glob(f"rank-*{REFUSED_SUFFIX}"))
+        ranks = [int(name[5:10]) for name in refused if name[5:10].isdigit()]
+        votes = {rank: Vote(rank, {}, "it cannot write any file, and not its reason") for rank in ranks}
+        for path in self.folder.glob(f"*{VOTE_SUFFIX}"):
+            with suppress(OSError, ValueError, ValidationError, RecursionError):
+                vote = _VOTE.validate_python(decode_checked(path.read_bytes()))
+                votes[vote.rank] = vote
+        return votes
+
+    def wait_for_votes(self, ranks: Collection[int], wait: Callable[[float], bool]) -> dict[int, Vote]:
+        """Wait until all ranks have voted, for it or against it. Then none of them writes any more.
+
+        Args:
+            ranks: Whose votes are needed.
+            wait: Waits for some seconds; returns True to give up.
+
+        Raises:
+            DraftError: Nothing was written for a long time, or ``wait`` gave up.
+        """
+        size, grown_at, pause = -1, time.monotonic(), POLL_S[0]
+        while True:
+            votes = self.read_votes()
+            if not (missing := sorted(set(ranks) - set(votes))):
+                return votes
+            if (now_bytes := folder_bytes(self.folder)) != size:
+                size, grown_at = now_bytes, time.monotonic()
+            if time.monotonic() > grown_at + STALLED_S:
+                raise DraftError(f"no vote of ranks {missing}, and nothing written for {STALLED_S:.0f} s")
+            if wait(pause):
+                raise DraftError("the generation ended before all ranks had voted")
+            pause = min(2 * pause, POLL_S[1])
+
+    def commit(self, manifest: Manifest, votes: Mapping[int, Vote], guard: Commit = nullcontext) -> Path:
+        """Write the manifest and give the draft its name.
+
+        Args:
+            manifest: As proposed.
+            votes: Of all ranks.
+            guard: Entered around the rename; raises where this process must commit no more.
+        """
+        files = {name: facts for _, vote in sorted(votes.items()) for name, facts in vote.files.items()}
+        _write_whole(self.folder / MANIFEST, encode_checked(asdict(replace(manifest, files=files))))
+        return self._publish(guard)
+
+    def _publish(self, guard: Commit) -> Path:
+        """Rename a draft with a manifest. If its step was saved before, it becomes the next revision."""
+        for path in (*self.folder.glob(f"*{VOTE_SUFFIX}"), self.folder / PROPOSAL):
+            path.unlink(missing_ok=True)
+        sync_path(self.folder)
+        revision = 0
+        while (self.root / checkpoint_name(self.step, revision)).exists():
+            revision += 1
+        final = self.root / checkpoint_name(self.step, revision)
+        with guard():
+            self.folder.rename(final)
+            sync_path(self.root)
+        return final
+
+    def finish(self, guard: Commit = nullcontext) -> Path | None:
+        """Commit the draft of a coordinator that died, if all ranks had voted for it; else remove it.
+
+        Returns:
+            The checkpoint; None if the draft was removed.
+        """
+        try:
+            if (self.folder / MANIFEST).exists():
+                _require_files(self.folder, parse_manifest((self.folder / MANIFEST).read_bytes()))
+                return self._publish(guard)
+            content = decode_checked((self.folder / PROPOSAL).read_bytes())
+            manifest, votes = parse_manifest(encode_checked(content)), self.read_votes()
+            if len(votes) == manifest.world_size and not any(vote.refused for vote in votes.values()):
+                files = {name: facts for vote in votes.values() for name, facts in vote.files.items()}
+                _require_files(self.folder, replace(manifest, files=files))
+                return self.commit(manifest, votes, guard)
+        except (OSError, ValueError, RecursionError):
+            pass  # not complete
+        self.discard()
+        return None
+
+    def discard(self) -> None:
+        """Remove the draft."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write_vote(self, vote: Vote) -> None:
+        _write_whole(self.folder / f"rank-{vote.rank:05d}{VOTE_SUFFIX}", encode_checked(asdict(vote)))
+
+
+def finish_drafts(root: Path, guard: Commit = nullcontext) -> list[Path]:
+    """Commit or remove the drafts that earlier processes left. Only with the folder's lock.
+
+    Returns:
+        The checkpoints that were committed.
+    """
+    drafts = [Draft.parse(path) for path in sorted(root.glob(".step-*.part"))]
+    finished = [draft.finish(guard) for draft in drafts if draft is not None]
+    return [path for path in finished if path is not None]
+
+
+def remove_older_drafts(newest: Draft) -> None:
+    """Remove what failed saves of the same generation left; the ranks may be writing the next one already."""
+    for path in newest.root.glob(".step-*.part"):
+        draft = Draft.parse(path)
+        if draft is not None and draft.generation == newest.generation and draft.step < newest.step:
+            draft.discard()
+
+
+def _require_files(folder: Path, manifest: Manifest) -> None:
+    for name, facts in manifest.files.items():
+        if Path(name).name != name or os.lstat(folder / name).st_size != facts.bytes:
+            raise ValueError(f"{name} is missing or has another size")
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, flush it and rename it; a reader sees all of it or nothing."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,220 @@
+"""The tensors of a checkpoint on disk: files of chunks, of which any part of any full tensor can be read.
+
+Each is a safetensors file. An entry is a full tensor under its name, or a chunk of it under the name and
+the index of its first element: ``embed.weight@1024,0``. Reading a part of a tensor reads the chunks that
+overlap with it, so a checkpoint loads into any layout. Headers are read when they are needed, beginning with
+a preferred file: a rank that resumes in the same layout opens its own file only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.manifest import FileFacts, Manifest, TensorFacts, read_manifest
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.tensor_header import TensorInfo, build_tensor_header, read_tensor_header
+from meshwright.layout.state_chunks import Box
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+"""Names of dtypes in safetensors files."""
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+WRITE_BYTES = 2**24
+"""Written, and read for the checksum, at a time."""
+
+
+class TensorPart(NamedTuple):
+    """A part of a full tensor, to be written."""
+
+    name: str
+    box: Box
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    values: Tensor
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return chunk_key(self.name, self.box, self.shape)
+
+    @property
+    def info(self) -> TensorInfo:
+        """Its entry in the header."""
+        size = self.box.count * self.values.dtype.itemsize
+        return TensorInfo(DTYPES[self.values.dtype], self.box.shape, size)
+
+
+class _StoredChunk(NamedTuple):
+    path: Path
+    box: Box
+    info: TensorInfo
+
+
+def chunk_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """The name of a chunk in a file."""
+    return name if box.shape == shape else f"{name}@{','.join(map(str, box.start))}"
+
+
+def parse_key(key: str, shape: tuple[int, ...]) -> tuple[str, Box]:
+    """The full tensor of a chunk, and where the chunk is in it.
+
+    Raises:
+        ValueError: The key does not fit the shape.
+    """
+    name, _, place = key.partition("@")
+    start = tuple(int(part) for part in place.split(",")) if place else (0,) * len(shape)
+    if len(start) != len(shape) or min(start, default=0) < 0:
+        raise ValueError(f"{key} has {len(shape)} dims")
+    return name, Box(start, shape)
+
+
+def write_tensors(
+    path: Path, parts: Sequence[TensorPart], check: Callable[[TensorPart, Tensor], None]
+) -> FileFacts:
+    """Write a file of chunks, flush it, and compute its checksum on the way.
+
+    Args:
+        path: A new file.
+        parts: What it holds.
+        check: Called with each part and its values in CPU memory; raises to refuse it.
+    """
+    # Wide elements first, then by name: every element is aligned, and the bytes are safetensors' own.
+    ordered = sorted(parts, key=lambda part: (-part.values.dtype.itemsize, part.key))
+    header = build_tensor_header({part.key: part.info for part in ordered})
+    digest, size = hashlib.sha256(header), len(header)
+    with path.open("xb") as file:
+        file.write(header)
+        for part in ordered:
+            values = part.values.detach().cpu().contiguous()
+            assert values.numel() == part.box.count, f"{part.key} has {values.numel()} elements"
+            check(part, values)
+            data = values.reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), WRITE_BYTES):
+                digest.update(data[start : start + WRITE_BYTES])
+                file.write(data[start : start + WRITE_BYTES])
+            size += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileFacts(size, digest.hexdigest())
+
+
+class SavedTensors:
+    """Reads full tensors and parts of them."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest | None = None, prefer: int = 0) -> None:
+        """Open nothing yet.
+
+        Args:
+            checkpoint: A verified folder.
+            manifest: Of it, if it was read already.
+            prefer: Of its files of tensors, the one to look into first.
+        """
+        self.checkpoint = checkpoint
+        manifest = manifest or read_manifest(checkpoint, verify=False)
+        files = manifest.tensor_files
+        first = prefer % len(files) if files else 0
+        self._unread = [checkpoint / name for name in (*files[first:], *files[:first])][::-1]
+        self._chunks: dict[str, list[_StoredChunk]] = {}
+        self._facts = dict(manifest.tensors)
+        if manifest.version == 1:  # all tensors are full
+            while self._unread:
+                self._facts |= self._read_header()
+
+    def names(self) -> list[str]:
+        """The names of all full tensors."""
+        return list(self._facts)
+
+    def facts(self, name: str) -> TensorFacts:
+        """Dtype and shape of a full tensor.
+
+        Raises:
+            UserError: There is none of this name.
+        """
+        if name not in self._facts:
+            raise self._broken(f"lacks the tensor {name}")
+        return self._facts[name]
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Read a full tensor, or a part of it, into new memory.
+
+        Args:
+            name: Of the tensor.
+            box: The part; None for all of it.
+
+        Raises:
+            UserError: Its shape is another one, some of it is missing, or it cannot be read.
+        """
+        facts = self.facts(name)
+        box = box or Box.whole(facts.shape)
+        fits = len(box.shape) == len(facts.shape) and all(
+            start + size <= limit
+            for start, size, limit in zip(box.start, box.shape, facts.shape, strict=True)
+        )
+        if not fits:
+            needed = f"{box.shape} at {box.start} is needed"
+            raise self._broken(f"has {name} with the shape {facts.shape}; {needed}")
+        values = torch.empty(box.shape, dtype=_TORCH_DTYPES[facts.dtype])
+        missing = box.count
+        for chunk in self._find_chunks(name):
+            common = box.intersect(chunk.box)
+            if common is not None:
+                values[common.relative_to(box).slices] = self._read_part(chunk, common.relative_to(chunk.box))
+                missing -= common.count
+            if missing == 0:
+                return values
+        if missing:
+            raise self._broken(f"lacks {missing} of the {box.count} elements of {name} that are needed")
+        return values
+
+    def _find_chunks(self, name: str) -> Iterator[_StoredChunk]:
+        """The chunks of a tensor, from the headers that are read; then from the others."""
+        yield from self._chunks.get(name, ())
+        while self._unread:
+            known = len(self._chunks.get(name, ()))
+            self._read_header()
+            yield from self._chunks.get(name, [])[known:]
+
+    def _read_header(self) -> dict[str, TensorFacts]:
+        """Read the header of the next file; returns its full tensors."""
+        path = self._unread.pop()
+        full: dict[str, TensorFacts] = {}
+        try:
+            for key, info in read_tensor_header(path).items():
+                name, box = parse_key(key, info.shape)
+                self._chunks.setdefault(name, []).append(_StoredChunk(path, box, info))
+                full[name] = TensorFacts(info.dtype, info.shape)
+        except (OSError, ValueError) as error:
+            raise self._broken(f"has a file that cannot be read: {path.name}: {error}") from None
+        return full
+
+    def _read_part(self, chunk: _StoredChunk, box: Box) -> Tensor:
+        """Read a part of a chunk: its rows as one range of the file, then the columns."""
+        shape, dtype = chunk.info.shape, _TORCH_DTYPES.get(chunk.info.dtype)
+        if dtype is None:
+            raise self._broken(f"has a tensor of dtype {chunk.info.dtype}")
+        if not shape:
+            start, count = 0, 1
+        else:
+            row = math.prod(shape[1:])
+            start, count = box.start[0] * row, box.shape[0] * row
+        data = bytearray(count * dtype.itemsize)
+        with chunk.path.open("rb") as file:
+            file.seek(chunk.info.offset + start * dtype.itemsize)
+            if file.readinto(data) != len(data):
+                raise self._broken(f"has a truncated file: {chunk.path.name}")
+        values = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        if not shape:
+            return values.reshape(())
+        return values.view(box.shape[0], *shape[1:])[(slice(None), *box.slices[1:])]
+
+    def _broken(self, rule: str) -> UserError:
+        return UserError(
+            Problem("checkpoint-broken", rule, path=str(self.checkpoint), fix="Use an older checkpoint")
+        )

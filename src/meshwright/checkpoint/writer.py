@@ -1,0 +1,137 @@
+"""Writes this rank's part of a checkpoint in a thread, and on rank 0 commits the checkpoint.
+
+The protocol is in ``draft``. The thread touches no process group: what ranks tell each other is in files.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.draft import PROPOSAL, Draft, DraftError
+from meshwright.checkpoint.manifest import TENSORS_SUFFIX, FileFacts, Manifest
+from meshwright.checkpoint.saved_tensors import TensorPart, write_tensors
+from meshwright.core.events import Commit
+
+FINITE_ELEMENTS = 2**20
+"""Checked for NaN and Inf at a time."""
+
+
+class WeightNotFiniteError(Exception):
+    """A weight has a NaN or an Inf: it must not replace a good checkpoint."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"weight {name} is not finite")
+        self.name = name
+
+
+class _CancelledError(Exception):
+    """The generation has ended."""
+
+
+@dataclass
+class CheckpointWrite:
+    """One checkpoint on its way to the disk, as seen by one rank."""
+
+    draft: Draft
+    rank: int
+    parts: list[TensorPart]
+    manifest: Manifest | None = None
+    """On rank 0, which commits: the manifest without its files."""
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
+    guard: Commit = nullcontext
+    on_commit: Callable[[Path], None] = lambda path: None
+    """Called on rank 0 with the new checkpoint."""
+    path: Path | None = None
+    """On rank 0: the checkpoint, once it is committed."""
+    error: BaseException | None = None
+    seconds: float = 0.0
+    """From the start of the thread to the commit; on other ranks to the vote."""
+
+    def __post_init__(self) -> None:
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the thread."""
+        self._thread.join()
+
+    def cancel(self) -> None:
+        """End the thread: this generation commits no more. A draft with all votes is left to the next one."""
+        self._cancelled.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            try:
+                self._write()
+            except (OSError, WeightNotFiniteError) as error:
+                self.error = error
+            if self.manifest is not None:
+                self._commit(self.manifest)
+        except BaseException as error:  # the training loop handles it
+            self.error = self.error or error
+        self.seconds = time.perf_counter() - started
+        self.parts = []  # views of the live state would keep it alive
+
+    def _write(self) -> None:
+        """Write the files of this rank and vote."""
+        name = f"rank-{self.rank:05d}{TENSORS_SUFFIX}"
+        files: dict[str, FileFacts] = {}
+        try:
+            with self.guard():  # a fenced process must not create again what its successor has removed
+                self.draft.open()
+            if self.manifest is not None:
+                self.draft.propose(self.manifest)
+                for small, content in self.small_files.items():
+                    files[small] = self.draft.write_small_file(small, content)
+            files[name] = write_tensors(self.draft.folder / name, self.parts, self._check)
+            self.draft.vote(self.rank, files)
+        except (OSError, WeightNotFiniteError) as error:
+            self.draft.refuse(
+                self.rank, str(error), [name, *([PROPOSAL] if self.manifest else ()), *self.small_files]
+            )
+            raise
+
+    def _check(self, part: TensorPart, values: Tensor) -> None:
+        if self._cancelled.is_set():
+            raise _CancelledError
+        if ":" not in part.name and values.is_floating_point():
+            for piece in values.reshape(-1).split(FINITE_ELEMENTS):
+                if not bool(torch.isfinite(piece).all()):
+                    raise WeightNotFiniteError(part.name)
+
+    def _commit(self, manifest: Manifest) -> None:
+        """Commit the draft if all ranks have voted for it; else remove it."""
+        try:
+            ranks = range(1 if self.error else 0, manifest.world_size)
+            votes = self.draft.wait_for_votes(ranks, self._cancelled.wait)
+            against = [vote for vote in votes.values() if vote.refused]
+            if self.error or against:
+                self.draft.discard()
+                if against:
+                    raise DraftError(f"rank {against[0].rank}: {against[0].refused}")
+                return
+            self.path = self.draft.commit(manifest, votes, self.guard)
+            with self.guard():
+                self.on_commit(self.path)
+        except DraftError:
+            if not self._cancelled.is_set():
+                self.draft.discard()
+            raise
