@@ -52,7 +52,8 @@ def test_plan_reports_settings_without_effect_as_text_and_as_json(cli):
     (unused,) = cli("plan", "tiny", *given, "--json").json["layouts"][0]["unused_settings"]
     assert (unused["key"], unused["value"]) == ("compression.kind", "bf16")
     assert cli("plan", "tiny", *given[:-1], "--json").json["layouts"][0]["unused_settings"] == []
-    assert "compression.kind" in cli("plan", "tiny", *given[:-2], given[-1], "--why", given[-2]).err
+    two = (*given[:-2], given[-1], "cluster.devices_per_node=2")
+    assert "compression.kind" in cli("plan", "tiny", *two, "--why", "layout.tp=2").err
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_compiler_saves_exactly_the_predicted_bytes(make_job, recompute, residua
     job = make_job(
         model={"preset": None, **SMALL, "tied_embeddings": False},
         cluster={"preset": "local", "device": "cpu"},
-        train={"precision": "bf16", "block_backend": "triton", "residual_dtype": residual},
+        train={"precision": "bf16", "block_backend": "compile", "residual_dtype": residual},
         layout={"dp_replicate": 1, "micro_batch": 4, "recompute": recompute},
     )
     decoder = Decoder(job.model, 32, recompute=recompute)
@@ -238,7 +238,7 @@ def test_triton_blocks_save_exactly_the_predicted_bytes(make_job, recompute, res
     job = make_job(
         model={"preset": None, **SMALL, "tied_embeddings": False},
         cluster={"preset": "local", "device": "cpu"},
-        train={"precision": precision, "block_backend": "triton", "residual_dtype": residual},
+        train={"precision": precision, "block_backend": "compile", "residual_dtype": residual},
         layout={"dp_replicate": 1, "micro_batch": 4, "recompute": recompute},
     )
     decoder = Decoder(job.model, 32, recompute=recompute)
