@@ -235,9 +235,12 @@ def test_a_preempted_run_loses_no_step(command, train, job_file, tmp_path, layou
 
 @pytest.mark.slow
 def test_a_signal_whose_checkpoint_cannot_be_written_ends_with_status_4(command, job_file, tmp_path):
-    run_dir = tmp_path / "run"
-    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "checkpoint.dir=/proc/none")
+    """The folder of the checkpoints becomes a file while the run trains."""
+    run_dir, saved = tmp_path / "run", tmp_path / "saved"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}", f"checkpoint.dir={saved}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
+    saved.rmdir()
+    saved.touch()
     running.process.terminate()
     status, _, err = running.finish()
     assert (status, "[checkpoint-not-written]" in err) == (4, True), err

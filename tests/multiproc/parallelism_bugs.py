@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (the usual alias)
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.checkpoint import resume as checkpoint_resume
@@ -603,28 +602,10 @@ def ranks_read_same_samples(run_dir, listener):
     return run_rank(run_dir, listener)
 
 
-def sharded(average):
-    """An entry with FSDP2 instead of DDP; averaged gradients are the bug."""
-
-    def entry(run_dir, listener):
-        def apply_data_parallel(model, job, mesh, weights):
-            dp_mesh = DeviceMesh.from_group(mesh.group("dp_replicate"), "cpu")
-            for module in (*model.list_blocks(), model):
-                fully_shard(module, mesh=dp_mesh)
-                if not average:
-                    module.set_gradient_divide_factor(1.0)
-                    module.set_force_sum_reduction_for_comms(True)
-            return model
-
-        apply.apply_data_parallel = apply_data_parallel
-        prove_rank.can_save = lambda trainer: False  # checkpoints know the plan's sharding only
-        return run_rank(run_dir, listener)
-
-    return entry
-
-
-fsdp2 = sharded(average=False)
-fsdp2_averaged_grads = sharded(average=True)
+fsdp_averaged_grads = with_method(
+    FSDPModule, "set_gradient_divide_factor", lambda original, self, factor: original(self, 2.0)
+)
+"""FSDP2 divides the gradients by the number of ranks, as it does by default."""
 
 
 def exception_in_step_3(run_dir, listener):

@@ -99,7 +99,7 @@ def test_without_torch_planning_works_and_training_names_the_extra(job_file, tmp
 
 
 def test_train_runs_a_written_plan_unchanged(job_file, tmp_path):
-    assert run("plan", job_file, "layout.dp_replicate=2", "-o", "plan.toml", cwd=tmp_path).returncode == 0
+    mw.load_job(job_file, "layout.dp_replicate=2").plan().write(tmp_path / "plan.toml")
     done = run("train", "plan.toml", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["world_size"] == 2

@@ -193,6 +193,7 @@ def require_covering(chosen: list[Cell], combinations: Combinations) -> int:
     return len(chosen)
 
 
+@pytest.mark.slow
 def test_ring_steps_without_document_mask_are_located(prover):
     """Only the first ring step masks documents; sequences with several documents reveal it."""
     cell = next(c for c in sample_cells(2) if c.context_method == "ring" and c.job.data.mask == "document")
