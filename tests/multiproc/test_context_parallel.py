@@ -130,7 +130,7 @@ slow = pytest.mark.slow
     ("layout", "job", "tolerance"),
     [
         ("cp=2", "data.mask=document", 1e-5),
-        ("cp=2 context=ulysses zero=3 recompute=full", "", 1e-5),
+        pytest.param("cp=2 context=ulysses zero=3 recompute=full", "", 1e-5, marks=slow),
         pytest.param(
             "cp=2 tp=2 sequence_parallel=true recompute=selective", "", 1e-5, marks=pytest.mark.slow
         ),

@@ -53,7 +53,7 @@ def prover(tmp_path_factory, prepared):
     [
         slow("dp_shard=2 ep=2 zero=1"),
         slow("dp_shard=2 ep=2 zero=3"),
-        "tp=2 ep=2 sequence_parallel=true",
+        slow("tp=2 ep=2 sequence_parallel=true"),
         slow("cp=2 ep=2"),
         "cp=2 etp=2 zero=2 micro_batch=1",
         slow("tp=2 ep=2"),

@@ -32,7 +32,15 @@ BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.bal
             "layout.micro_batch=3",
             "model.capacity_factor=1.0",
         ),
-        ("layout.dp_shard=2", "layout.recompute=selective", "model.router=sigmoid", "model.shared_experts=1"),
+        pytest.param(
+            (
+                "layout.dp_shard=2",
+                "layout.recompute=selective",
+                "model.router=sigmoid",
+                "model.shared_experts=1",
+            ),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("layout.pp=2", "layout.recompute=full", "layout.micro_batch=3", "train.global_batch=7"),
             marks=pytest.mark.slow,
