@@ -50,7 +50,7 @@ def test_all_quick_tests_pass_in_one_layout():
 
 @pytest.mark.slow
 def test_a_schedule_of_the_user_is_run(command, tmp_path):
-    """Two kills and a stop, from a file."""
+    """Two kills, from a file."""
     lines = ["# two kills", "fail(rank=1, step=8)", 'fail(rank=0, step=20, during="update")']
     (tmp_path / "faults.txt").write_text("\n".join(lines))
     running = command("faults", "schedule/zero3", "--schedule", "faults.txt", "--json", "--budget", "600")

@@ -37,6 +37,8 @@ def _train(trainer: Trainer, fault: Fault) -> None:
 
     def update(*arguments: Any) -> Tensor | None:
         wrong = (trainer.mesh.rank, trainer.step + 1) == (fault.rank, fault.step)
+        if wrong:
+            trainer.events.write("injected", fault=str(fault))
         _reduce(group, fault.call if wrong else None)
         return original(*arguments)
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.elastic.faults.injector import Injection
-from meshwright.elastic.faults.schedule import connect, fail, parse_fault, shift_clock, stop, stop_supervisor
+from meshwright.elastic.faults.schedule import (
+    call_wrongly,
+    connect,
+    fail,
+    parse_fault,
+    shift_clock,
+    stop,
+    stop_supervisor,
+)
 from meshwright.runs.faults import judges
 from meshwright.runs.faults.job import LAYOUTS, TinyJob
 from meshwright.runs.faults.judges import Figure, worst
@@ -101,6 +110,31 @@ def test_a_stopped_supervisor_passes_only_without_a_stall_or_a_restart(trial, ga
     events = [*STARTED, event("step", 10.1, step=8), event("step", 10.1 + gap_s, step=9)]
     made = trial(stop_supervisor(step=7, for_s=20), [*events, *([RECOVERY[1]] if lost else [])])
     assert outcome(judges.judge_stopped_supervisor(made), made) == passes
+
+
+NAMED = "rank 2 skipped all_reduce at wrong_call.py:51"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "injected", "named_at", "passes"),
+    [
+        (NAMED, 4, True, 14.5, True),
+        (NAMED, 4, True, 15.5, False),
+        (NAMED, 4, False, 14.5, False),
+        (NAMED, 0, True, 14.5, False),
+        ("rank 1 skipped all_reduce at wrong_call.py:51", 4, True, 14.5, False),
+    ],
+    ids=["named", "too late", "not injected", "no failure", "another rank"],
+)
+def test_a_wrong_call_passes_only_if_it_was_named_in_time(trial, text, status, injected, named_at, passes):
+    """The time counts from the call, not from the step before it."""
+    events = [*STARTED, event("step", 9.0, step=6), event("hang", named_at, cause="skipped")]
+    made = trial(
+        call_wrongly(rank=2, step=7, call="skip"), [*events, *([event("injected", 10.0)] if injected else [])]
+    )
+    made.status = status
+    made.output.write_text(json.dumps({"errors": [{"message": text}]}))
+    assert outcome(judges.judge_wrong_call(made), made) == passes
 
 
 @pytest.mark.parametrize(("shifted_s", "passes"), [(60.0, True), (0.0, False)])

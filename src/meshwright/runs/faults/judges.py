@@ -232,15 +232,18 @@ def longest_stall_s(trial: Trial) -> float:
 
 
 def judge_wrong_call(trial: Trial) -> list[Figure]:
-    """The error names the rank, the call and the source line, within 5 s of the last step before it."""
+    """The error names the rank, the call and the source line, within 5 s of the call."""
     fault = trial.schedule[0]
     text = " ".join(str(error["message"]) for error in trial.errors())
     wanted = (f"rank {fault.rank}", "all_", "wrong_call.py:")
     if trial.status != EXIT_FAILED or not all(part in text for part in wanted):
         trial.violations.append(f"status {trial.status}, the error does not name the call: {text or 'none'}")
-    last = max((e["time"] for e in trial.view.of("step")), default=trial.ended_at)
+    made = trial.view.of("injected")
+    if not made:
+        trial.violations.append(f"not injected: {fault}")
+        return []
     named = min((e["time"] for e in trial.view.of("hang")), default=trial.ended_at)
-    return [Figure("named after", named - last, NAMED_S)]
+    return [Figure("named after", named - made[0]["time"], NAMED_S)]
 
 
 def worst(figures: list[Figure]) -> list[Figure]:
