@@ -51,8 +51,10 @@ def test_a_skipped_collective_ends_the_run_and_is_named(fail):
 )
 def test_a_mismatched_call_is_named_with_its_source_line(fail, fault):
     """Gloo aborts, raises or hangs. In all cases the error has rank, collective and source line."""
-    error, _ = fail(fault, "layout.dp_replicate=3")
+    error, (event,) = fail(fault, "layout.dp_replicate=3")
     assert error["code"] in ("run-hang", "run-rank-died")
+    assert (event["cause"], event["rank"]) == ("mismatch", 1)
+    assert event["verdict"] in error["message"]
     assert "rank 1 called all_" in error["message"]
     assert "of dp_replicate" in error["message"]
     assert "injected_faults.py:" in error["message"]

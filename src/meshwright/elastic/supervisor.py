@@ -438,7 +438,9 @@ class Supervisor:
         """Find out whether a rank failed because of a wrong call: gloo aborts the process."""
         if self._hang is None and not first.lost_peer:
             found = self._recorders.judge(exits={first.rank: self._report_on(first).how()})
-            self._hang = found if found.cause == "mismatch" else None
+            if found.cause == "mismatch":
+                self._hang = found
+                self._write_event("hang", **found.as_dict())
 
     def _on_snapshots(self, message: Message) -> None:
         """Regroup when all nodes have answered: every rank joins the next generation."""
