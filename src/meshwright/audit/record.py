@@ -217,6 +217,8 @@ class RunRecord:
     experts: ExpertLoads | None = None
     """The newest expert load; None for a dense model."""
     checkpoint: str | None = None
+    checkpoint_step: int | None = None
+    """Steps done when the newest checkpoint was taken."""
     checkpoint_failures: list[str] = field(default_factory=list)
     last_checkpoint_failed: bool = False
     notes: list[str] = field(default_factory=list)
@@ -376,7 +378,7 @@ class RunRecord:
         self.experts = _EXPERTS.validate_python(event)
 
     def _on_checkpoint(self, event: Event, generation: GenerationRecord) -> None:
-        self.checkpoint = event["path"]
+        self.checkpoint, self.checkpoint_step = event["path"], event["step"]
         self.last_checkpoint_failed = False
 
     def _on_checkpoint_failed(self, event: Event, generation: GenerationRecord) -> None:

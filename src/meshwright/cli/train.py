@@ -39,7 +39,8 @@ def _choose_status(run: Run) -> int:
     if run.record.last_checkpoint_failed:  # the training is lost
         return RunFailedError.exit_status
     if run.record.status == "interrupted":  # SIGTERM or SIGHUP; the audit may have nothing to compare yet
-        return 0
+        saved = run.record.checkpoint_step == run.record.furthest_step
+        return 0 if saved else RunFailedError.exit_status
     return 0 if run.audit().ok else CheckFailedError.exit_status
 
 
