@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from meshwright import load_run
 from meshwright.checkpoint.resume import require_finite
 from meshwright.core.errors import UserError
+from meshwright.launch.lock import RunLock
 from saved_checkpoints import require_equal_files
 
 
@@ -113,6 +116,12 @@ def test_a_checkpoint_folder_of_another_run_is_refused(train, job_file, tmp_path
         run_training(Output(as_json=True), str(job_file), [f"checkpoint.dir={tmp_path / 'shared'}"], False)
     assert caught.value.problems[0].code == "checkpoint-dir-used"
     assert sorted(tmp_path.glob("runs/*")) == before, "the refused run left a folder"
+    given = [f"checkpoint.dir={tmp_path / 'shared'}", "run_dir=another", "train.steps=4"]
+    with RunLock.take_checkpoints(tmp_path / "shared"), pytest.raises(UserError) as caught:
+        run_training(Output(as_json=True), str(job_file), given, True)
+    assert caught.value.problems[0].code == "checkpoint-dir-busy"
+    assert f"process {os.getpid()} on {socket.gethostname()}" in str(caught.value)
+    assert not Path("another").exists(), "the refused run left a folder"
 
 
 def test_a_checkpoint_tensor_that_is_not_finite_is_refused_by_name(tmp_path):

@@ -1,9 +1,10 @@
-"""A lock on the run's folder, released by the system when its process ends."""
+"""Locks on folders of runs and of checkpoints, released by the system when the process ends."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,22 +22,28 @@ class RunLock:
 
     @classmethod
     def take(cls, run_dir: Path) -> RunLock:
-        """Lock a folder.
+        """Lock the folder of a run.
 
         Raises:
             UserError: Another process has the lock.
         """
-        fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(fd, 64).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
-            rule = f"is in use by another meshwright (process {holder})"
+        fd, holder = _try_to_lock(run_dir)
+        if holder is not None:
             fix = "Wait for it, or use another run_dir"
-            raise UserError(Problem("run-busy", rule, path=str(run_dir), fix=fix)) from None
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
+            raise UserError(Problem("run-busy", holder, path=str(run_dir), fix=fix))
+        return cls(fd)
+
+    @classmethod
+    def take_checkpoints(cls, folder: Path) -> RunLock:
+        """Lock a folder of checkpoints outside of the run's folder: only one run writes there.
+
+        Raises:
+            UserError: Another process has the lock.
+        """
+        fd, holder = _try_to_lock(folder)
+        if holder is not None:
+            fix = "Wait for it, or use another checkpoint.dir"
+            raise UserError(Problem("checkpoint-dir-busy", holder, path=str(folder), fix=fix))
         return cls(fd)
 
     def __enter__(self) -> RunLock:
@@ -46,6 +53,20 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self.fd)
+
+
+def _try_to_lock(folder: Path) -> tuple[int, str | None]:
+    """The locked file, or who has it locked, as the end of a sentence."""
+    fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(fd, 256).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        return -1, f"is in use by another meshwright (process {holder})"
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()} on {socket.gethostname()}\n".encode())
+    return fd, None
 
 
 def is_held(run_dir: Path) -> bool:

@@ -56,8 +56,8 @@ class PreparedRun:
 
     plan: PlanContract
     assignment: Assignment
-    lock: RunLock
-    """Held during the run: no second process writes into its folder."""
+    locks: contextlib.ExitStack
+    """Held during the run: no second process writes into its folder, or into its checkpoints."""
 
 
 def prepare_run(
@@ -140,6 +140,10 @@ def _write_run(
     run_dir = _run_dir(job, resume)
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
     try:
+        with contextlib.suppress(OSError):  # a folder that cannot be written is reported below
+            if checkpoints.is_dir():
+                with _take_locks(run_dir, checkpoints, fresh=not (run_dir / EVENTS_FILE).exists()):
+                    finish_drafts(checkpoints)  # no run is writing them
         resume_from = _choose_checkpoint(job, checkpoints, resume, reporter)
         hf_weights = resume_from is None and weights.announce(reporter)
     except UserError:
@@ -150,7 +154,8 @@ def _write_run(
     fresh = not (run_dir / EVENTS_FILE).exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = RunLock.take(run_dir)
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        locks = _take_locks(run_dir, checkpoints)
         generation = _next_generation(run_dir)
         assignment = Assignment(
             run_dir=str(run_dir),
@@ -166,7 +171,6 @@ def _write_run(
         write_plan(plan, run_dir / PLAN_FILE)
         assignment.write()
         (run_dir / EVENTS_FILE).touch()
-        checkpoints.mkdir(parents=True, exist_ok=True)
     except (OSError, UserError) as error:
         if fresh and not (isinstance(error, UserError) and error.problems[0].code == "run-busy"):
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -176,7 +180,26 @@ def _write_run(
         rule = f"cannot be written: {error.strerror or error}"
         fix = "Set run_dir or checkpoint.dir elsewhere"
         raise UserError(Problem("run-not-writable", rule, path=where, fix=fix)) from None
-    return PreparedRun(plan, assignment, lock)
+    return PreparedRun(plan, assignment, locks)
+
+
+def _take_locks(run_dir: Path, checkpoints: Path, fresh: bool = False) -> contextlib.ExitStack:
+    """Lock the folder of a run, and its checkpoints where they are elsewhere.
+
+    Args:
+        run_dir: Of the run.
+        checkpoints: Of the run.
+        fresh: The run has no folder yet, or an empty one: only its checkpoints are locked.
+
+    Raises:
+        UserError: Another process has one of the locks.
+    """
+    with contextlib.ExitStack() as locks:
+        if not fresh:
+            locks.enter_context(RunLock.take(run_dir))
+        if checkpoints.resolve().parent != run_dir.resolve():
+            locks.enter_context(RunLock.take_checkpoints(checkpoints))
+        return locks.pop_all()
 
 
 def _keep_plan(run_dir: Path) -> None:
@@ -254,7 +277,6 @@ def _choose_checkpoint(job: Job, checkpoints: Path, resume: ResumeMode, reporter
         raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
     if resume == "no":
         return None
-    finish_drafts(checkpoints)
     found = find_newest(checkpoints)
     if found is None and resume == "may":
         return None

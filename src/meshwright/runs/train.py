@@ -135,7 +135,7 @@ def train_locally(
             if adopted is not None:
                 return adopted
         prepared = prepare_run(job, "must" if resume else "no", reporter, with_agents=nodes is not None)
-        with prepared.lock:
+        with prepared.locks:
             if nodes is None:
                 return _supervise(prepared.plan, prepared.assignment, reporter, entry=entry)
             return _supervise_nodes(prepared, nodes, reporter)
