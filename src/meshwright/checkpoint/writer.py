@@ -79,19 +79,18 @@ class CheckpointWrite:
     def _run(self) -> None:
         started = time.perf_counter()
         try:
-            try:
-                self._write()
-            except (OSError, WeightNotFiniteError) as error:
-                self.error = error
-            if self.manifest is not None:
+            has_voted = self._write_and_vote()
+            if self.manifest is not None and has_voted:
                 self._commit(self.manifest)
+            elif self.manifest is not None:  # the folder cannot be written: other ranks cannot vote either
+                self.draft.discard()
         except BaseException as error:  # the training loop handles it
             self.error = self.error or error
         self.seconds = time.perf_counter() - started
         self.parts = []  # views of the live state would keep it alive
 
-    def _write(self) -> None:
-        """Write the files of this rank and vote."""
+    def _write_and_vote(self) -> bool:
+        """Write the files of this rank and vote, for it or against it; returns whether it could vote."""
         name = f"rank-{self.rank:05d}{TENSORS_SUFFIX}"
         files: dict[str, FileFacts] = {}
         try:
@@ -104,10 +103,13 @@ class CheckpointWrite:
             files[name] = write_tensors(self.draft.folder / name, self.parts, self._check)
             self.draft.vote(self.rank, files)
         except (OSError, WeightNotFiniteError) as error:
-            self.draft.refuse(
-                self.rank, str(error), [name, *([PROPOSAL] if self.manifest else ()), *self.small_files]
-            )
-            raise
+            self.error = error
+            mine = [name, *([PROPOSAL] if self.manifest else ()), *self.small_files]
+            try:
+                self.draft.refuse(self.rank, str(error), mine)
+            except OSError:
+                return False
+        return True
 
     def _check(self, part: TensorPart, values: Tensor) -> None:
         if self._cancelled.is_set():

@@ -91,6 +91,16 @@ def test_a_rank_with_a_full_disk_costs_the_checkpoint_and_leaves_nothing(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_costs_no_wait_for_votes(tmp_path):
+    """The folder of the checkpoints is a file: no rank can vote, and the coordinator does not wait."""
+    (tmp_path / "root").write_text("")
+    write = build_write(tmp_path / "root", 0, RANKS)
+    write._cancelled = SimpleNamespace(is_set=bool, wait=lambda seconds: pytest.fail("it waits"))
+    write._run()
+    assert isinstance(write.error, OSError)
+    assert write.path is None
+
+
 def test_a_coordinator_that_waits_gives_up_when_told(tmp_path):
     draft = Draft(tmp_path, 4, 0)
     write_part(draft, 0)
