@@ -41,7 +41,7 @@ class Recovery:
         self._halted_at, self.failed_rank, self.how = time.monotonic(), failed_rank, how
 
     def note_ordered(self, source: str, furthest_step: int) -> None:
-        """All ranks were told to join the next generation."""
+        """It is decided; all ranks are now told to join the next generation."""
         self._ordered_at, self.source, self.furthest_step = time.monotonic(), source, furthest_step
 
     def note_setup(self, rank: int, setup_s: Mapping[str, float]) -> None:

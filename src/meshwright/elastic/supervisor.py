@@ -456,6 +456,9 @@ class Supervisor:
         order = self._join_order(restore_step, resume_from)
         source = "start" if resume_from is None else "checkpoint"
         self.state, self._joined = State.REGROUPING, set()
+        assert self._recovery is not None, "it began with the failure"
+        # Before the orders: a rank may begin its part of the recovery while others are still told.
+        self._recovery.note_ordered(source if restore_step is None else "snapshot", self.furthest_step)
         for rank in self._ranks:
             alive = rank.alive
             rank.alive, rank.exit_status, rank.fenced, rank.failure = True, None, False, None
@@ -463,8 +466,6 @@ class Supervisor:
                 self._order(rank, order)
             else:
                 self._start(rank, order)
-        assert self._recovery is not None, "it began with the failure"
-        self._recovery.note_ordered(source if restore_step is None else "snapshot", self.furthest_step)
 
     def _order(self, rank: RankView, order: Order) -> None:
         self._agents.send(rank.rank, {"do": "order", "rank": rank.rank, "order": order.as_dict()})
