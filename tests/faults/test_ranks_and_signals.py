@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -239,7 +240,7 @@ def test_a_signal_whose_checkpoint_cannot_be_written_ends_with_status_4(command,
     run_dir, saved = tmp_path / "run", tmp_path / "saved"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}", f"checkpoint.dir={saved}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
-    saved.rmdir()
+    shutil.rmtree(saved)
     saved.touch()
     running.process.terminate()
     status, _, err = running.finish()
