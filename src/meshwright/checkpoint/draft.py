@@ -15,7 +15,6 @@ No file is ever replaced. A step that is saved again becomes another revision of
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import time
@@ -33,10 +32,11 @@ from meshwright.checkpoint.manifest import (
     checkpoint_name,
     decode_checked,
     encode_checked,
+    find_wrong_file,
     parse_manifest,
 )
 from meshwright.core.events import Commit
-from meshwright.core.files import folder_bytes, sync_path
+from meshwright.core.files import folder_bytes, replace_bytes, sync_path
 
 PROPOSAL = "proposal.json"
 VOTE_SUFFIX = ".vote"
@@ -92,11 +92,11 @@ class Draft:
 
     def propose(self, manifest: Manifest) -> None:
         """Write the manifest that is completed by the votes."""
-        _write_whole(self.folder / PROPOSAL, encode_checked(asdict(manifest)))
+        replace_bytes(self.folder / PROPOSAL, encode_checked(asdict(manifest)))
 
     def write_small_file(self, name: str, content: bytes) -> FileFacts:
         """Write a file that is not made of tensors."""
-        _write_whole(self.folder / name, content)
+        replace_bytes(self.folder / name, content)
         return FileFacts(len(content), hashlib.sha256(content).hexdigest())
 
     def vote(self, rank: int, files: Mapping[str, FileFacts]) -> None:
@@ -154,12 +154,11 @@ class Draft:
             votes: Of all ranks.
             guard: Entered around the rename; raises where this process must commit no more.
         """
-        files = {name: facts for _, vote in sorted(votes.items()) for name, facts in vote.files.items()}
-        _write_whole(self.folder / MANIFEST, encode_checked(asdict(replace(manifest, files=files))))
-        return self._publish(guard)
+        return self._commit(_add_files(manifest, votes), guard)
 
-    def _publish(self, guard: Commit) -> Path:
-        """Rename a draft with a manifest. If its step was saved before, it becomes the next revision."""
+    def _commit(self, manifest: Manifest, guard: Commit) -> Path:
+        """Write the whole manifest and rename the draft; a step that was saved before gets a new revision."""
+        replace_bytes(self.folder / MANIFEST, encode_checked(asdict(manifest)))
         for path in (*self.folder.glob(f"*{VOTE_SUFFIX}"), self.folder / PROPOSAL):
             path.unlink(missing_ok=True)
         sync_path(self.folder)
@@ -180,14 +179,14 @@ class Draft:
         """
         try:
             if (self.folder / MANIFEST).exists():
-                _require_files(self.folder, parse_manifest((self.folder / MANIFEST).read_bytes()))
-                return self._publish(guard)
-            content = decode_checked((self.folder / PROPOSAL).read_bytes())
-            manifest, votes = parse_manifest(encode_checked(content)), self.read_votes()
-            if len(votes) == manifest.world_size and not any(vote.refused for vote in votes.values()):
-                files = {name: facts for vote in votes.values() for name, facts in vote.files.items()}
-                _require_files(self.folder, replace(manifest, files=files))
-                return self.commit(manifest, votes, guard)
+                manifest = parse_manifest((self.folder / MANIFEST).read_bytes())
+            else:
+                manifest, votes = parse_manifest((self.folder / PROPOSAL).read_bytes()), self.read_votes()
+                if len(votes) < manifest.world_size or any(vote.refused for vote in votes.values()):
+                    raise ValueError("not all ranks have voted for it")
+                manifest = _add_files(manifest, votes)
+            if find_wrong_file(self.folder, manifest) is None:
+                return self._commit(manifest, guard)
         except (OSError, ValueError, RecursionError):
             pass  # not complete
         self.discard()
@@ -198,7 +197,13 @@ class Draft:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write_vote(self, vote: Vote) -> None:
-        _write_whole(self.folder / f"rank-{vote.rank:05d}{VOTE_SUFFIX}", encode_checked(asdict(vote)))
+        replace_bytes(self.folder / f"rank-{vote.rank:05d}{VOTE_SUFFIX}", encode_checked(asdict(vote)))
+
+
+def _add_files(manifest: Manifest, votes: Mapping[int, Vote]) -> Manifest:
+    """The manifest with the files that all ranks have written."""
+    files = {name: facts for _, vote in sorted(votes.items()) for name, facts in vote.files.items()}
+    return replace(manifest, files=files)
 
 
 def finish_drafts(root: Path, guard: Commit = nullcontext) -> list[Path]:
@@ -218,23 +223,3 @@ def remove_older_drafts(newest: Draft) -> None:
         draft = Draft.parse(path)
         if draft is not None and draft.generation == newest.generation and draft.step < newest.step:
             draft.discard()
-
-
-def _require_files(folder: Path, manifest: Manifest) -> None:
-    for name, facts in manifest.files.items():
-        if Path(name).name != name or os.lstat(folder / name).st_size != facts.bytes:
-            raise ValueError(f"{name} is missing or has another size")
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, flush it and rename it; a reader sees all of it or nothing."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

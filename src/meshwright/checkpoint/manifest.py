@@ -235,16 +235,22 @@ def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
         raise UserError(Problem("checkpoint-missing", rule, path=str(checkpoint))) from None
     except (OSError, ValueError, RecursionError) as error:
         raise _broken(checkpoint, f"has a manifest that cannot be used: {error}") from None
-    needed = FORMAT_1_FILES if manifest.version == 1 else ()
-    for name in dict.fromkeys((*needed, *manifest.files)):
-        facts = manifest.files.get(name)
-        path = checkpoint / name
-        is_regular = Path(name).name == name and path.is_file() and not path.is_symlink()
-        if facts is None or not is_regular or path.stat().st_size != facts.bytes:
-            raise _broken(checkpoint, f"is incomplete: {name} is missing or has another size")
+    if (name := find_wrong_file(checkpoint, manifest)) is not None:
+        raise _broken(checkpoint, f"is incomplete: {name} is missing or has another size")
     if verify:
         _verify_files(checkpoint, manifest)
     return manifest
+
+
+def find_wrong_file(folder: Path, manifest: Manifest) -> str | None:
+    """The first file of a manifest that is missing, has another size, or is not a plain file."""
+    needed = FORMAT_1_FILES if manifest.version == 1 else ()
+    for name in dict.fromkeys((*needed, *manifest.files)):
+        facts, path = manifest.files.get(name), folder / name
+        is_regular = Path(name).name == name and path.is_file() and not path.is_symlink()
+        if facts is None or not is_regular or path.stat().st_size != facts.bytes:
+            return name
+    return None
 
 
 def _verify_files(checkpoint: Path, manifest: Manifest) -> None:

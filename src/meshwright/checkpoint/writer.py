@@ -124,11 +124,10 @@ class CheckpointWrite:
         try:
             ranks = range(1 if self.error else 0, manifest.world_size)
             votes = self.draft.wait_for_votes(ranks, self._cancelled.wait)
-            against = [vote for vote in votes.values() if vote.refused]
-            if self.error or against:
+            if against := [vote for vote in votes.values() if vote.refused]:
+                raise DraftError(f"rank {against[0].rank}: {against[0].refused}")
+            if self.error:
                 self.draft.discard()
-                if against:
-                    raise DraftError(f"rank {against[0].rank}: {against[0].refused}")
                 return
             self.path = self.draft.commit(manifest, votes, self.guard)
             with self.guard():

@@ -23,10 +23,23 @@ def replace_text(path: Path, text: str) -> None:
         path: In an existing folder.
         text: The contents.
     """
+    replace_bytes(path, text.encode(), durable=False)
+
+
+def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
+    """Write a file atomically: a reader sees the old contents or the new ones.
+
+    Args:
+        path: In an existing folder.
+        content: The contents.
+        durable: Also sync the file to disk before it gets its name.
+    """
     # Other processes, also on other machines, may write the same file.
     draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.part")
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(content)
+        if durable:
+            sync_path(draft)
         draft.replace(path)
     except OSError:
         with suppress(OSError):

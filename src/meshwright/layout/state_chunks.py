@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwright.layout.axes import EXPERT_AXIS, axis_rank, expert_axis, is_expert, state_axis
@@ -106,12 +107,13 @@ def list_state(job: Job, parameter: Parameter) -> dict[str, tuple[int, ...]]:
     return {parameter.name: shape, **states}
 
 
-def list_full_tensors(job: Job) -> dict[str, tuple[int, ...]]:
+@functools.lru_cache(maxsize=4)
+def list_full_tensors(job: Job) -> Mapping[str, tuple[int, ...]]:
     """All full tensors of parameters and optimizer state, with their shapes."""
     tensors: dict[str, tuple[int, ...]] = {}
     for parameter, _ in locate_parameters(job):
         tensors |= list_state(job, parameter)
-    return tensors
+    return MappingProxyType(tensors)
 
 
 def local_chunks(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
@@ -139,7 +141,8 @@ def shard_chunks(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> tupl
     return tuple(_cut(local.chunks, rows.start, rows.stop))
 
 
-def owned_chunks(job: Job, rank: int) -> list[Chunk]:
+@functools.lru_cache(maxsize=4)
+def owned_chunks(job: Job, rank: int) -> tuple[Chunk, ...]:
     """What a rank writes into a checkpoint: its share of the chunks that it has in common with its replicas.
 
     Args:
@@ -162,7 +165,7 @@ def owned_chunks(job: Job, rank: int) -> list[Chunk]:
     for replicas, tensors in by_replicas.items():
         ranks = _group_replicas(job.layout, replicas)[_coordinates(job.layout, rank, replicas)]
         owned += _share(tensors, ranks.index(rank), len(ranks))
-    return owned
+    return tuple(owned)
 
 
 def staging_bytes(sizes: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""Two-phase commit: a checkpoint is there as a whole or not at all, whoever dies and whenever."""
+"""Two-phase commit: a checkpoint is complete or absent, whichever rank is killed at whichever call."""
 
 from __future__ import annotations
 

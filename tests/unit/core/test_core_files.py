@@ -21,11 +21,12 @@ def test_a_failed_write_keeps_the_old_file_and_no_temporary_file(tmp_path, monke
     file = tmp_path / "page.html"
     replace_text(file, "old")
 
-    def half(path, text, encoding):
-        path.write_bytes(text.encode(encoding)[:1])
+    def half(path, content):
+        with path.open("wb") as half_written:
+            half_written.write(content[:1])
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(OSError, match="no space left"):
         replace_text(file, "new")
     assert file.read_text() == "old"

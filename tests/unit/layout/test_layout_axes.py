@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from legal_layouts import list_legal_jobs
 from meshwright.layout.axes import (
     Axis,
     axis_rank,
@@ -40,7 +40,6 @@ from meshwright.layout.tensor_parallel import (
     local_model,
 )
 from meshwright.spec.layout import AXES, Layout
-from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.load import build_job
 
 MODEL = {
@@ -244,17 +243,7 @@ def build(tables):
 @functools.cache
 def legal_jobs():
     """All legal layouts of an MoE model with biases on at most 16 ranks, with degrees up to four."""
-    asked, found = build({"model": EXPERTS, "layout": {"micro_batch": 1}}), []
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "zero")
-    for values in itertools.product((1, 2), (1, 2), *[(1, 2, 4)] * 5, range(4)):
-        degrees = dict(zip(names, values, strict=True))
-        layers = (1, 1) if degrees["pp"] > 1 else None
-        layout = Layout(mode="given", micro_batch=1, stage_layers=layers, **degrees)
-        ranks = layout.dp_shard * layout.cp * layout.tp
-        job = with_layout(asked, layout)
-        if layout.world_size <= 16 and ranks % (layout.ep * layout.etp) == 0 and not find_problems(job):
-            found.append(job)
-    return found
+    return list(list_legal_jobs(build({"model": EXPERTS, "layout": {"micro_batch": 1}})))
 
 
 def jobs():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from legal_layouts import list_legal_jobs
 from meshwright.layout.parameters import list_parameters
 from meshwright.layout.state_chunks import (
     Box,
@@ -19,8 +19,6 @@ from meshwright.layout.state_chunks import (
     owned_chunks,
     shard_chunks,
 )
-from meshwright.spec.layout import Layout
-from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.load import build_job
 
 MODELS = {
@@ -51,19 +49,7 @@ def build(model, **tables):
 @functools.cache
 def legal_jobs():
     """All legal layouts of both models on at most 16 ranks, with degrees up to four."""
-    found = []
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "zero")
-    for model in MODELS:
-        asked = build(model)
-        for values in itertools.product((1, 2), (1, 3), *[(1, 2, 4)] * 5, range(4)):
-            degrees = dict(zip(names, values, strict=True))
-            layers = (1, 1) if degrees["pp"] > 1 else None
-            layout = Layout(mode="given", micro_batch=1, stage_layers=layers, **degrees)
-            ranks = layout.dp_shard * layout.cp * layout.tp
-            job = with_layout(asked, layout)
-            if layout.world_size <= 16 and ranks % (layout.ep * layout.etp) == 0 and not find_problems(job):
-                found.append(job)
-    return found
+    return [job for model in MODELS for job in list_legal_jobs(build(model), replicas=3)]
 
 
 def jobs():
