@@ -119,15 +119,21 @@ def list_checkpoints(path: str | Path, *, verify: bool = False) -> list[StoredCh
     return list_stored(Path(path), verify)
 
 
-def prune_checkpoints(path: str | Path, keep: int) -> PruneResult:
-    """Delete old checkpoints; the newest ``keep``, the newest complete one and the best one stay.
+def prune_checkpoints(path: str | Path, keep: int, keep_every: int = 0) -> PruneResult:
+    """Delete old checkpoints; the newest complete ones and the best one stay.
+
+    Args:
+        path: A folder of checkpoints, or a run.
+        keep: Number of the newest to keep, at least one.
+        keep_every: Also keep those whose step is a multiple of it; 0 for none.
 
     Raises:
         UserError: A run is writing into the folder.
     """
+    from meshwright.checkpoint.retention import Retention  # noqa: PLC0415
     from meshwright.runs.checkpoints import prune_folder  # noqa: PLC0415
 
-    return prune_folder(Path(path), keep)
+    return prune_folder(Path(path), Retention(keep, keep_every))
 
 
 def export_checkpoint(

@@ -16,6 +16,7 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     remove_checkpoint,
 )
+from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import folder_bytes
 
@@ -77,26 +78,28 @@ def find_root(path: Path) -> Path:
     raise UserError(Problem("checkpoint-missing", "holds no checkpoint", path=str(path), fix=fix))
 
 
-def prune(root: Path, keep: int, sweep: bool) -> PruneResult:
-    """Remove checkpoints, except the newest that verify (checksums included) and the best one.
+def prune(root: Path, retention: Retention, sweep: bool) -> PruneResult:
+    """Remove checkpoints that verify (checksums included) and are not kept; others neither count nor go.
 
     Args:
         root: The folder of checkpoints.
-        keep: How many of the newest to keep, at least one.
+        retention: What to keep besides the best one.
         sweep: Also remove drafts; only if no run is writing there.
 
     Raises:
         UserError: None verifies, then none is removed; or one cannot be removed.
     """
-    assert keep >= 1, "the newest is never removed"
     found = list_stored(root, verify=True)
     intact = [stored for stored in found if stored.complete]
     broken = tuple(stored for stored in found if not stored.complete)
     if not intact:
         rule = f"holds no intact checkpoint: {broken[-1].path.name} {broken[-1].reason}"
         raise UserError(Problem("checkpoint-none-good", rule, path=str(root)))
-    kept = tuple(stored for stored in intact if stored in intact[-keep:] or stored.best)
-    removed = tuple(stored for stored in intact if stored not in kept)
+    numbers = [parse_name(stored.path.name) or (stored.step, 0) for stored in intact]
+    best = next((number for number, stored in zip(numbers, intact, strict=True) if stored.best), None)
+    gone = retention.choose_removed(numbers, numbers[-1], best)
+    removed = tuple(stored for number, stored in zip(numbers, intact, strict=True) if number in gone)
+    kept = tuple(stored for stored in intact if stored not in removed)
     leftovers = tuple(list_leftovers(root)) if sweep else ()
     freed = sum(stored.bytes for stored in removed) + sum(map(folder_bytes, leftovers))
     for path in (*leftovers, *(stored.path for stored in removed)):

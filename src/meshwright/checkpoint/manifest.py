@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.spec.job import Data, Job, Train
@@ -128,22 +129,17 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [path for number, path in sorted((number, path) for number, path in numbered if number)]
 
 
-def rotate(root: Path, keep_last: int, newest: Path) -> None:
-    """Keep the last ``keep_last`` checkpoints up to the one just written, and the best one; remove the rest.
-
-    Later checkpoints are left from an earlier attempt, which this run has resumed before. They do not count.
-    """
+def rotate(root: Path, retention: Retention, newest: Path) -> None:
+    """Remove the checkpoints that are not kept after one was written, oldest first."""
     for left in root.glob(".step-*.old"):
         shutil.rmtree(left, ignore_errors=True)
-    best = best_checkpoint(root)
-    limit = parse_name(newest.name) or (0, 0)
-    done = [path for path in list_checkpoints(root) if (parse_name(path.name) or (0, 0)) <= limit]
-    replaced = [path for path in done if path != newest and (parse_name(path.name) or (0, 0))[0] == limit[0]]
-    kept = [path for path in done if path not in replaced][-keep_last:]
-    for old in done:
-        if old not in kept and (old.name != best or old in replaced):
-            with contextlib.suppress(OSError):
-                remove_checkpoint(old)
+    written = parse_name(newest.name)
+    assert written is not None, f"{newest.name} is not the name of a checkpoint"
+    found = [number for path in list_checkpoints(root) if (number := parse_name(path.name))]
+    best = parse_name(best_checkpoint(root) or "")
+    for old in sorted(retention.choose_removed(found, written, best)):
+        with contextlib.suppress(OSError):
+            remove_checkpoint(root / checkpoint_name(*old))
 
 
 def list_leftovers(root: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from meshwright.checkpoint.manifest import (
     rotate,
 )
 from meshwright.checkpoint.owned_state import StagingBuffer, describe_tensors, list_owned_parts
+from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
 from meshwright.checkpoint.writer import CheckpointWrite, WeightNotFiniteError
@@ -60,6 +61,7 @@ class CheckpointSaver:
         self._root, self.state, self._rank, self._events = root, state, rank, events
         self._snapshots = snapshots
         self._settings = state.plan.job.checkpoint
+        self._retention = Retention(self._settings.keep_last, self._settings.keep_every)
         device = next(iter(state.sharded.local_parameters())).device
         host = state.plan.host_memory
         is_staged = self._settings.asynchronous and not (host is not None and host.staging_off)
@@ -129,14 +131,13 @@ class CheckpointSaver:
         parts = list_owned_parts(self.state, self._rank)
         if self._staging is not None:
             parts = self._staging.copy(parts)
-        step, keep_last = self.state.counters.step, self._settings.keep_last
-        draft = Draft(self._root, step, self._events.generation)
+        draft = Draft(self._root, self.state.counters.step, self._events.generation)
 
         def keep_newest(path: Path) -> None:
             if best:
                 mark_best(self._root, path)
             remove_older_drafts(draft)
-            rotate(self._root, keep_last, path)
+            rotate(self._root, self._retention, path)
 
         write = CheckpointWrite(draft, self._rank, parts, guard=self._commit, on_commit=keep_newest)
         if self._rank == 0:

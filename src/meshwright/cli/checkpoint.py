@@ -38,9 +38,9 @@ def verify_folder(output: Output, path: Path) -> int:
     return CheckFailedError.exit_status if broken else 0
 
 
-def prune_folder(output: Output, path: Path, keep: int) -> int:
+def prune_folder(output: Output, path: Path, keep: int, keep_every: int) -> int:
     """Delete old checkpoints; fails while a run writes to the folder."""
-    done = prune_checkpoints(path, keep)
+    done = prune_checkpoints(path, keep, keep_every)
     for stored in done.broken:
         output.warn(f"kept: {stored.path} {stored.reason} [checkpoint-broken]")
     for stored in done.removed:

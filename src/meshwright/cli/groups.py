@@ -42,13 +42,16 @@ def verify(path: Checkpoints, as_json: Json = False) -> None:
 def prune_checkpoints(
     path: Checkpoints,
     keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
+    keep_every: Annotated[
+        int, typer.Option(min=0, help="Also keep those whose step is a multiple of this. Default: 0, none.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Delete old checkpoints; the newest complete one and the best one stay."""
     from meshwright.cli.checkpoint import prune_folder  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: prune_folder(output, path, keep))
+    guarded(output, lambda: prune_folder(output, path, keep, keep_every))
 
 
 class Dtype(StrEnum):

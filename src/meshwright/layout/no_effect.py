@@ -7,6 +7,7 @@ setting of this table is harmless, and often stays in a job file while its layou
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,16 @@ def _explain_on_best(job: Job) -> str | None:
     return "the only evaluation is the one at the end, so the newest checkpoint is the best"
 
 
+def _explain_keep_every(job: Job) -> str | None:
+    if not job.checkpoint.every_steps:
+        return "checkpoints are saved by time, at no multiple of steps; set checkpoint.every_steps"
+    multiple = math.lcm(job.checkpoint.every_steps, job.checkpoint.keep_every)
+    if multiple <= job.train.steps:
+        return None
+    saved = f"checkpoint.every_steps={job.checkpoint.every_steps}"
+    return f"with {saved} the first step that is a multiple of both is {multiple}, after the run"
+
+
 def _explain_replica_check(job: Job) -> str | None:
     if not has_replicas(job):
         return f"no parameters are replicated over data-parallel ranks with {job.layout.named_degrees()}"
@@ -230,6 +241,7 @@ REASONS: dict[str, Reason] = {
     "train.eval_every": _longer_than_run("train.eval_every", "there is one evaluation, at the end"),
     "train.replica_check_every": _explain_replica_check,
     "checkpoint.every_steps": _longer_than_run("checkpoint.every_steps", "there is one save, at the end"),
+    "checkpoint.keep_every": _explain_keep_every,
     "checkpoint.on_best": _explain_on_best,
     "elastic.collective_timeout_s": _explain_timeout,
     "elastic.spares": _explain_spares,

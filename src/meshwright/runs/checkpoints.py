@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.inventory import PruneResult, find_root, prune
 from meshwright.checkpoint.manifest import MANIFEST, find_newest
+from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE
 from meshwright.core.packages import require_packages
@@ -36,7 +37,7 @@ def find_checkpoint(path: Path) -> Path:
     raise UserError(Problem("checkpoint-missing", rule, path=str(path), fix=fix))
 
 
-def prune_folder(path: Path, keep: int) -> PruneResult:
+def prune_folder(path: Path, retention: Retention) -> PruneResult:
     """Delete old checkpoints of a folder that no run is writing to.
 
     Raises:
@@ -46,7 +47,7 @@ def prune_folder(path: Path, keep: int) -> PruneResult:
     runs = [folder for folder in (root, root.absolute().parent) if (folder / EVENTS_FILE).exists()]
     with _lock_run(runs[0]) if runs else contextlib.nullcontext():
         # Drafts of a folder without a run may be another process's.
-        return prune(root, keep, sweep=bool(runs))
+        return prune(root, retention, sweep=bool(runs))
 
 
 def _lock_run(run_dir: Path) -> RunLock:

@@ -247,6 +247,8 @@ class Checkpoint:
     """Minutes between checkpoints; 0 for none."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep, besides the best one."""
+    keep_every: Natural = 0
+    """Also keep all checkpoints whose step is a multiple of this; 0 for none."""
     on_best: Flag = False
     """Also keep the checkpoint with the lowest evaluation loss."""
     asynchronous: Flag = True

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.checkpoint.inventory import list_stored, prune
 from meshwright.checkpoint.manifest import MANIFEST, list_leftovers, mark_best, remove_checkpoint
+from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import UserError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"
@@ -67,7 +68,7 @@ def test_checkpoints_are_sorted_by_step_number(root):
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [8]), (3, [4, 6, 8]), (9, [2, 4, 6, 8])])
 def test_pruning_keeps_the_newest(root, keep, kept):
-    done = prune(root, keep, sweep=True)
+    done = prune(root, Retention(keep), sweep=True)
     assert steps(done.kept) == kept == steps(list_stored(root, verify=True))
     assert done.freed_bytes == sum(stored.bytes for stored in done.removed)
     assert not list_leftovers(root)
@@ -77,7 +78,7 @@ def test_pruning_neither_counts_nor_removes_damaged_checkpoints(root):
     """The newest is damaged, which only its checksum shows. The one before it must stay."""
     damage(root / "step-00000008")
     mark_best(root, root / "step-00000002")
-    done = prune(root, 1, sweep=True)
+    done = prune(root, Retention(1), sweep=True)
     assert (steps(done.kept), steps(done.removed), steps(done.broken)) == ([2, 6], [4], [8])
     assert sorted(path.name for path in root.glob("step-*")) == [
         "step-00000002",
@@ -90,7 +91,7 @@ def test_nothing_is_removed_if_no_checkpoint_is_valid(root):
     for path in root.glob("step-*"):
         damage(path)
     with pytest.raises(UserError) as caught:
-        prune(root, 1, sweep=True)
+        prune(root, Retention(1), sweep=True)
     assert caught.value.problems[0].code == "checkpoint-none-good"
     assert len(list(root.glob("step-*"))) == 4
 
@@ -100,7 +101,7 @@ def test_partial_checkpoints_are_removed_only_if_no_run_is_writing(root, sweep):
     partial = root / ".step-00000009.77.part"
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"12345")
-    done = prune(root, 4, sweep)
+    done = prune(root, Retention(4), sweep)
     assert (done.freed_bytes, done.leftovers) == ((5, (partial,)) if sweep else (0, ()))
     assert partial.exists() != sweep
 
@@ -111,7 +112,7 @@ def test_a_failed_removal_leaves_no_partial_checkpoint(root, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(UserError) as caught:
-        prune(root, 1, sweep=True)
+        prune(root, Retention(1), sweep=True)
     (problem,) = caught.value.problems
     assert (problem.code, problem.path) == ("checkpoint-not-removed", str(root / "step-00000002"))
     assert steps(list_stored(root, verify=True)) == [4, 6, 8]

@@ -25,6 +25,7 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     rotate,
 )
+from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import UserError
 from meshwright.spec.job import Data, Train
 from meshwright.spec.model import DecoderModel, ResNetModel
@@ -78,14 +79,14 @@ def test_the_newest_valid_checkpoint_is_used_and_damaged_ones_are_named(root):
 def test_rotation_never_removes_the_checkpoint_just_written(root):
     """A later, damaged checkpoint of an earlier attempt does not count."""
     damage(root / "step-00000008")
-    rotate(root, 1, root / "step-00000006")
+    rotate(root, Retention(1), root / "step-00000006")
     assert [c.name for c in list_checkpoints(root)] == ["step-00000006", "step-00000008"]
 
 
 def test_rotation_keeps_the_best_and_finishes_interrupted_removals(root):
     mark_best(root, root / "step-00000002")
     (root / ".step-00000003.old").mkdir()
-    rotate(root, 1, root / "step-00000008")
+    rotate(root, Retention(1), root / "step-00000008")
     assert [c.name for c in list_checkpoints(root)] == ["step-00000002", "step-00000008"]
     assert not list(root.glob(".step-*"))
 
@@ -126,7 +127,7 @@ def test_rotation_removes_the_older_revision_of_a_step(tmp_path):
     save(tmp_path, step=2)
     newest = save(tmp_path, step=2)
     mark_best(tmp_path, tmp_path / "step-00000002")
-    rotate(tmp_path, 2, newest)
+    rotate(tmp_path, Retention(2), newest)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002.1"]
 
 

@@ -180,6 +180,11 @@ def test_prune_removes_older_checkpoints_and_lists_the_rest(cli, run_with_checkp
     assert left == ["step-00000004", "step-00000006"]
 
 
+def test_prune_keeps_multiples_of_steps_too(cli, run_with_checkpoints):
+    ran = cli("checkpoint", "prune", run_with_checkpoints, "--keep", 1, "--keep-every", 4, "--json")
+    assert (ran.status, [c["step"] for c in ran.json["kept"]]) == (0, [4, 6])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
