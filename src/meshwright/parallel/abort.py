@@ -1,7 +1,9 @@
 """Ends the collectives that a rank waits in, from another thread, after another rank has failed.
 
-NCCL communicators are aborted. gloo's ``abort`` does not end a wait for a stopped process (torch 2.13). So
-the TCP sockets that were opened since the groups were created are shut down; then the wait raises at once.
+NCCL communicators are aborted, all at once: an abort waits for the kernels of its communicator, and these may
+be queued behind those of another one. torch's ``_abort_process_group`` aborts one after the other and did not
+return (torch 2.11, H200). gloo's ``abort`` does not end a wait for a stopped process (torch 2.13). So the TCP
+sockets that were opened since the groups were created are shut down; then the wait raises at once.
 """
 
 from __future__ import annotations
@@ -9,10 +11,20 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Keeps torch's NCCL watchdog from ending the process of a survivor, and from sleeping for a minute after an
+error, during which its process group cannot be destroyed. The agent watches the ranks instead."""
 OWN_FDS = Path("/proc/self/fd")
 
 
@@ -27,10 +39,37 @@ class GroupAborter:
         if not dist.is_initialized():
             return
         if dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()
+            _abort_nccl_groups()
             return
         for fd in _list_sockets() - self._before:
             _shut_down(fd)
+
+
+def keep_process_after_nccl_errors() -> None:
+    """Let this process survive the failure of another rank. Call it before process groups are created."""
+    for name, value in NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def drop_groups() -> None:
+    """Destroy all process groups after a failure of any rank; no other rank needs to take part."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        _abort_nccl_groups()
+        dist.distributed_c10d._abort_process_group()  # they are aborted: this clears torch's tables
+    else:
+        dist.destroy_process_group()
+
+
+def _abort_nccl_groups() -> None:
+    device = torch.device("cuda")
+    groups = list(dist.distributed_c10d._world.pg_map)
+    threads = [threading.Thread(target=group._get_backend(device).abort) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _list_sockets() -> set[tuple[int, str]]:

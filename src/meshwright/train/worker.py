@@ -27,7 +27,7 @@ from meshwright.launch.fence import FencedError
 from meshwright.launch.rank_process import Order, RankLink
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.flight_recorder import FlightRecorder
-from meshwright.parallel.abort import GroupAborter
+from meshwright.parallel.abort import GroupAborter, drop_groups, keep_process_after_nccl_errors
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.parallel.relayed_store import RelayedStore
 from meshwright.plan.contract import PLAN_FILE, read_plan
@@ -200,6 +200,8 @@ class _Generation:
                 skip_compiler_import()
             counter.install()
             setup.end("start")
+            if self.link is not None and plan.job.elastic.heartbeat_timeout_s > 0:
+                keep_process_after_nccl_errors()
             with self._aborting(aborter):
                 mesh = init_mesh(plan.job, counter, store or self._relayed_store(plan.job))
                 setup.end("join")
@@ -265,8 +267,7 @@ def reset_process() -> None:
     Compiled code is kept. It refers to groups by their names, which repeat, and takes parameters as inputs.
     So the next model of this rank passes its guards.
     """
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    drop_groups()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
