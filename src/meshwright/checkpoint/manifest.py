@@ -12,18 +12,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import shutil
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
+from meshwright.core.tensor_header import ELEMENT_BYTES
 from meshwright.spec.job import Data, Job, Train
 from meshwright.spec.model import DEFAULT_NORM_GROUPS, Model
 from meshwright.spec.train_defaults import setting
@@ -36,17 +39,22 @@ TENSORS_SUFFIX = ".safetensors"
 FORMAT_1_FILES = ("model.safetensors", "optimizer.safetensors")
 CHECKSUM_KEY = "sha256"
 """In a JSON file: the checksum of all else in it."""
+SMALL_FILE_SUFFIXES = (".jinja", ".json", ".zip")
+"""Of tokenizers, chat templates and the Hugging Face source, which a checkpoint may have."""
 MAX_MANIFEST_BYTES = 2**28
+MAX_DIMS = 8
 VERIFY_THREADS = 4
 BEST_FILE = "best"
 """Names the checkpoint with the lowest evaluation loss, which rotation keeps."""
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 @dataclass(frozen=True)
 class FileFacts:
     """Size and checksum of a file."""
 
-    bytes: int
+    bytes: Count
     sha256: str
 
 
@@ -55,21 +63,26 @@ class TensorFacts:
     """Dtype (as safetensors files name it) and shape of a full tensor."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
+
+    @property
+    def bytes(self) -> int:
+        """Its size; raises a LookupError for a dtype that the format does not have."""
+        return ELEMENT_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Describes a checkpoint: the run, the counters, and the files."""
 
-    step: int
+    step: Count
     """Optimizer steps done."""
-    position: int
+    position: Count
     """Samples consumed: where the data continue."""
-    world_size: int
+    world_size: Annotated[int, Field(ge=1, lt=2**31)]
     model: dict[str, Any]
     train: dict[str, Any]
-    seq_len: int
+    seq_len: Count
     data_sha256: str
     """Identity of the data that the position counts in."""
     buckets: list[list[str]]
@@ -78,7 +91,7 @@ class Manifest:
     """Evaluation at this step, if there was one."""
     best_eval_loss: float | None = None
     """The lowest so far in the whole run."""
-    micro_batch: int = 0
+    micro_batch: Count = 0
     compression: str = "none"
     sharding: str = ""
     """How the run sharded its state."""
@@ -93,7 +106,7 @@ class Manifest:
     """Held-out fraction of the data, if the job gave one: which images were not trained on."""
     sources: dict[str, float] = field(default_factory=dict)
     """Weights of the sources of a mixture, by name."""
-    source_positions: dict[str, int] = field(default_factory=dict)
+    source_positions: dict[str, Count] = field(default_factory=dict)
     """Samples consumed from each source."""
     loss_scale: dict[str, float] | None = None
     """State of the fp16 loss scaler."""
@@ -161,8 +174,10 @@ def remove_checkpoint(path: Path) -> None:
 def best_checkpoint(root: Path) -> str | None:
     """Name of the best checkpoint, if one was marked."""
     try:
+        if _plain_size(root / BEST_FILE) is None:
+            return None
         return (root / BEST_FILE).read_text(encoding="utf-8").strip() or None
-    except OSError:
+    except (OSError, ValueError):  # ValueError: not UTF-8
         return None
 
 
@@ -223,7 +238,9 @@ def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
+        if (size := _plain_size(path)) is None and path.exists():
+            raise ValueError("it is not a plain file")
+        if size is not None and size > MAX_MANIFEST_BYTES:
             raise ValueError("it is too large")
         manifest = parse_manifest(path.read_bytes())
     except FileNotFoundError:
@@ -233,6 +250,10 @@ def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
         raise _broken(checkpoint, f"has a manifest that cannot be used: {error}") from None
     if (name := find_wrong_file(checkpoint, manifest)) is not None:
         raise _broken(checkpoint, f"is incomplete: {name} is missing or has another size")
+    if (name := _find_unlisted_file(checkpoint, manifest)) is not None:
+        raise _broken(checkpoint, f"has a file that its manifest does not list: {name}")
+    if not _has_room_for_tensors(manifest):
+        raise _broken(checkpoint, "has a manifest of more tensors than its files can hold")
     if verify:
         _verify_files(checkpoint, manifest)
     return manifest
@@ -242,20 +263,47 @@ def find_wrong_file(folder: Path, manifest: Manifest) -> str | None:
     """The first file of a manifest that is missing, has another size, or is not a plain file."""
     needed = FORMAT_1_FILES if manifest.version == 1 else ()
     for name in dict.fromkeys((*needed, *manifest.files)):
-        facts, path = manifest.files.get(name), folder / name
-        is_regular = Path(name).name == name and path.is_file() and not path.is_symlink()
-        if facts is None or not is_regular or path.stat().st_size != facts.bytes:
+        facts = manifest.files.get(name)
+        if facts is None or Path(name).name != name or _plain_size(folder / name) != facts.bytes:
             return name
     return None
+
+
+def _find_unlisted_file(folder: Path, manifest: Manifest) -> str | None:
+    """A file of a kind that readers look for by name, without a checksum in the manifest."""
+    found = sorted(path.name for path in folder.iterdir() if path.suffix in SMALL_FILE_SUFFIXES)
+    listed = {MANIFEST, *manifest.files}
+    return next((name for name in found if name not in listed and not name.startswith(".")), None)
+
+
+def _has_room_for_tensors(manifest: Manifest) -> bool:
+    """Whether the files are large enough for the tensors: a reader allocates memory by their shapes."""
+    try:
+        needed = sum(facts.bytes for facts in manifest.tensors.values())
+    except LookupError:
+        return False
+    return needed <= sum(manifest.files[name].bytes for name in manifest.tensor_files)
+
+
+def _plain_size(path: Path) -> int | None:
+    """Size of a plain file; None if it is missing, a link, a folder, a pipe or a device."""
+    try:
+        facts = path.lstat()
+    except (OSError, ValueError):  # a name may be too long, or have a null character
+        return None
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
 def _verify_files(checkpoint: Path, manifest: Manifest) -> None:
     """Compare the checksums of all files, several at a time."""
     with ThreadPoolExecutor(VERIFY_THREADS) as pool:
         found = pool.map(lambda name: file_sha256(checkpoint / name), manifest.files)
-        for (name, facts), sha256 in zip(manifest.files.items(), found, strict=True):
-            if sha256 != facts.sha256:
-                raise _broken(checkpoint, f"is damaged: the checksum of {name} differs from the manifest")
+        try:
+            for (name, facts), sha256 in zip(manifest.files.items(), found, strict=True):
+                if sha256 != facts.sha256:
+                    raise _broken(checkpoint, f"is damaged: the checksum of {name} differs from the manifest")
+        except OSError as error:
+            raise _broken(checkpoint, f"has a file that cannot be read: {error}") from None
 
 
 def find_newest(root: Path) -> tuple[Path, list[str]] | None:

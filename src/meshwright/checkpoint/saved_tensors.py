@@ -123,7 +123,8 @@ class SavedTensors:
         self._unread = [checkpoint / name for name in (*files[first:], *files[:first])][::-1]
         self._chunks: dict[str, list[_StoredChunk]] = {}
         self._facts = dict(manifest.tensors)
-        if manifest.version == 1:  # all tensors are full
+        self._has_facts = manifest.version > 1
+        if not self._has_facts:  # all tensors are full
             while self._unread:
                 self._facts |= self._read_header()
 
@@ -153,18 +154,19 @@ class SavedTensors:
         """
         facts = self.facts(name)
         box = box or Box.whole(facts.shape)
-        fits = len(box.shape) == len(facts.shape) and all(
-            start + size <= limit
-            for start, size, limit in zip(box.start, box.shape, facts.shape, strict=True)
-        )
-        if not fits:
+        if not box.fits(facts.shape):
             needed = f"{box.shape} at {box.start} is needed"
             raise self._broken(f"has {name} with the shape {facts.shape}; {needed}")
+        if facts.dtype not in _TORCH_DTYPES:
+            raise self._broken(f"has a tensor of dtype {facts.dtype}")
         values = torch.empty(box.shape, dtype=_TORCH_DTYPES[facts.dtype])
-        missing = box.count
+        missing, filled = box.count, list[Box]()
         for chunk in self._find_chunks(name):
             common = box.intersect(chunk.box)
             if common is not None:
+                if any(common.intersect(other) for other in filled):
+                    raise self._broken(f"has elements of {name} twice, in {chunk.path.name}")
+                filled.append(common)
                 values[common.relative_to(box).slices] = self._read_part(chunk, common.relative_to(chunk.box))
                 missing -= common.count
             if missing == 0:
@@ -188,11 +190,23 @@ class SavedTensors:
         try:
             for key, info in read_tensor_header(path).items():
                 name, box = parse_key(key, info.shape)
+                self._require_fit(key, info, box, self._facts.get(name))
                 self._chunks.setdefault(name, []).append(_StoredChunk(path, box, info))
                 full[name] = TensorFacts(info.dtype, info.shape)
         except (OSError, ValueError) as error:
             raise self._broken(f"has a file that cannot be read: {path.name}: {error}") from None
         return full
+
+    def _require_fit(self, key: str, info: TensorInfo, box: Box, facts: TensorFacts | None) -> None:
+        """Check an entry of a file against the manifest.
+
+        Raises:
+            ValueError: The tensor has another dtype or shape there, or is not in it.
+        """
+        if not self._has_facts:
+            return
+        if facts is None or info.dtype != facts.dtype or not box.fits(facts.shape):
+            raise ValueError(f"{key} ({info.dtype}, {info.shape}) is not a part of a tensor of the manifest")
 
     def _read_part(self, chunk: _StoredChunk, box: Box) -> Tensor:
         """Read a part of a chunk: its rows as one range of the file, then the columns."""

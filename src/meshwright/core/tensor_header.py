@@ -64,6 +64,8 @@ def read_tensor_header(path: Path) -> dict[str, TensorInfo]:
         ends = [int(header[name]["data_offsets"][1]) for name in tensors]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError("it is not a safetensors file: its header cannot be read") from None
+    if sum(facts.bytes for facts in tensors.values()) > max(ends, default=0):
+        raise ValueError("it is not a safetensors file: its tensors overlap")
     expected = LENGTH_BYTES + length + max(ends, default=0)
     if size != expected:
         how = "is truncated" if size < expected else "is too long"
@@ -74,8 +76,10 @@ def read_tensor_header(path: Path) -> dict[str, TensorInfo]:
 
 def _facts(entry: dict[str, Any]) -> TensorInfo:
     begin, end = entry["data_offsets"]
-    facts = TensorInfo(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), end - begin, begin)
+    if not all(type(n) is int and n >= 0 for n in (begin, end, *entry["shape"])):
+        raise ValueError("offsets and shape are not numbers of bytes and elements")
+    facts = TensorInfo(str(entry["dtype"]), tuple(entry["shape"]), end - begin, begin)
     known = ELEMENT_BYTES.get(facts.dtype)
-    if begin < 0 or facts.bytes < 0 or (known and known * math.prod(facts.shape) != facts.bytes):
+    if facts.bytes < 0 or (known and known * math.prod(facts.shape) != facts.bytes):
         raise ValueError("offsets and shape do not agree")
     return facts

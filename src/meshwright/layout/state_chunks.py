@@ -62,6 +62,12 @@ class Box:
         """Some of its rows, counted from its first."""
         return Box((self.start[0] + first, *self.start[1:]), (stop - first, *self.shape[1:]))
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has all of its elements."""
+        return len(self.shape) == len(shape) and all(
+            start + size <= limit for start, size, limit in zip(self.start, self.shape, shape, strict=True)
+        )
+
     def intersect(self, other: Box) -> Box | None:
         """What both have in common."""
         starts = tuple(map(max, self.start, other.start))
