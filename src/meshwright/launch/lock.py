@@ -35,7 +35,7 @@ class RunLock:
 
     @classmethod
     def take_checkpoints(cls, folder: Path) -> RunLock:
-        """Lock a folder of checkpoints outside of the run's folder: only one run writes there.
+        """Lock a folder of checkpoints: only one run writes there.
 
         Raises:
             UserError: Another process has the lock.
@@ -57,7 +57,8 @@ class RunLock:
 
 def _try_to_lock(folder: Path) -> tuple[int, str | None]:
     """The locked file, or who has it locked, as the end of a sentence."""
-    fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    # A link would let the folder's maker choose a file elsewhere to be overwritten.
+    fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

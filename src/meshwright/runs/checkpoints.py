@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,17 +46,20 @@ def prune_folder(path: Path, retention: Retention) -> PruneResult:
     """
     root = find_root(path)
     runs = [folder for folder in (root, root.absolute().parent) if (folder / EVENTS_FILE).exists()]
-    with _lock_run(runs[0]) if runs else contextlib.nullcontext():
+    with contextlib.ExitStack() as locks:
+        if runs:
+            locks.enter_context(_lock(RunLock.take, runs[0]))
+        locks.enter_context(_lock(RunLock.take_checkpoints, root))
         # Drafts of a folder without a run may be another process's.
         return prune(root, retention, sweep=bool(runs))
 
 
-def _lock_run(run_dir: Path) -> RunLock:
+def _lock(take: Callable[[Path], RunLock], folder: Path) -> RunLock:
     try:
-        return RunLock.take(run_dir)
+        return take(folder)
     except OSError as error:
         rule, fix = f"cannot be locked: {error.strerror or error}", "Use an account that may write there"
-        raise UserError(Problem("checkpoint-not-removed", rule, path=str(run_dir), fix=fix)) from None
+        raise UserError(Problem("checkpoint-not-removed", rule, path=str(folder), fix=fix)) from None
 
 
 def export_to(checkpoint: Path, out: Path, dtype: str | None, shard_bytes: int) -> Exported:

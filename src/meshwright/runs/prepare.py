@@ -14,6 +14,7 @@ from meshwright.checkpoint.manifest import (
     check_same_optimizer,
     find_newest,
     list_checkpoints,
+    list_leftovers,
     read_manifest,
 )
 from meshwright.core.errors import Problem, UserError
@@ -141,7 +142,7 @@ def _write_run(
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
     try:
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported below
-            if checkpoints.is_dir():
+            if list_leftovers(checkpoints):
                 with _take_locks(run_dir, checkpoints, fresh=not (run_dir / EVENTS_FILE).exists()):
                     finish_drafts(checkpoints)  # no run is writing them
         resume_from = _choose_checkpoint(job, checkpoints, resume, reporter)
@@ -184,7 +185,7 @@ def _write_run(
 
 
 def _take_locks(run_dir: Path, checkpoints: Path, fresh: bool = False) -> contextlib.ExitStack:
-    """Lock the folder of a run, and its checkpoints where they are elsewhere.
+    """Lock the folder of a run and its checkpoints: other runs may name them in ``checkpoint.dir``.
 
     Args:
         run_dir: Of the run.
@@ -197,8 +198,7 @@ def _take_locks(run_dir: Path, checkpoints: Path, fresh: bool = False) -> contex
     with contextlib.ExitStack() as locks:
         if not fresh:
             locks.enter_context(RunLock.take(run_dir))
-        if checkpoints.resolve().parent != run_dir.resolve():
-            locks.enter_context(RunLock.take_checkpoints(checkpoints))
+        locks.enter_context(RunLock.take_checkpoints(checkpoints))
         return locks.pop_all()
 
 

@@ -176,7 +176,7 @@ def test_prune_removes_older_checkpoints_and_lists_the_rest(cli, run_with_checkp
     assert [[c["step"] for c in ran.json[name]] for name in sets] == [[4], [2], [6]]
     assert "kept: " in ran.err
     assert "1 checkpoint kept, 1 removed" in ran.err
-    left = sorted(p.name for p in (run_with_checkpoints / "checkpoints").iterdir())
+    left = sorted(p.name for p in (run_with_checkpoints / "checkpoints").glob("step-*"))
     assert left == ["step-00000004", "step-00000006"]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +43,28 @@ def test_the_lock_of_a_killed_process_is_released(tmp_path):
         holder.communicate()
     with RunLock.take(tmp_path):
         pass
+
+
+def test_the_lock_of_checkpoints_is_that_of_the_folder_however_it_is_spelled(tmp_path, monkeypatch):
+    """A link to the folder, a relative path, and one with dots."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    spellings = (folder, Path("checkpoints"), tmp_path / "link", folder / ".." / "checkpoints")
+    for first in spellings:
+        with RunLock.take_checkpoints(first):
+            for second in spellings:
+                with pytest.raises(UserError) as caught:
+                    RunLock.take_checkpoints(second)
+                assert caught.value.problems[0].code == "checkpoint-dir-busy"
+                assert f"process {os.getpid()} on {socket.gethostname()}" in str(caught.value)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    """It would be truncated: a folder of somebody else must not choose which file is overwritten."""
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "lock").symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        RunLock.take(tmp_path)
+    assert (tmp_path / "precious").read_text() == "text"
