@@ -178,6 +178,8 @@ class Draft:
             The checkpoint; None if the draft was removed.
         """
         try:
+            if self.folder.is_symlink():
+                raise ValueError("a link is not followed")
             if (self.folder / MANIFEST).exists():
                 manifest = parse_manifest((self.folder / MANIFEST).read_bytes())
             else:
@@ -194,6 +196,8 @@ class Draft:
 
     def discard(self) -> None:
         """Remove the draft."""
+        if self.folder.is_symlink():
+            self.folder.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write_vote(self, vote: Vote) -> None:

@@ -132,7 +132,7 @@ class CheckpointWrite:
             self.path = self.draft.commit(manifest, votes, self.guard)
             with self.guard():
                 self.on_commit(self.path)
-        except DraftError:
+        except OSError:
             if not self._cancelled.is_set():
                 self.draft.discard()
             raise

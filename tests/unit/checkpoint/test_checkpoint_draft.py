@@ -91,6 +91,24 @@ def test_a_rank_with_a_full_disk_costs_the_checkpoint_and_leaves_nothing(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("call", ["replace_bytes", "sync_path"])
+def test_a_commit_that_fails_leaves_nothing(tmp_path, monkeypatch, call):
+    """All ranks have voted, and the manifest cannot be written, or the folder not be flushed."""
+    original = getattr(draft_module, call)
+
+    def fail(path, *args, **kwargs):
+        if path.name == "manifest.json" or call == "sync_path":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(draft_module, call, fail)
+    write = build_write(tmp_path)
+    write._run()
+    assert write.path is None
+    assert "No space left on device" in str(write.error)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_written_costs_no_wait_for_votes(tmp_path):
     """The folder of the checkpoints is a file: no rank can vote, and the coordinator does not wait."""
     (tmp_path / "root").write_text("")
@@ -214,6 +232,20 @@ def test_a_vote_that_was_changed_does_not_count(tmp_path):
     assert draft.read_votes() == {}
     path.write_text(json.dumps({"rank": 0}))
     assert draft.read_votes() == {}
+
+
+def test_a_draft_that_is_a_link_is_removed_and_not_followed(tmp_path):
+    """A folder that somebody else made must not choose where ranks write."""
+    outside = tmp_path / "outside"
+    for rank in range(RANKS):
+        write_part(Draft(outside, 4, 0), rank)
+    root, (draft,) = tmp_path / "root", outside.iterdir()
+    root.mkdir()
+    (root / draft.name).symlink_to(draft)
+    before = sorted(path.name for path in draft.iterdir())
+    assert finish_drafts(root) == []
+    assert sorted(path.name for path in draft.iterdir()) == before
+    assert not list(root.iterdir())
 
 
 def test_a_name_outside_the_folder_is_not_committed(tmp_path):
