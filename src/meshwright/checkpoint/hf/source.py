@@ -8,12 +8,14 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from meshwright.checkpoint.hf.names import is_buffer
 from meshwright.checkpoint.hf.weights import find_weights
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import folder_bytes
 from meshwright.core.tensor_header import read_tensor_header
 from meshwright.spec.model import DecoderModel
 
@@ -31,6 +33,16 @@ PATTERNS = (
 )
 """Configs, tokenizers, chat templates and licenses."""
 MAX_FILE_BYTES = 64 * 2**20
+_BAD_ARCHIVE = (
+    OSError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""Raised for archives that are not ours; a RuntimeError for one with a password, or deeply nested JSON."""
 _TENSORS = ".tensors.json"
 """Entry of the archive with the table of tensors; no pattern matches it."""
 
@@ -81,22 +93,34 @@ def load_source(checkpoint: Path) -> HfSource | None:
     path = checkpoint / SOURCE_FILE
     if not path.is_file():
         return None
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            _check_entry(path, entry)
-        files = {name: archive.read(name) for name in archive.namelist()}
-    return HfSource(tensors=json.loads(files.pop(_TENSORS)), files=files)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _check_entries(archive.infolist(), folder_bytes(checkpoint))
+            files = {name: archive.read(name) for name in archive.namelist()}
+        tensors: dict[str, str] = json.loads(files.pop(_TENSORS))
+        if not all(isinstance(dtype, str) for dtype in tensors.values()):
+            raise ValueError("the table of its tensors is not one")
+    except _BAD_ARCHIVE as error:
+        rule = f"cannot be used: {error}"
+        raise UserError(
+            Problem("checkpoint-broken", rule, path=str(path), fix="Use another checkpoint")
+        ) from None
+    return HfSource(files, tensors)
 
 
-def _check_entry(archive: Path, entry: zipfile.ZipInfo) -> None:
-    """Refuse a file that :func:`read_source` does not write: export would write it outside its folder.
+def _check_entries(entries: list[zipfile.ZipInfo], checkpoint_bytes: int) -> None:
+    """Refuse files that :func:`read_hf_folder` does not keep: export would write them outside its folder.
 
     Raises:
-        UserError: The entry is not one of the kept kinds, or too large.
+        ValueError: An entry is not one of the kept kinds, or all of them are too large to be unpacked.
     """
-    name = PurePosixPath(entry.filename)
-    inside = not name.is_absolute() and ".." not in name.parts
-    known = entry.filename == _TENSORS or any(name.match(pattern) for pattern in PATTERNS)
-    if not (inside and known and entry.file_size <= MAX_FILE_BYTES):
-        rule = f"has a file that no checkpoint keeps: {entry.filename}"
-        raise UserError(Problem("checkpoint-broken", rule, path=str(archive), fix="Use another checkpoint"))
+    for entry in entries:
+        name = PurePosixPath(entry.filename)
+        inside = not name.is_absolute() and ".." not in name.parts
+        known = entry.filename == _TENSORS or any(name.match(pattern) for pattern in PATTERNS)
+        if not (inside and known and entry.file_size <= MAX_FILE_BYTES):
+            raise ValueError(f"it has a file that no checkpoint keeps: {entry.filename}")
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"{entry.filename} has another compression than checkpoints use")
+    if sum(entry.file_size for entry in entries) > max(MAX_FILE_BYTES, checkpoint_bytes):
+        raise ValueError("its files are larger than the checkpoint")
