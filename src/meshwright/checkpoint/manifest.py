@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
-from meshwright.core.tensor_header import ELEMENT_BYTES
+from meshwright.core.tensor_header import ELEMENT_BYTES, read_tensor_header
 from meshwright.spec.job import Data, Job, Train
 from meshwright.spec.model import DEFAULT_NORM_GROUPS, Model
 from meshwright.spec.train_defaults import setting
@@ -47,14 +47,14 @@ VERIFY_THREADS = 4
 BEST_FILE = "best"
 """Names the checkpoint with the lowest evaluation loss, which rotation keeps."""
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
+Natural = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 @dataclass(frozen=True)
 class FileFacts:
     """Size and checksum of a file."""
 
-    bytes: Count
+    bytes: Natural
     sha256: str
 
 
@@ -63,7 +63,7 @@ class TensorFacts:
     """Dtype (as safetensors files name it) and shape of a full tensor."""
 
     dtype: str
-    shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
+    shape: Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMS)]
 
     @property
     def bytes(self) -> int:
@@ -75,14 +75,14 @@ class TensorFacts:
 class Manifest:
     """Describes a checkpoint: the run, the counters, and the files."""
 
-    step: Count
+    step: Natural
     """Optimizer steps done."""
-    position: Count
+    position: Natural
     """Samples consumed: where the data continue."""
     world_size: Annotated[int, Field(ge=1, lt=2**31)]
     model: dict[str, Any]
     train: dict[str, Any]
-    seq_len: Count
+    seq_len: Natural
     data_sha256: str
     """Identity of the data that the position counts in."""
     buckets: list[list[str]]
@@ -91,7 +91,7 @@ class Manifest:
     """Evaluation at this step, if there was one."""
     best_eval_loss: float | None = None
     """The lowest so far in the whole run."""
-    micro_batch: Count = 0
+    micro_batch: Natural = 0
     compression: str = "none"
     sharding: str = ""
     """How the run sharded its state."""
@@ -100,13 +100,13 @@ class Manifest:
     torch: str = ""
     mask: str = "causal"
     prompt_masking: bool = False
-    template: str | None = None
+    template: Annotated[str, Field(pattern=r"^[\w-]+$")] | None = None
     """Chat template: a built-in one, or ``tokenizer`` for the one in this folder."""
     eval_fraction: float | None = None
     """Held-out fraction of the data, if the job gave one: which images were not trained on."""
     sources: dict[str, float] = field(default_factory=dict)
     """Weights of the sources of a mixture, by name."""
-    source_positions: dict[str, Count] = field(default_factory=dict)
+    source_positions: dict[str, Natural] = field(default_factory=dict)
     """Samples consumed from each source."""
     loss_scale: dict[str, float] | None = None
     """State of the fp16 loss scaler."""
@@ -304,6 +304,20 @@ def _verify_files(checkpoint: Path, manifest: Manifest) -> None:
                     raise _broken(checkpoint, f"is damaged: the checksum of {name} differs from the manifest")
         except OSError as error:
             raise _broken(checkpoint, f"has a file that cannot be read: {error}") from None
+    _verify_tensors(checkpoint, manifest)
+
+
+def _verify_tensors(checkpoint: Path, manifest: Manifest) -> None:
+    """Check that the files hold tensors, and as many bytes of them as the manifest describes."""
+    held = 0
+    for name in manifest.tensor_files:
+        try:
+            held += sum(info.bytes for info in read_tensor_header(checkpoint / name).values())
+        except (OSError, ValueError) as error:
+            raise _broken(checkpoint, f"has a file that cannot be read: {name}: {error}") from None
+    needed = sum(facts.bytes for facts in manifest.tensors.values())
+    if manifest.version > 1 and held != needed:
+        raise _broken(checkpoint, f"has {held} bytes of tensors in its files and {needed} in its manifest")
 
 
 def find_newest(root: Path) -> tuple[Path, list[str]] | None:

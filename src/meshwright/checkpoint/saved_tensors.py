@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import FileFacts, Manifest, TensorFacts, read_manifest
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.tensor_header import TensorInfo, build_tensor_header, read_tensor_header
+from meshwright.layout.parameters import list_parameters
 from meshwright.layout.state_chunks import Box
+from meshwright.spec.model import Model, TaggedModel
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 """Names of dtypes in safetensors files."""
+_MODEL: TypeAdapter[Model] = TypeAdapter(TaggedModel)
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 WRITE_BYTES = 2**24
 """Written, and read for the checksum, at a time."""
@@ -118,6 +122,7 @@ class SavedTensors:
         """
         self.checkpoint = checkpoint
         manifest = manifest or read_manifest(checkpoint, verify=False)
+        self._model = manifest.model
         files = manifest.tensor_files
         first = prefer % len(files) if files else 0
         self._unread = [checkpoint / name for name in (*files[first:], *files[:first])][::-1]
@@ -141,6 +146,27 @@ class SavedTensors:
         if name not in self._facts:
             raise self._broken(f"lacks the tensor {name}")
         return self._facts[name]
+
+    def read_model(self) -> Model:
+        """The model of the manifest, whose parameters are among the tensors.
+
+        Raises:
+            UserError: It is not a model, or one with other parameters: nothing of its size is allocated.
+        """
+        blocks, depth = self._model.get("blocks"), self._model.get("num_layers")
+        counts = [n for n in (*(blocks if isinstance(blocks, list) else ()), depth) if isinstance(n, int)]
+        if sum(counts) > len(self._facts):
+            raise self._broken("has fewer tensors than its model has layers")
+        try:
+            model = _MODEL.validate_python(self._model)
+            wrong = [p for p in list_parameters(model) if self.facts(p.name).shape != p.shape]
+        except (ValueError, ArithmeticError) as error:
+            reason = str(error).splitlines()[0]
+            raise self._broken(f"has a manifest without a usable model: {reason}") from None
+        if wrong:
+            saved = self.facts(wrong[0].name).shape
+            raise self._broken(f"has {wrong[0].name} with the shape {saved}; its model has {wrong[0].shape}")
+        return model
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Read a full tensor, or a part of it, into new memory.

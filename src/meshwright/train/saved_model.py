@@ -81,6 +81,7 @@ def _read_tables(folder: Path) -> tuple[Tree, Tree]:
     """The tables ``[model]`` and ``[data]`` of a saved model."""
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder, verify=False)  # the caller has verified it
+        SavedTensors(folder, manifest).read_model()  # before anything of its size is allocated
         model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
         keys = ("seq_len", "mask", "prompt_masking", "template", "eval_fraction")
         return model, {key: getattr(manifest, key) for key in keys}

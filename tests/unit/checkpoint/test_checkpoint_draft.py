@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_files import TENSORS, build_write, manifest_of, save, split_rows
 
+from checkpoint_files import TENSORS, build_write, manifest_of, save, split_rows
 from meshwright.checkpoint import draft as draft_module
 from meshwright.checkpoint import writer as writer_module
 from meshwright.checkpoint.draft import Draft, DraftError, finish_drafts, remove_older_drafts

@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_files import save
 
+from checkpoint_files import save
 from meshwright.checkpoint.manifest import (
     BEST_FILE,
     MANIFEST,
@@ -25,6 +26,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.core.errors import UserError
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"
 RANK_0 = "rank-00000.safetensors"
 
 
@@ -151,6 +153,31 @@ def test_numbers_that_no_checkpoint_has_are_refused(checkpoint, change, says):
     assert says in refusal(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({}, "without a usable model"),
+        ({"num_layers": 10**9}, "fewer tensors than its model has layers"),
+        ({"architecture": "resnet", "blocks": [10**9], "num_classes": 2}, "fewer tensors"),
+        ({"architecture": "resnet", "blocks": 7}, "without a usable model"),
+        ({"hidden_size": 2**40}, "with the shape (257, 8); its model has (257, 1099511627776)"),
+        ({"vocab_size": 258}, "with the shape (257, 8); its model has (258, 8)"),
+        ({"num_heads": 0}, "without a usable model"),
+        ({"ffn_size": -1}, "without a usable model"),
+        ({"unknown": 1}, "without a usable model"),
+    ],
+)
+def test_a_model_that_is_not_that_of_the_tensors_is_refused(section, says):
+    """It is built from the manifest: an embedding of 2^40 columns must not be allocated first."""
+    manifest = read_manifest(GOLDEN)
+    SavedTensors(GOLDEN, manifest).read_model()
+    replaced = replace(manifest, model={**manifest.model, **section} if section else {})
+    with pytest.raises(UserError) as caught:
+        SavedTensors(GOLDEN, replaced).read_model()
+    assert caught.value.problems[0].code == "checkpoint-broken"
+    assert says in caught.value.problems[0].rule
+
+
 def replace_file(checkpoint: Path, content: bytes, name: str = RANK_0) -> None:
     """Give a file other content, with the right size and checksum in the manifest."""
     (checkpoint / name).write_bytes(content)
@@ -203,7 +230,7 @@ def test_a_file_of_tensors_with_any_content_is_refused(checkpoint, monkeypatch, 
     """Pickles, header lengths and shapes of 2^60, and entries that the manifest does not list."""
     monkeypatch.chdir(tmp_path)
     replace_file(checkpoint, content)
-    read_manifest(checkpoint)  # sizes and checksums are right
+    assert "bytes of tensors" in refusal(checkpoint) or says in refusal(checkpoint)
     with pytest.raises(UserError) as caught:
         SavedTensors(checkpoint).read("low")
     assert caught.value.problems[0].code == "checkpoint-broken"
@@ -217,6 +244,7 @@ def test_elements_that_are_there_twice_are_refused(checkpoint):
     replace_file(checkpoint, tensor_file({"low@0": entry([2], 4)}, b"\0" * 4))
     replace_file(checkpoint, tensor_file({"low@1": entry([1], 2)}, b"\0" * 2), "rank-00001.safetensors")
     edit_manifest(checkpoint, set_value("tensors", value={"low": {"dtype": "BF16", "shape": [3]}}))
+    read_manifest(checkpoint)  # as many bytes as it must have
     with pytest.raises(UserError, match="has elements of low twice, in rank-00001"):
         SavedTensors(checkpoint).read("low")
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_files import save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint_files import save
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     check_same_job,

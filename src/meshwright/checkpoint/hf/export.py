@@ -77,7 +77,8 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, shard_byte
     if (kind := manifest.model.get("architecture")) != "llama":
         rule = "cannot be exported; only decoders can"
         raise UserError(Problem("export-no-hf-form", rule, path="model.architecture", value=kind))
-    model = DecoderModel(**manifest.model)
+    model = SavedTensors(checkpoint, manifest).read_model()
+    assert isinstance(model, DecoderModel), "selected by its architecture"
     require_hf_form(model)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         rule, fix = "is not an empty folder", "Name a new one"

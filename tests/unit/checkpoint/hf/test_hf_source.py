@@ -80,7 +80,7 @@ def test_a_damaged_or_foreign_archive_is_refused(tmp_path, damage):
 
 
 def test_an_archive_that_grows_a_thousandfold_is_not_unpacked(tmp_path):
-    """A zip bomb: 3 GB in less than 1 MB, each entry below the limit of one file. Memory stays below 30 MB."""
+    """A zip bomb: 3 GB in less than 1 MB, each entry below the limit of one file. Memory stays low."""
     one = b"\0" * MAX_FILE_BYTES
     with zipfile.ZipFile(tmp_path / SOURCE_FILE, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(".tensors.json", "{}")
