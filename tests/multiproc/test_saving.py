@@ -6,7 +6,13 @@ import json
 
 import pytest
 
-from meshwright.checkpoint.manifest import find_newest, list_checkpoints, list_leftovers, read_manifest
+from meshwright.checkpoint.manifest import (
+    checkpoint_name,
+    find_newest,
+    list_checkpoints,
+    list_leftovers,
+    read_manifest,
+)
 from meshwright.runs.train import ENTRY
 
 
@@ -44,3 +50,24 @@ def test_sigkill_during_a_save_keeps_the_previous_checkpoint(train, monkeypatch)
     again = train(*common, resume=True)
     assert again.losses == straight.losses
     assert not list_leftovers(root)
+
+
+def test_auto_saves_at_an_interval_that_all_ranks_follow(train):
+    """Failures are so frequent that the time until the commit is the interval. Every save has all votes."""
+    settings = ("checkpoint.auto=true", "cluster.failure_hours=1e-6", "checkpoint.keep_last=99")
+    trained = train("layout.dp_replicate=2", "train.steps=40", *settings)
+    events = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
+    saved = [event for event in events if event["event"] == "checkpoint"]
+    chosen = [event for event in events if event["event"] == "checkpoint_interval"]
+    assert chosen[0]["interval_s"] == chosen[0]["commit_s"] > chosen[0]["between_failures_s"]
+    assert saved[0]["step"] == 13, "10 steps after the first and the audited one, and the step that says so"
+    assert len(saved) > 2, "by the interval, before the last"
+    names = [path.name for path in list_checkpoints(trained.run_dir / "checkpoints")]
+    assert names == [checkpoint_name(event["step"]) for event in saved]
+    assert all(event["blocked_s"] >= event["waited_s"] >= 0 for event in saved)
+    assert any(event["slowdown"] is not None for event in saved[:-1])
+    assert saved[-1]["blocked_s"] >= saved[-1]["seconds"], "training waits for the last one"
+    found = trained.result["checkpoints"]
+    assert (found["count"], found["interval_s"]) == (len(saved), chosen[-1]["interval_s"])
+    assert chosen[-1]["reason"] == found["interval_reason"]
+    assert chosen[0]["reason"] in trained.messages

@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.audit.saves import blocked_s
 from meshwright.core.events import Event
 
 WORK = frozenset({"ready", "step", "eval", "checkpoint"})
@@ -85,7 +86,7 @@ class RunClock:
             self.generations[generation] = GenerationTimes(generation, attempt, when, when)
         self.generations[generation].feed(event, when)
         if event.get("rank") == 0 and event["event"] == "checkpoint":
-            self.checkpoint_s += event["seconds"]
+            self.checkpoint_s += blocked_s(event)
         elif event.get("rank") == 0 and event["event"] == "eval":
             self.evaluation_s += event.get("seconds", 0.0)  # older runs did not measure it
 

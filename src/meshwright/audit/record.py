@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from meshwright.audit.goodput import Goodput, RunClock
+from meshwright.audit.saves import Saves
 from meshwright.audit.steps import StepSeries
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event
@@ -219,6 +220,8 @@ class RunRecord:
     checkpoint: str | None = None
     checkpoint_step: int | None = None
     """Steps done when the newest checkpoint was taken."""
+    saves: Saves = field(default_factory=Saves)
+    """What all checkpoints cost."""
     checkpoint_failures: list[str] = field(default_factory=list)
     last_checkpoint_failed: bool = False
     notes: list[str] = field(default_factory=list)
@@ -380,6 +383,13 @@ class RunRecord:
     def _on_checkpoint(self, event: Event, generation: GenerationRecord) -> None:
         self.checkpoint, self.checkpoint_step = event["path"], event["step"]
         self.last_checkpoint_failed = False
+        self.saves.feed(event)
+
+    def _on_checkpoint_waited(self, event: Event, generation: GenerationRecord) -> None:
+        self.saves.feed(event)
+
+    def _on_checkpoint_interval(self, event: Event, generation: GenerationRecord) -> None:
+        self.saves.feed(event)
 
     def _on_checkpoint_failed(self, event: Event, generation: GenerationRecord) -> None:
         self.last_checkpoint_failed = True

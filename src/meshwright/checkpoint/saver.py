@@ -25,6 +25,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.owned_state import StagingBuffer, describe_tensors, list_owned_parts
 from meshwright.checkpoint.retention import Retention
+from meshwright.checkpoint.save_cost import AutoInterval, StepTimes
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
 from meshwright.checkpoint.writer import CheckpointWrite, WeightNotFiniteError
@@ -32,6 +33,8 @@ from meshwright.core.events import Commit, EventWriter
 from meshwright.core.files import folder_bytes
 from meshwright.data.mixture import MixturePattern
 from meshwright.launch.fence import FencedError, HaltedError
+from meshwright.layout.checkpoint_interval import SaveCost, failure_rate
+from meshwright.plan.contract import PlanContract
 from meshwright.spec.train_defaults import fill_defaults
 
 
@@ -67,7 +70,8 @@ class CheckpointSaver:
         is_staged = self._settings.asynchronous and not (host is not None and host.staging_off)
         self._staging = StagingBuffer(device) if is_staged else None
         self._in_flight: CheckpointWrite | None = None
-        self._blocked_s = 0.0
+        self._blocked_s = self._waited_s = 0.0
+        self._step_times, self._auto = StepTimes(), _build_auto_interval(state.plan)
         self.saved_step = -1
         """Steps done when the last save began."""
         self._saved_at = time.monotonic()
@@ -85,8 +89,11 @@ class CheckpointSaver:
         return 0 if self._snapshots is None else self._snapshots.reserved_bytes
 
     def is_due_by_time(self) -> bool:
-        """Whether ``checkpoint.every_minutes`` have passed since the last save."""
-        return 0 < self._settings.every_minutes <= (time.monotonic() - self._saved_at) / 60
+        """Whether ``checkpoint.every_minutes``, or the interval of ``auto``, are over since the last save."""
+        since_s = time.monotonic() - self._saved_at
+        if self._auto is not None:
+            return self._auto.is_due(since_s, self.saved_step >= 0, self._step_times.counted)
+        return 0 < self._settings.every_minutes <= since_s / 60
 
     def is_due_at(self, step: int) -> bool:
         """Whether ``checkpoint.every_steps`` asks for a save after a step."""
@@ -96,14 +103,19 @@ class CheckpointSaver:
         """Whether there is one to resume from; reads the folder, since only rank 0 knows what it saved."""
         return bool(list_checkpoints(self._root))
 
-    def after_step(self, last: bool, eval_loss: float | None, save_requested: bool) -> None:
+    def after_step(
+        self, last: bool, eval_loss: float | None, save_requested: bool, step_s: float | None = None
+    ) -> None:
         """Save a checkpoint and take a snapshot, if they are due.
 
         Args:
             last: Whether the run ends with this step; then the checkpoint is committed on return.
             eval_loss: Of this step, if it was evaluated.
             save_requested: With several ranks: whether rank 0 found a save due by time.
+            step_s: Time of this step; None if it is not typical.
         """
+        if step_s is not None:
+            self._step_times.add(step_s, during_write=self._in_flight is not None)
         self._collect(wait=False)
         counters = self.state.counters
         timely = save_requested if self.needs_all_ranks else self.is_due_by_time()
@@ -111,10 +123,11 @@ class CheckpointSaver:
         if eval_loss is not None:
             counters.best_eval_loss = min(eval_loss, counters.best_eval_loss)
         if last or best or timely or self.is_due_at(counters.step):
-            self._saved_at, self.saved_step = time.monotonic(), counters.step
+            self.saved_step = counters.step
             self._save(eval_loss, best)
             if last or self._staging is None:
                 self._collect(wait=True)
+            self._saved_at = time.monotonic()
         if self._snapshots is not None and not last:
             self._snapshots.after_step()
 
@@ -126,8 +139,8 @@ class CheckpointSaver:
 
     def _save(self, eval_loss: float | None, best: bool) -> None:
         """Copy the state and start to write it."""
+        waited_s = self._wait_for_previous()
         started = time.perf_counter()
-        self._collect(wait=True)
         parts = list_owned_parts(self.state, self._rank)
         if self._staging is not None:
             parts = self._staging.copy(parts)
@@ -144,13 +157,28 @@ class CheckpointSaver:
             write.manifest = build_manifest(self.state, eval_loss)
             write.small_files = self.state.small_files
         write.start()
-        self._in_flight, self._blocked_s = write, time.perf_counter() - started
+        self._in_flight, self._waited_s = write, waited_s
+        self._blocked_s = time.perf_counter() - started + waited_s
+
+    def _wait_for_previous(self) -> float:
+        """Wait for the checkpoint in flight, if there is one, and report the wait; returns its seconds."""
+        previous, started = self._in_flight, time.perf_counter()
+        if previous is None:
+            return 0.0
+        previous.wait()
+        waited_s, step = time.perf_counter() - started, self.state.counters.step
+        self._collect(wait=False)
+        if self._rank == 0:
+            self._events.write(
+                "checkpoint_waited", step=step, previous_step=previous.draft.step, waited_s=waited_s
+            )
+        return waited_s
 
     def _collect(self, wait: bool) -> None:
         """Report the checkpoint in flight, if it is committed or has failed.
 
         Args:
-            wait: Wait for it.
+            wait: Wait for it; training is blocked by it meanwhile.
 
         Raises:
             NotFiniteError: A weight has a NaN or an Inf.
@@ -158,7 +186,11 @@ class CheckpointSaver:
         write = self._in_flight
         if write is None or not (wait or write.is_done()):
             return
+        started = time.perf_counter()
         write.wait()
+        if wait:
+            self._blocked_s += time.perf_counter() - started
+        slowdown = self._step_times.end_write()
         self._in_flight, step, error = None, write.draft.step, write.error
         if isinstance(error, WeightNotFiniteError):
             raise non_finite_error(f"weight {error.name}", math.nan, step, self.has_checkpoint())
@@ -176,7 +208,27 @@ class CheckpointSaver:
             bytes=folder_bytes(write.path),
             seconds=write.seconds,
             blocked_s=self._blocked_s,
+            waited_s=self._waited_s,
+            slowdown=slowdown.factor,
+            slowed_s=slowdown.seconds,
         )
+        if self._auto is None or (
+            wait and self._staging is not None
+        ):  # training does not go on: the last one
+            return
+        cost = SaveCost(self._blocked_s - self._waited_s, slowdown.seconds, write.seconds)
+        if (choice := self._auto.measure(cost)) is not None:
+            cost = choice.cost
+            facts = asdict(cost) | {"cost_s": cost.cost_s, "between_failures_s": choice.failures.between_s}
+            reason = choice.sentence()
+            self._events.write("checkpoint_interval", interval_s=choice.interval_s, reason=reason, **facts)
+
+
+def _build_auto_interval(plan: PlanContract) -> AutoInterval | None:
+    """The interval of ``checkpoint.auto``; None without it."""
+    if not plan.job.checkpoint.auto:
+        return None
+    return AutoInterval(failure_rate(plan.job.cluster, plan.world_size))
 
 
 def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifest:

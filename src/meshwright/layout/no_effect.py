@@ -167,6 +167,10 @@ def _explain_on_best(job: Job) -> str | None:
     return "the only evaluation is the one at the end, so the newest checkpoint is the best"
 
 
+def _explain_every_minutes(job: Job) -> str | None:
+    return "checkpoint.auto sets the minutes between checkpoints" if job.checkpoint.auto else None
+
+
 def _explain_keep_every(job: Job) -> str | None:
     if not job.checkpoint.every_steps:
         return "checkpoints are saved by time, at no multiple of steps; set checkpoint.every_steps"
@@ -241,6 +245,7 @@ REASONS: dict[str, Reason] = {
     "train.eval_every": _longer_than_run("train.eval_every", "there is one evaluation, at the end"),
     "train.replica_check_every": _explain_replica_check,
     "checkpoint.every_steps": _longer_than_run("checkpoint.every_steps", "there is one save, at the end"),
+    "checkpoint.every_minutes": _explain_every_minutes,
     "checkpoint.keep_every": _explain_keep_every,
     "checkpoint.on_best": _explain_on_best,
     "elastic.collective_timeout_s": _explain_timeout,

@@ -1,8 +1,7 @@
 """How many devices a deadline or a budget allows, their cost, and the time lost to failures.
 
 The failure model is simple. The failure rate of a cluster is the sum over its devices. A checkpoint stops the
-run while it is written. Young's interval between checkpoints, sqrt(2 x write time x time between failures),
-minimizes writing plus lost work (Young 1974; Daly 2006 refines it for frequent failures).
+run while it is written, at Young's interval (``layout.checkpoint_interval``).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_plural, format_seconds
+from meshwright.layout.checkpoint_interval import failure_rate, lost_share, young_interval_s
 from meshwright.layout.parameters import count_parameters
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import find_layouts, with_cluster
@@ -24,8 +24,6 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
-ASSUMED_FAILURE_HOURS = 50_000.0
-"""Per device: Llama 3 had 419 unexpected interruptions in 54 days on 16,384 GPUs (Meta 2024)."""
 ASSUMED_STORAGE_BYTES_PER_S = 1e9
 """Per node, if the cluster does not define it."""
 RESTART_S = 600.0
@@ -150,19 +148,17 @@ def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
     """Share of time lost to checkpoints, repeated work and restarts; 1 where no progress is possible."""
     assert isinstance(job.model, DecoderModel), "sizing is for decoders"
     cluster = job.cluster
-    between_s = (cluster.failure_hours or ASSUMED_FAILURE_HOURS) * 3600 / devices
+    between_s = failure_rate(cluster, devices).between_s
     rate = cluster.storage_bytes_per_s or ASSUMED_STORAGE_BYTES_PER_S * nodes
     write_s = CHECKPOINT_BYTES * count_parameters(job.model) / rate
-    interval_s = math.sqrt(2 * write_s * between_s)
-    return min(1.0, write_s / interval_s + interval_s / (2 * between_s) + RESTART_S / between_s)
+    return lost_share(young_interval_s(write_s, between_s), write_s, between_s, RESTART_S)
 
 
 def list_assumptions(job: Job) -> tuple[str, ...]:
     """Values assumed for what the cluster does not define."""
     cluster, found = job.cluster, []
     if cluster.failure_hours is None:
-        hours = f"cluster.failure_hours={ASSUMED_FAILURE_HOURS:g} per device"
-        found.append(f"{hours} (as for Llama 3 on 16,384 GPUs)")
+        found.append(failure_rate(cluster, cluster.devices_per_node).basis.removeprefix("assumed: "))
     if cluster.storage_bytes_per_s is None:
         found.append(f"checkpoints written at {format_bytes(ASSUMED_STORAGE_BYTES_PER_S)}/s per node")
     found.append(f"{format_seconds(RESTART_S)} from a failure to the next step")

@@ -119,7 +119,19 @@ class EventText:
             self._add_news(event["step"], "saved")
             return self.take_news() if event["step"] >= self.steps else None  # no step line follows
         cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
+        if event.get("slowdown") is not None:
+            cost += f", steps {event['slowdown']:.2f} times as long"
         return f"step {event['step']}: checkpoint {event['path']} ({cost})"
+
+    def _describe_checkpoint_waited(self, event: Event) -> str | None:
+        if self._adds_news:
+            self._add_news(event["step"], f"waited {format_seconds(event['waited_s'])} for the last save")
+            return None
+        waited = f"training waited {format_seconds(event['waited_s'])}"
+        return f"step {event['step']}: {waited} for the checkpoint of step {event['previous_step']}"
+
+    def _describe_checkpoint_interval(self, event: Event) -> str:
+        return str(event["reason"])
 
     def _describe_checkpoint_failed(self, event: Event) -> str:
         return f"warning: step {event['step']}: no checkpoint: {event['reason']}; training continues"

@@ -145,6 +145,9 @@ class RunReport:
             rows.append(("Torch", newest.torch))
         if self.history.run.checkpoint:
             rows.append(("Checkpoint", self.history.run.checkpoint))
+            rows.append(("Saves", self.history.run.saves.sentence()))
+        if self.history.run.saves.interval_reason:
+            rows.append(("Interval", self.history.run.saves.interval_reason))
         return rows
 
     def loss_chart(self) -> Chart:
@@ -252,6 +255,7 @@ class RunReport:
             "recoveries": [asdict(recovery) for recovery in record.recoveries],
             "replayed_steps": record.steps.replayed,
             "goodput": None if record.goodput is None else record.goodput.as_dict(),
+            "checkpoints": record.saves.as_dict(),
             "loss": record.target_losses[-1] if record.target_losses else None,
             "eval_loss": record.eval_loss,
             "eval_losses": record.eval_losses,

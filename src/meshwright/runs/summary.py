@@ -45,6 +45,7 @@ def summarize_run(plan: PlanContract, record: RunRecord, audit: Audit, run_dir: 
         "recoveries": len(record.recoveries),
         "goodput": None if record.goodput is None else record.goodput.as_dict(),
         "checkpoint": record.checkpoint,
+        "checkpoints": record.saves.as_dict(),
         "audit_ok": audit.ok,
         "differences": list(audit.differences),
     }

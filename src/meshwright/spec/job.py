@@ -245,6 +245,9 @@ class Checkpoint:
     """Steps between checkpoints; 0 for none. There is always one at the end."""
     every_minutes: NonNegative = 30.0
     """Minutes between checkpoints; 0 for none."""
+    auto: Flag = False
+    """Set the minutes between checkpoints by the measured cost of a save and `cluster.failure_hours`, so that
+    the least time is lost (Daly's formula)."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep, besides the best one."""
     keep_every: Natural = 0

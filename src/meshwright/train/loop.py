@@ -32,8 +32,9 @@ def train(trainer: Trainer) -> None:
         result = run_step(
             trainer, meter, audited, overlap_next_step=not audited and is_followed_by_step(trainer)
         )
-        if typical:  # the first step may compile, and the audited one is slow
-            check_grace(trainer, grace, time.perf_counter() - started)
+        step_s = time.perf_counter() - started if typical else None
+        if step_s is not None:  # the first step may compile, and the audited one is slow
+            check_grace(trainer, grace, step_s)
         policy.after_step(trainer, result.bad)
         replicas.after_step(trainer)
         stopping = result.stop_requested
@@ -44,7 +45,7 @@ def train(trainer: Trainer) -> None:
             eval_loss = eval_losses.get(None)
             evaluations += len(eval_losses)
         trainer.flight.enter("checkpoint")
-        trainer.saver.after_step(last, eval_loss, result.save_requested)
+        trainer.saver.after_step(last, eval_loss, result.save_requested, step_s)
         commit_counts(trainer, evaluations, replicas.checks)
     report_end(trainer, evaluations, stopping, replicas.checks)
 

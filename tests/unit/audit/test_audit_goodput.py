@@ -92,3 +92,17 @@ def test_generations_are_drawn_without_the_time_between_attempts(record):
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"generation {n}" for n in range(3)]
     assert "steps 2 to 3" in [text.get_text() for text in axes.texts]
+
+
+def test_a_checkpoint_that_is_written_beside_training_costs_the_time_that_it_blocks(record):
+    """Its whole time overlaps with steps. The sums over all checkpoints are in the record."""
+    costs = {"blocked_s": 0.5, "slowed_s": 2.0, "slowdown": 1.25, "waited_s": 0.25}
+    record.feed(event("checkpoint", 504.0, 2, step=4, path="d", bytes=1, seconds=9.0, **costs))
+    record.feed(event("checkpoint_waited", 504.0, 2, step=4, previous_step=3, waited_s=0.25))
+    assert record.goodput.lost_s["checkpoints"] == 0.25 + 0.5
+    found = record.saves.as_dict()
+    assert (found["count"], found["blocked_s"], found["slowed_s"], found["slowdown"]) == (2, 0.75, 2.0, 1.25)
+    assert record.saves.sentence() == (
+        "2 saved; training blocked for 750.0 ms; steps 1.25 times as long while one is written "
+        "(2.00 s in all); 1 save waited 250.0 ms for the one before"
+    )

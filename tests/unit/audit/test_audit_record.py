@@ -62,7 +62,7 @@ def test_failures_and_notes_are_recorded_for_the_report(record_of):
             {"event": "no_evaluation", "rank": 0, "reason": "too short"},
             *({"event": "gemm_autotune_skipped", "rank": rank, "reason": "no GPU"} for rank in (0, 1)),
             {"event": "resumed", "rank": 0, "notes": ["2 ranks before"]},
-            {"event": "checkpoint", "rank": 0, "step": 3, "path": "c/step-3"},
+            {"event": "checkpoint", "rank": 0, "step": 3, "path": "c/step-3", "seconds": 1.0},
         ]
     )
     assert record.checkpoint_failures == ["step 3: disk full"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoint_files import TENSORS, manifest_of, split_rows
 
 from meshwright.checkpoint import saver as module
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
+from meshwright.checkpoint.writer import CheckpointWrite
 from meshwright.spec.job import Checkpoint
 
 
@@ -18,7 +21,8 @@ def build(tmp_path, monkeypatch):
     """``build(every_steps=2)``: a saver whose saves are recorded as (step, best)."""
 
     def build(rank: int = 0, ranks: int = 1, **settings) -> CheckpointSaver:
-        job = SimpleNamespace(checkpoint=Checkpoint(**{"every_minutes": 0.0, **settings}))
+        cluster = SimpleNamespace(failure_hours=1.0, devices_per_node=1)
+        job = SimpleNamespace(checkpoint=Checkpoint(**{"every_minutes": 0.0, **settings}), cluster=cluster)
         state = SimpleNamespace(
             plan=SimpleNamespace(job=job, world_size=ranks, host_memory=None),
             counters=TrainState(),
@@ -74,3 +78,59 @@ def test_ranks_save_on_the_common_request_and_not_by_their_own_clock(build, monk
     assert run(saver, [None, None]) == [(2, False)], "only the last one"
     saver.saved.clear()
     assert run(saver, [None, None], requested=True) == [(3, False), (4, False)]
+
+
+def test_auto_replaces_the_minutes_and_keeps_the_steps(build, monkeypatch):
+    """The first save is due after 10 typical steps; then the interval counts from the end of a save."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    saver = build(auto=True, every_minutes=1.0, every_steps=30)
+    for _ in range(31):
+        now[0] += 100.0
+        saver.state.counters.advance(1)
+        saver.after_step(False, None, save_requested=False, step_s=1.0)
+    assert [step for step, _ in saver.saved] == [10, 28, 30], (
+        "after 30 min without a committed save, and by steps"
+    )
+
+
+def test_a_save_that_waits_for_the_one_before_is_reported(tmp_path, monkeypatch):
+    """The write of step 1 ends only when step 2 waits for it."""
+    saver, events = build_waiting_saver(tmp_path, monkeypatch)
+    for step in (1, 2):
+        saver.state.counters.advance(1)
+        saver.after_step(step == 2, None, save_requested=False, step_s=1.0)
+    waited = next(fields for name, fields in events if name == "checkpoint_waited")
+    assert (waited["step"], waited["previous_step"]) == (2, 1)
+    saved = [fields for name, fields in events if name == "checkpoint"]
+    assert [fields["step"] for fields in saved] == [1, 2]
+    assert saved[0]["waited_s"] == 0 < saved[1]["waited_s"] == waited["waited_s"] <= saved[1]["blocked_s"]
+    assert [fields["slowdown"] for fields in saved] == [1.0, None]
+
+
+def build_waiting_saver(root, monkeypatch):
+    """A saver of one tensor that saves after each step; writes are held back until someone waits for them."""
+    events, release = [], threading.Event()
+    job = SimpleNamespace(checkpoint=Checkpoint(every_steps=1))
+    state = SimpleNamespace(
+        plan=SimpleNamespace(job=job, world_size=1, host_memory=None),
+        counters=TrainState(),
+        sharded=SimpleNamespace(local_parameters=lambda: [torch.zeros(1)]),
+        small_files={},
+    )
+    log = SimpleNamespace(generation=0, write=lambda name, **fields: events.append((name, fields)))
+    write_and_vote, wait = CheckpointWrite._write_and_vote, CheckpointWrite.wait
+
+    def hold(write):
+        release.wait(60)
+        return write_and_vote(write)
+
+    def let_go(write):
+        release.set()
+        wait(write)
+
+    monkeypatch.setattr(CheckpointWrite, "_write_and_vote", hold)
+    monkeypatch.setattr(CheckpointWrite, "wait", let_go)
+    monkeypatch.setattr(module, "list_owned_parts", lambda state, rank: split_rows(TENSORS, rank, 1))
+    monkeypatch.setattr(module, "build_manifest", lambda state, loss: manifest_of(step=state.counters.step))
+    return CheckpointSaver(root, state, 0, log), events
