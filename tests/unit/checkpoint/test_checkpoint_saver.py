@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_files import TENSORS, manifest_of, split_rows
 
+from checkpoint_files import TENSORS, manifest_of, split_rows
 from meshwright.checkpoint import saver as module
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
