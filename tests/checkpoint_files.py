@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
+from meshwright.checkpoint import saver
 from meshwright.checkpoint.draft import Draft
 from meshwright.checkpoint.manifest import Manifest, TensorFacts
 from meshwright.checkpoint.saved_tensors import DTYPES, TensorPart
+from meshwright.checkpoint.saver import CheckpointSaver
+from meshwright.checkpoint.state import TrainState
 from meshwright.checkpoint.writer import CheckpointWrite
 from meshwright.layout.state_chunks import Box
+from meshwright.spec.job import Checkpoint
 
 TENSORS = {
     "blocks.10.weight": torch.arange(6.0).reshape(2, 3),
@@ -67,3 +72,18 @@ def save(root: Path, ranks: int = 1, step: int = 1, tensors=TENSORS, small_files
             raise write.error
     assert writes[0].path is not None
     return writes[0].path
+
+
+def build_saver(root: Path, monkeypatch, events: list, generation: int = 0, **settings) -> CheckpointSaver:
+    """The saver of one rank whose state is a few tensors; it appends name and fields of its events."""
+    job = SimpleNamespace(checkpoint=Checkpoint(**settings))
+    state = SimpleNamespace(
+        plan=SimpleNamespace(job=job, world_size=1, host_memory=None),
+        counters=TrainState(),
+        sharded=SimpleNamespace(local_parameters=lambda: [torch.zeros(1)]),
+        small_files={},
+    )
+    log = SimpleNamespace(generation=generation, write=lambda name, **fields: events.append((name, fields)))
+    monkeypatch.setattr(saver, "list_owned_parts", lambda state, rank: split_rows(TENSORS, rank, 1))
+    monkeypatch.setattr(saver, "build_manifest", lambda state, loss: manifest_of(step=state.counters.step))
+    return CheckpointSaver(root, state, 0, log)

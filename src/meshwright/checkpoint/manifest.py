@@ -146,6 +146,9 @@ def rotate(root: Path, retention: Retention, newest: Path) -> None:
     """Remove the checkpoints that are not kept after one was written, oldest first."""
     for left in root.glob(".step-*.old"):
         shutil.rmtree(left, ignore_errors=True)
+    for left in root.glob(f".{BEST_FILE}.*.part"):  # of a process that was killed in mark_best
+        with contextlib.suppress(OSError):
+            left.unlink()
     written = parse_name(newest.name)
     assert written is not None, f"{newest.name} is not the name of a checkpoint"
     found = [number for path in list_checkpoints(root) if (number := parse_name(path.name))]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoint_files import TENSORS, manifest_of, split_rows
+from checkpoint_files import build_saver
 from meshwright.checkpoint import saver as module
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
@@ -111,14 +111,6 @@ def test_a_save_that_waits_for_the_one_before_is_reported(tmp_path, monkeypatch)
 def build_waiting_saver(root, monkeypatch):
     """A saver of one tensor that saves after each step; writes are held back until someone waits for them."""
     events, release = [], threading.Event()
-    job = SimpleNamespace(checkpoint=Checkpoint(every_steps=1))
-    state = SimpleNamespace(
-        plan=SimpleNamespace(job=job, world_size=1, host_memory=None),
-        counters=TrainState(),
-        sharded=SimpleNamespace(local_parameters=lambda: [torch.zeros(1)]),
-        small_files={},
-    )
-    log = SimpleNamespace(generation=0, write=lambda name, **fields: events.append((name, fields)))
     write_and_vote, wait = CheckpointWrite._write_and_vote, CheckpointWrite.wait
 
     def hold(write):
@@ -131,6 +123,4 @@ def build_waiting_saver(root, monkeypatch):
 
     monkeypatch.setattr(CheckpointWrite, "_write_and_vote", hold)
     monkeypatch.setattr(CheckpointWrite, "wait", let_go)
-    monkeypatch.setattr(module, "list_owned_parts", lambda state, rank: split_rows(TENSORS, rank, 1))
-    monkeypatch.setattr(module, "build_manifest", lambda state, loss: manifest_of(step=state.counters.step))
-    return CheckpointSaver(root, state, 0, log), events
+    return build_saver(root, monkeypatch, events, every_steps=1), events
