@@ -6,8 +6,10 @@ One process holds parameters and two AdamW moments, 1 GB in all. In each round i
 - Meshwright's save: the copy into staging memory and the start of the writing thread;
 - ``torch.distributed.checkpoint.async_save`` with its default stager; on a GPU it keeps its pinned memory.
 
-``blocked`` is the time until the call returns, ``commit`` the time until the files are complete. The first
-round warms up all three and does not count. DCP needs a process group; gloo with one rank is used.
+``blocked`` is the time until the call returns, ``commit`` the time until the files are complete. Then both
+save again beside a loop of matrix products, as in training; ``slowdown`` is the median time of its steps
+until the files are complete over the median of 30 steps without a save. The first round warms up everything
+and does not count. DCP needs a process group; gloo with one rank is used.
 
     python benchmarks/checkpoint_save.py [--gigabytes 1] [--rounds 5] [--json]
 """
@@ -19,9 +21,12 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,9 @@ from meshwright.layout.state_chunks import Box
 
 TARGET_COPY = 1.3
 LAYERS = 24
+LOOP_SIZE = 512
+LOOP_STEP_S = 0.02
+OUTSIDE_STEPS = 30
 
 
 def build_state(gigabytes: float, device: torch.device) -> dict[str, torch.Tensor]:
@@ -57,32 +65,75 @@ def measure_copy(state: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) 
     return {"blocked": time.perf_counter() - began}
 
 
-def measure_ours(
+def start_ours(
     state: dict[str, torch.Tensor], staging: StagingBuffer, root: Path, step: int
-) -> dict[str, float]:
-    """Stage, start the thread, and wait for the commit."""
+) -> CheckpointWrite:
+    """Stage and start the thread."""
     facts = {name: TensorFacts("F32", tuple(tensor.shape)) for name, tensor in state.items()}
     manifest = Manifest(
         step=step, position=0, world_size=1, model={}, train={}, seq_len=1, data_sha256="", buckets=[],
         tensors=facts,
     )  # fmt: skip
-    began = time.perf_counter()
     parts = [TensorPart(n, Box.whole(tuple(t.shape)), tuple(t.shape), t) for n, t in state.items()]
     write = CheckpointWrite(Draft(root, step, 0), 0, staging.copy(parts), manifest)
     write.start()
+    return write
+
+
+def measure_ours(
+    state: dict[str, torch.Tensor], staging: StagingBuffer, root: Path, step: int
+) -> dict[str, float]:
+    """Start the save and wait for the commit."""
+    began = time.perf_counter()
+    write = start_ours(state, staging, root, step)
     blocked = time.perf_counter() - began
     write.wait()
     assert write.path is not None, write.error
     return {"blocked": blocked, "commit": time.perf_counter() - began}
 
 
+def start_dcp(state: dict[str, torch.Tensor], stager: Any, root: Path, step: int) -> Future[Any]:
+    """Start DCP's asynchronous save; the future is done when its files are complete."""
+    future = dcp.async_save(state, checkpoint_id=root / f"dcp-{step}", async_stager=stager)
+    return getattr(future, "upload_completion", future)
+
+
 def measure_dcp(state: dict[str, torch.Tensor], stager: Any, root: Path, step: int) -> dict[str, float]:
     """DCP's asynchronous save."""
     began = time.perf_counter()
-    future = dcp.async_save(state, checkpoint_id=root / f"dcp-{step}", async_stager=stager)
+    future = start_dcp(state, stager, root, step)
     blocked = time.perf_counter() - began
-    getattr(future, "upload_completion", future).result()
+    future.result()
     return {"blocked": blocked, "commit": time.perf_counter() - began}
+
+
+class TrainingLoop:
+    """Steps of matrix products, of about 20 ms on a CPU core."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._weight = torch.randn(LOOP_SIZE, LOOP_SIZE, device=device) / LOOP_SIZE**0.5
+        self._repeat = 1
+        while self._step() < LOOP_STEP_S:
+            self._repeat *= 2
+
+    def _step(self) -> float:
+        began, out = time.perf_counter(), self._weight
+        for _ in range(self._repeat):
+            out = out @ self._weight
+        out.sum().item()
+        return time.perf_counter() - began
+
+    def measure_slowdown(self, save: Callable[[], Callable[[], bool]]) -> dict[str, float]:
+        """Steps during a save over steps without.
+
+        Args:
+            save: Starts it; returns a function that says whether it is complete.
+        """
+        outside = [self._step() for _ in range(OUTSIDE_STEPS)]
+        is_complete, during = save(), [self._step()]
+        while not is_complete():
+            during.append(self._step())
+        return {"slowdown": statistics.median(during) / statistics.median(outside)}
 
 
 def run(gigabytes: float, rounds: int) -> dict[str, Any]:
@@ -94,16 +145,25 @@ def run(gigabytes: float, rounds: int) -> dict[str, Any]:
     staging = StagingBuffer(device)
     stager = dcp.staging.BlockingAsyncStager(cache_staged_state_dict=pinned)
     found: dict[str, list[dict[str, float]]] = {"copy": [], "meshwright": [], "dcp": []}
+    loop = TrainingLoop(device)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        root = Path(folder)
         for step in range(rounds + 1):
             found["copy"].append(measure_copy(state, into))
-            found["meshwright"].append(measure_ours(state, staging, Path(folder), step))
-            found["dcp"].append(measure_dcp(state, stager, Path(folder), step))
+            ours = measure_ours(state, staging, root, step)
+            theirs = measure_dcp(state, stager, root, step)
+            again = step + rounds + 1
+            ours |= loop.measure_slowdown(lambda: start_ours(state, staging, root, again).is_done)  # noqa: B023
+            theirs |= loop.measure_slowdown(lambda: start_dcp(state, stager, root, again).done)  # noqa: B023
+            found["meshwright"].append(ours)
+            found["dcp"].append(theirs)
+            for path in root.iterdir():
+                shutil.rmtree(path)
     medians = {
         name: {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
         for name, rows in found.items()
     }
-    ours, copy, theirs = (medians[name]["blocked"] for name in ("meshwright", "copy", "dcp"))
+    blocked = {name: row["blocked"] for name, row in medians.items()}
     bytes_ = sum(tensor.nbytes for tensor in state.values())
     return {
         "date": datetime.date.today().isoformat(),
@@ -111,8 +171,8 @@ def run(gigabytes: float, rounds: int) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "bytes": bytes_,
         "seconds": medians,
-        "blocked_over_copy": ours / copy,
-        "blocked_over_dcp": ours / theirs,
+        "blocked_over_copy": blocked["meshwright"] / blocked["copy"],
+        "blocked_over_dcp": blocked["meshwright"] / blocked["dcp"],
     }
 
 
@@ -133,7 +193,9 @@ def main() -> None:
         return
     print(f"{result['bytes'] / 1e9:.2f} GB, {result['date']}, {result['machine']}, load {result['load']:.1f}")
     for name, row in result["seconds"].items():
-        print(f"  {name:10} " + ", ".join(f"{key} {value:.3f} s" for key, value in row.items()))
+        times = [f"{key} {value:.3f} s" for key, value in row.items() if key != "slowdown"]
+        slower = [f"steps until then {row['slowdown']:.2f} times as long"] if "slowdown" in row else []
+        print(f"  {name:10} " + ", ".join(times + slower))
     print(f"  blocked / plain copy {result['blocked_over_copy']:.2f} (target at most {TARGET_COPY})")
     print(f"  blocked / DCP        {result['blocked_over_dcp']:.2f} (target at most 1)")
 

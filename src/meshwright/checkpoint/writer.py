@@ -114,9 +114,10 @@ class CheckpointWrite:
     def _check(self, part: TensorPart, values: Tensor) -> None:
         if self._cancelled.is_set():
             raise _CancelledError
-        if ":" not in part.name and values.is_floating_point():
+        if ":" not in part.name and values.is_floating_point() and values.numel():
             for piece in values.reshape(-1).split(FINITE_ELEMENTS):
-                if not bool(torch.isfinite(piece).all()):
+                extremes = torch.stack(torch.aminmax(piece))  # NaN if one is; 10 times as fast as isfinite
+                if not bool(torch.isfinite(extremes).all()):
                     raise WeightNotFiniteError(part.name)
 
     def _commit(self, manifest: Manifest) -> None:
