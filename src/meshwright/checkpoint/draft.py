@@ -15,6 +15,7 @@ No file is ever replaced. A step that is saved again becomes another revision of
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import time
@@ -34,6 +35,7 @@ from meshwright.checkpoint.manifest import (
     encode_checked,
     find_wrong_file,
     parse_manifest,
+    parse_name,
 )
 from meshwright.core.events import Commit
 from meshwright.core.files import folder_bytes, replace_bytes, sync_path
@@ -41,11 +43,12 @@ from meshwright.core.files import folder_bytes, replace_bytes, sync_path
 PROPOSAL = "proposal.json"
 VOTE_SUFFIX = ".vote"
 REFUSED_SUFFIX = ".refused"
-"""Of an empty file: a vote against by a rank that cannot write any content."""
+"""Of an empty file: a vote against by a rank that cannot write any content. Its name has the error number."""
 STALLED_S = 60.0
 """The coordinator gives up when no file of the draft has grown for so long."""
 POLL_S = (0.002, 0.1)
 """First and longest interval between two looks at the votes."""
+_REFUSED_NAME = re.compile(rf"rank-(\d{{5,}})\.(\d{{1,4}}){re.escape(REFUSED_SUFFIX)}")
 _DRAFT_NAME = re.compile(r"\.step-(\d{8,})\.(\d+)\.part")
 
 
@@ -109,14 +112,14 @@ class Draft:
             (self.folder / name).unlink(missing_ok=True)
         try:
             self._write_vote(Vote(rank, {}, reason))
-        except OSError:  # no room for a file with content, but perhaps for a name
-            (self.folder / f"rank-{rank:05d}{REFUSED_SUFFIX}").touch()
+        except OSError as error:  # no room for a file with content, but perhaps for a name
+            (self.folder / f"rank-{rank:05d}.{error.errno or 0}{REFUSED_SUFFIX}").touch()
 
     def read_votes(self) -> dict[int, Vote]:
         """The votes so far, by rank; one that is not readable does not count."""
-        refused = (path.name for path in self.folder.glob(f"rank-*{REFUSED_SUFFIX}"))
-        ranks = [int(name[5:10]) for name in refused if name[5:10].isdigit()]
-        votes = {rank: Vote(rank, {}, "it cannot write any file, and not its reason") for rank in ranks}
+        names = (_REFUSED_NAME.fullmatch(path.name) for path in self.folder.glob(f"*{REFUSED_SUFFIX}"))
+        refused = [(int(found[1]), os.strerror(int(found[2]))) for found in names if found]
+        votes = {rank: Vote(rank, {}, f"it cannot write any file: {reason}") for rank, reason in refused}
         for path in self.folder.glob(f"*{VOTE_SUFFIX}"):
             with suppress(OSError, ValueError, ValidationError, RecursionError):
                 vote = _VOTE.validate_python(decode_checked(path.read_bytes()))
@@ -162,9 +165,9 @@ class Draft:
         for path in (*self.folder.glob(f"*{VOTE_SUFFIX}"), self.folder / PROPOSAL):
             path.unlink(missing_ok=True)
         sync_path(self.folder)
-        revision = 0
-        while (self.root / checkpoint_name(self.step, revision)).exists():
-            revision += 1
+        named = [parse_name(path.name) for path in self.root.glob(f"{checkpoint_name(self.step)}*")]
+        # After the last one: the number of an older revision may be free again, and counts as older.
+        revision = max((1 + number for step, number in filter(None, named) if step == self.step), default=0)
         final = self.root / checkpoint_name(self.step, revision)
         with guard():
             self.folder.rename(final)

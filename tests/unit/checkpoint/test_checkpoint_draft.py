@@ -18,7 +18,8 @@ from checkpoint_files import TENSORS, build_write, manifest_of, save, split_rows
 from meshwright.checkpoint import draft as draft_module
 from meshwright.checkpoint import writer as writer_module
 from meshwright.checkpoint.draft import Draft, DraftError, finish_drafts, remove_older_drafts
-from meshwright.checkpoint.manifest import FileFacts, find_newest, list_checkpoints, read_manifest
+from meshwright.checkpoint.manifest import FileFacts, find_newest, list_checkpoints, read_manifest, rotate
+from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.saved_tensors import SavedTensors, write_tensors
 
 RANKS = 3
@@ -142,6 +143,16 @@ def test_a_step_that_is_saved_again_becomes_a_new_revision(tmp_path):
     assert (first.name, second.name) == ("step-00000001", "step-00000001.1")
     assert find_newest(tmp_path) == (second, [])
     assert_whole(first)
+
+
+def test_a_revision_comes_after_all_others_of_its_step(tmp_path):
+    """Rotation removes the first revision; the third save must not take its name, which is an older one."""
+    first, second = save(tmp_path), save(tmp_path)
+    rotate(tmp_path, Retention(1), second)
+    assert not first.exists()
+    third = save(tmp_path)
+    assert third.name == "step-00000001.2"
+    assert find_newest(tmp_path) == (third, [])
 
 
 def test_a_truncated_file_of_a_complete_draft_is_not_committed(tmp_path):
