@@ -43,6 +43,8 @@ SMALL_FILE_SUFFIXES = (".jinja", ".json", ".zip")
 """Of tokenizers, chat templates and the Hugging Face source, which a checkpoint may have."""
 MAX_MANIFEST_BYTES = 2**28
 MAX_DIMS = 8
+MAX_SEQ_LEN = 2**24
+"""Readers allocate the tables of the positions; the files do not bound their size."""
 VERIFY_THREADS = 4
 BEST_FILE = "best"
 """Names the checkpoint with the lowest evaluation loss, which rotation keeps."""
@@ -82,7 +84,7 @@ class Manifest:
     world_size: Annotated[int, Field(ge=1, lt=2**31)]
     model: dict[str, Any]
     train: dict[str, Any]
-    seq_len: Natural
+    seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)]
     data_sha256: str
     """Identity of the data that the position counts in."""
     buckets: list[list[str]]

@@ -31,7 +31,7 @@ from meshwright.checkpoint.hf.names import (
     list_hf_locations,
     list_hf_shapes,
 )
-from meshwright.checkpoint.hf.source import HfSource, load_source
+from meshwright.checkpoint.hf.source import SOURCE_FILE, HfSource, load_source
 from meshwright.checkpoint.manifest import SELECTION_BIAS, read_manifest
 from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.core.errors import Problem, UserError
@@ -84,6 +84,8 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, shard_byte
         rule, fix = "is not an empty folder", "Name a new one"
         raise UserError(Problem("export-out-exists", rule, path=str(out), fix=fix))
     source, tokenizer = load_source(checkpoint), load_tokenizer(checkpoint)
+    if source is not None:
+        _require_source_of(checkpoint, source, model)
     dtypes = _choose_dtypes(model, source, dtype)
     if source is None:
         files = _build_files(model, manifest.seq_len, tokenizer, dtype or "float32")
@@ -113,6 +115,26 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, shard_byte
     names = sorted({str(of).removeprefix("torch.") for of in dtypes.values()})
     written_files = tuple(sorted(p.name for p in out.iterdir()))
     return Exported(read_config(out).architecture, manifest.step, ", ".join(names), total, written_files)
+
+
+def _require_source_of(checkpoint: Path, source: HfSource, model: DecoderModel) -> None:
+    """Check that the kept files are those of a folder with this model.
+
+    Raises:
+        UserError: The config is missing or not one, or the table has tensors that the model does not have.
+    """
+    try:
+        for name in (CONFIG_FILE, *({TOKENIZER_CONFIG_FILE} & source.files.keys())):
+            if not isinstance(json.loads(source.files[name]), dict):
+                raise ValueError(f"{name} is not an object")
+        shapes = list_hf_shapes(model)
+        for name, stored in source.tensors.items():
+            if stored not in STORED_DTYPES or _stored_as(name, model) not in shapes:
+                raise ValueError(f"{name} ({stored}) is not a tensor of the model")
+    except (ValueError, LookupError, RecursionError) as error:
+        rule, fix = f"cannot be used: {error}", "Use another checkpoint"
+        path = str(checkpoint / SOURCE_FILE)
+        raise UserError(Problem("checkpoint-broken", rule, path=path, fix=fix)) from None
 
 
 def _choose_dtypes(model: DecoderModel, source: HfSource | None, dtype: str | None) -> dict[str, torch.dtype]:
