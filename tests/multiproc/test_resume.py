@@ -13,6 +13,7 @@ import torch
 from meshwright import load_run
 from meshwright.checkpoint.resume import require_finite
 from meshwright.core.errors import UserError
+from meshwright.data.prepare import CorpusSpec, prepare_corpus
 from meshwright.launch.lock import RunLock
 from saved_checkpoints import require_equal_files
 
@@ -134,3 +135,31 @@ def test_a_checkpoint_tensor_that_is_not_finite_is_refused_by_name(tmp_path):
     (problem,) = caught.value.problems
     assert problem.code == "checkpoint-not-finite"
     assert "head.weight:exp_avg" in problem.rule
+
+
+def test_data_may_grow_at_the_end_and_change_in_no_other_way(train, tmp_path):
+    """New shards reorder nothing: the losses go on bit by bit. A changed document is refused."""
+    source, out = tmp_path / "text", tmp_path / "grown"
+    source.mkdir()
+
+    def prepare(documents: int, first: str = "document") -> None:
+        for number in range(documents):
+            text = first if number == 1 else "document"
+            (source / f"{number:03d}.txt").write_text(f"{text} {number} has some words. " * 20)
+        spec = CorpusSpec(sources=(str(source),), out=str(out), eval_fraction=0.2, shard_tokens=1)
+        prepare_corpus(spec, Path())
+
+    common = (f"data.path={out}", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "train.steps=6")
+    prepare(40)
+    straight = train(*common, "run_dir=straight")
+    shutil.copytree(_checkpoint(straight.run_dir, 3), tmp_path / "rescued" / "step-00000003")
+    prepare(60)
+    resumed = train(*common, "checkpoint.dir=rescued", "run_dir=resumed", resume=True)
+    assert resumed.losses == straight.losses[3:]
+    assert "the samples so far are the same" in resumed.messages
+    prepare(60, first="another")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        train(*common, "checkpoint.dir=rescued", "run_dir=refused", "train.steps=9", resume=True)
+    assert [problem.code for problem in caught.value.problems] == ["resume-data-changed"]
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"

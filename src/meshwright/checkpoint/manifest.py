@@ -27,6 +27,7 @@ from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.tensor_header import ELEMENT_BYTES, read_tensor_header
+from meshwright.data.identity import SourceIdentity
 from meshwright.spec.job import Data, Job, Train
 from meshwright.spec.model import DEFAULT_NORM_GROUPS, Model
 from meshwright.spec.train_defaults import setting
@@ -110,6 +111,8 @@ class Manifest:
     """Weights of the sources of a mixture, by name."""
     source_positions: dict[str, Natural] = field(default_factory=dict)
     """Samples consumed from each source."""
+    data: dict[str, SourceIdentity] = field(default_factory=dict)
+    """The shards of each source, by its name; empty for images."""
     loss_scale: dict[str, float] | None = None
     """State of the fp16 loss scaler."""
     grad_norms: list[float] = field(default_factory=list)

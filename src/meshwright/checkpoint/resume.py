@@ -20,6 +20,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.core.errors import Problem, UserError
+from meshwright.data.growth import describe_growth
 from meshwright.layout.parameters import list_parameters
 from meshwright.layout.state_chunks import Chunk, local_chunks, shard_chunks
 from meshwright.spec.execution import autotunes_gemms
@@ -118,7 +119,8 @@ def list_differences(manifest: Manifest, state: CheckpointedState) -> list[str]:
     if autotunes_gemms(job):
         notes.append("GEMM autotuning may choose other algorithms: equal up to rounding")
     if manifest.data_sha256 != state.data_sha256:
-        notes.append("the data changed")
+        positions = manifest.source_positions or {"": manifest.position}
+        notes += describe_growth(manifest.data, state.data, positions) or ["the data changed"]
     for key, value in fill_defaults(job.train).items():
         before = manifest.train.get(key, DEFAULTS.get(key))
         if key not in HARMLESS_KEYS and before != value:

@@ -246,6 +246,7 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
         mask=job.data.mask,
         prompt_masking=job.data.prompt_masking,
         data_sha256=state.data_sha256,
+        data=dict(state.data),
         template=state.template,
         eval_fraction=job.data.eval_fraction,
         sources=weights,

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.data.identity import SourceIdentity
 from meshwright.plan.contract import PlanContract
 
 
@@ -78,6 +79,8 @@ class CheckpointedState:
     expert_biases: ExpertBiases | None
     data_sha256: str
     """Identity of the data that the position counts in."""
+    data: Mapping[str, SourceIdentity]
+    """The shards of each source; see :class:`Manifest`."""
     template: str | None
     """Chat template, see :class:`Manifest`."""
     small_files: Mapping[str, bytes]

@@ -41,6 +41,7 @@ from meshwright.runs.nodes import count_ranks_per_node
 from meshwright.runs.planning import warn_of_snapshots
 from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
+from meshwright.runs.same_data import check_same_data
 from meshwright.runs.weights import InitialWeights
 from meshwright.spec.job import Job
 from meshwright.spec.model import BATCH_NORM_NOTE
@@ -145,7 +146,7 @@ def _write_run(
             if list_leftovers(checkpoints):
                 with _take_locks(run_dir, checkpoints, fresh=not (run_dir / EVENTS_FILE).exists()):
                     finish_drafts(checkpoints)  # no run is writing them
-        resume_from = _choose_checkpoint(job, checkpoints, resume, reporter)
+        resume_from = _choose_checkpoint(job, data_dir, checkpoints, resume, reporter)
         hf_weights = resume_from is None and weights.announce(reporter)
     except UserError:
         if job.run_dir is None:  # a numbered folder that was just created is still empty
@@ -269,7 +270,9 @@ def _make_numbered(runs: Path, name: str, number: int) -> Path:
             return folder
 
 
-def _choose_checkpoint(job: Job, checkpoints: Path, resume: ResumeMode, reporter: Reporter) -> Path | None:
+def _choose_checkpoint(
+    job: Job, data_dir: Path, checkpoints: Path, resume: ResumeMode, reporter: Reporter
+) -> Path | None:
     """The checkpoint to resume from; None for a run that starts at the beginning."""
     if resume == "no" and list_checkpoints(checkpoints):
         rule = "holds checkpoints of another run"
@@ -289,6 +292,7 @@ def _choose_checkpoint(job: Job, checkpoints: Path, resume: ResumeMode, reporter
     manifest = read_manifest(checkpoint, verify=False)
     check_same_job(manifest, job.model, job.data, checkpoint)
     check_same_optimizer(manifest, job.train, checkpoint)
+    check_same_data(manifest, job, data_dir, checkpoint)
     if manifest.step >= job.train.steps:
         rule = f"is at step {manifest.step} already, and train.steps={job.train.steps}"
         raise UserError(

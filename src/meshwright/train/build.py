@@ -67,6 +67,7 @@ def build_trainer(
         loss_scaler=amp,
         expert_biases=balancer,
         data_sha256=data.sha256,
+        data=data.sources,
         template=template,
         small_files=small_files,
     )

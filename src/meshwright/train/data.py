@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.dataset import TokenDataset
+from meshwright.data.growth import data_sha256, identify_sources
+from meshwright.data.identity import SourceIdentity
 from meshwright.data.images import open_images
 from meshwright.data.mixture import MixtureOrder, read_mixture
 from meshwright.data.order import SampleOrder
-from meshwright.data.shards import ShardFolder
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.mesh import Mesh
@@ -39,6 +39,8 @@ class TrainData:
     prefetcher: BatchPrefetcher
     sha256: str
     """Of the index, which holds the checksums of the shards; of images, see ``data.images``."""
+    sources: dict[str, SourceIdentity]
+    """The shards of each source; empty for images and for data that come from elsewhere."""
     tokenizer: Path | None
     """The tokenizer file; None for images and for data that come from elsewhere."""
 
@@ -75,10 +77,12 @@ def open_data(
     else:
         order = SampleOrder(train.dataset.shard_sample_counts, job.train.seed)
     prefetcher = BatchPrefetcher(order, train, job.train.global_batch, mesh.device)
-    is_text = isinstance(train, Batcher) and open_split is None
-    tokenizer = Path(read_mixture(folder)[0].folder) / TOKENIZER_FILE if is_text else None
+    tokenizer, sources = None, {}
+    if isinstance(train, Batcher) and open_split is None:
+        tokenizer = Path(read_mixture(folder)[0].folder) / TOKENIZER_FILE
+        sources = identify_sources(folder, train.dataset.source_counts)
     sets = {name: _open_set(job, where, held_out) for name, where in (eval_sets or {}).items()}
-    return TrainData(train, held_out, sets, order, prefetcher, sha256, tokenizer)
+    return TrainData(train, held_out, sets, order, prefetcher, sha256, sources, tokenizer)
 
 
 def _open_set(job: Job, folder: str, like: Batcher | ImageBatcher) -> Batcher | ImageBatcher:
@@ -103,15 +107,5 @@ def _open_batchers(
         degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
         return Batcher(dataset, mesh.dp_rank, degree, micro_batch, context, sample_weight)
 
-    sha256 = "" if open_split else _data_sha256(folder)
+    sha256 = "" if open_split else data_sha256(folder)
     return batcher("train"), batcher("eval"), sha256
-
-
-def _data_sha256(folder: Path) -> str:
-    """Identity of prepared data; of a mixture, of its sources with their names and weights."""
-    digest = hashlib.sha256()
-    for source in read_mixture(folder):
-        if source.name:
-            digest.update(f"{source.name}={source.weight}\n".encode())
-        digest.update(ShardFolder.open(Path(source.folder)).index.to_bytes())
-    return digest.hexdigest()
