@@ -116,6 +116,20 @@ def test_nothing_calls_print():
     assert found == []
 
 
+def test_nothing_is_pickled():
+    """Neither by torch's collectives of objects, nor in a file: reading a pickle runs code."""
+    sends = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?$")
+    found = [
+        (name_of(path), node.lineno)
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if (isinstance(node, ast.Attribute) and sends.match(node.attr))
+        or (isinstance(node, ast.Import) and {alias.name for alias in node.names} & {"pickle", "shelve"})
+        or (isinstance(node, ast.ImportFrom) and node.module in ("pickle", "shelve"))
+    ]
+    assert found == []
+
+
 def test_every_assert_has_a_message():
     found = [
         (name_of(path), node.lineno)

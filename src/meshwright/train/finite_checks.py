@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,6 +31,7 @@ from meshwright.checkpoint.divergence import DivergedError
 from meshwright.models.decoder import Decoder
 from meshwright.models.triton_block import TritonBlock
 from meshwright.parallel.full_tensors import canonical_name, is_dtensor
+from meshwright.parallel.json_gather import all_gather_json
 from meshwright.spec.execution import uses_torch_compile
 from meshwright.train.batches import Samples, split_into_micro_batches
 from meshwright.train.trainer import Trainer
@@ -71,6 +72,7 @@ class Finding:
 
 RankFinding = tuple[Finding | None, int, str]
 """What a rank found, the index of its data-parallel replica, and its host."""
+_RANK_FINDING: TypeAdapter[RankFinding] = TypeAdapter(RankFinding)
 
 
 class FiniteChecks:
@@ -255,12 +257,10 @@ def name_cause(trainer: Trainer, error: DivergedError, action: str) -> DivergedE
     """
     try:
         finding = _recompute(trainer)
-        own = (finding, trainer.data.train.rank, socket.gethostname())
-        findings: list[RankFinding] = [own]
-        if trainer.mesh.control is not None:
-            findings *= trainer.mesh.world_size
-            with trainer.counter.during(CHECK_PHASE):
-                dist.all_gather_object(findings, own, group=trainer.mesh.control)
+        own: RankFinding = (finding, trainer.data.train.rank, socket.gethostname())
+        with trainer.counter.during(CHECK_PHASE):
+            gathered = all_gather_json(_RANK_FINDING.dump_python(own), trainer.mesh)
+        findings = [_RANK_FINDING.validate_python(one) for one in gathered]
     except Exception as failure:  # such as out of memory: the error itself must reach the user
         return error.with_cause(f"recomputing the step with checks failed: {failure}")
     found = [(one.rank_order, rank, one) for rank, (one, _, _) in enumerate(findings) if one is not None]

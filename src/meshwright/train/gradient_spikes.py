@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.checkpoint.divergence import DivergedError
+from meshwright.parallel.json_gather import all_gather_json
 from meshwright.train.bad_steps import BadStep
 from meshwright.train.finite_checks import BACKWARD, CHECK_PHASE, FiniteChecks, recompute_step, wait_for_event
 from meshwright.train.trainer import Trainer
@@ -88,11 +88,8 @@ def _name_ranks(trainer: Trainer, limit: float) -> tuple[list[int], LocalNorm | 
     gradients = LocalGradients(trainer.model)
     recompute_step(trainer, gradients)
     own = gradients.total()
-    norms = [own]
-    if trainer.mesh.control is not None:
-        norms *= trainer.mesh.world_size
-        with trainer.counter.during(CHECK_PHASE):
-            dist.all_gather_object(norms, own, group=trainer.mesh.control)
+    with trainer.counter.during(CHECK_PHASE):
+        norms = [LocalNorm(**one) for one in all_gather_json(asdict(own), trainer.mesh)]
     worst = max(norms, key=lambda local: local.norm)
     if worst.norm / trainer.amp.loss_scale() < limit:
         return [], None

@@ -12,13 +12,13 @@ import socket
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.layout.axes import has_expert_axes, is_expert
 from meshwright.layout.replicas import find_differing_ranks, has_replicas, list_replica_axes
 from meshwright.parallel.collectives import all_gather_into
+from meshwright.parallel.json_gather import all_gather_json
 from meshwright.train.finite_checks import CHECK_PHASE, wait_for_event
 from meshwright.train.trainer import Trainer
 
@@ -57,9 +57,8 @@ class ReplicaCheck:
     def _name(self, trainer: Trainer, differing: list[int]) -> RunFailedError:
         """The error with ranks, hosts and parameters; writes the event ``replicas_differ``."""
         own = (socket.gethostname(), {name: checksum(p) for name, p in _list_parameters(trainer)})
-        gathered = [own] * trainer.mesh.world_size
         with trainer.counter.during(CHECK_PHASE):
-            dist.all_gather_object(gathered, own, group=trainer.mesh.control)
+            gathered = all_gather_json(own, trainer.mesh)
         names = _find_parameters(trainer, [sums for _, sums in gathered])
         step, equal_at = trainer.step, self._equal_at
         if trainer.mesh.rank == 0:
