@@ -110,7 +110,8 @@ def check_rotation(root: Path, when: str, monkeypatch) -> None:
     found = find_newest(root)
     assert found is not None, when
     assert found[0].name in ("step-00000002", "step-00000003"), when
-    assert not found[1], f"{when}: a newer one does not verify"
+    for path in list_checkpoints(root):
+        read_manifest(path)  # none is partial
     save_and_rotate(root, 4, 2, monkeypatch)
     names = {path.name for path in root.iterdir()} - {BEST_FILE}
     assert {"step-00000004"} < names <= {"step-00000002", "step-00000003", "step-00000004"}, when

@@ -20,7 +20,7 @@ RETRY_S = 1800.0
 """With ``checkpoint.auto``: interval as long as no save was committed, such as on a full disk."""
 LAST_COSTS = 5
 """The interval is that of the median of so many costs."""
-CHANGE = 1.25
+CHANGE = 1.5
 """An interval that differs from the one in use by less than this factor is not adopted."""
 
 

@@ -172,13 +172,18 @@ def _explain_every_minutes(job: Job) -> str | None:
 
 
 def _explain_keep_every(job: Job) -> str | None:
-    if not job.checkpoint.every_steps:
-        return "checkpoints are saved by time, at no multiple of steps; set checkpoint.every_steps"
-    multiple = math.lcm(job.checkpoint.every_steps, job.checkpoint.keep_every)
-    if multiple <= job.train.steps:
+    saved = {"checkpoint.every_steps": job.checkpoint.every_steps}
+    if job.checkpoint.on_best:
+        saved["train.eval_every"] = job.train.eval_every
+    multiples = {
+        f"{key}={every}": math.lcm(every, job.checkpoint.keep_every) for key, every in saved.items() if every
+    }
+    if not multiples:
+        return "checkpoints are saved by time, not at given steps; set checkpoint.every_steps"
+    key, first = min(multiples.items(), key=lambda item: item[1])
+    if first < job.train.steps:  # the last one is kept anyway
         return None
-    saved = f"checkpoint.every_steps={job.checkpoint.every_steps}"
-    return f"with {saved} the first step that is a multiple of both is {multiple}, after the run"
+    return f"with {key} the first multiple of both is step {first}, and the run ends at {job.train.steps}"
 
 
 def _explain_replica_check(job: Job) -> str | None:

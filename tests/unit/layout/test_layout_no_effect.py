@@ -334,6 +334,7 @@ CASES = [
     ("checkpoint.every_minutes", "5.0 checkpoint.auto=true", "one process"),
     ("checkpoint.keep_every", "4", "one process"),
     ("checkpoint.keep_every", "4 checkpoint.every_steps=3", "one process"),
+    ("checkpoint.keep_every", "8 checkpoint.on_best=true train.eval_every=4", "one process"),
     ("checkpoint.on_best", "true", "one process"),
     ("elastic.collective_timeout_s", "60.0", "one process"),
     ("elastic.spares", "1 elastic.restarts=0", "replicas"),
