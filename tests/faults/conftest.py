@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from golden_job import JOB, save_golden
 from network_nodes import Nodes, find_obstacle
 from running_command import Command
+
+from meshwright.cli import main
 
 
 @pytest.fixture
@@ -44,3 +48,28 @@ def make_nodes(tmp_path: Path) -> Iterator[Callable[[int], Nodes]]:
     yield make
     for nodes in made:
         nodes.remove()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A good checkpoint, in the folder of a job that can resume it."""
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "job.toml").write_text(JOB.format(corpus=prepared))
+    return save_golden(folder / "root", prepared)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """``run("checkpoint", "verify", "root")``: status and messages of a command in this process."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["meshwright", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_of:
+            main()
+        out, err = capfd.readouterr()
+        return int(exit_of.value.code or 0), out + err
+
+    return run

@@ -13,91 +13,24 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from golden_job import tree
 from running_command import PROGRAM
 
-from checkpoint_files import build_write
 from meshwright.checkpoint.hf.source import SOURCE_FILE
-from meshwright.checkpoint.manifest import MANIFEST, TensorFacts, encode_checked, read_manifest
-from meshwright.checkpoint.saved_tensors import DTYPES
-from meshwright.cli import main
-from saved_checkpoints import load_tensors
+from meshwright.checkpoint.manifest import MANIFEST, encode_checked
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v1"
 RANK_0 = "rank-00000.safetensors"
-JOB = """
-name = "tiny"
-checkpoint.dir = "root"
-[model]
-num_layers = 1
-hidden_size = 8
-num_heads = 2
-num_kv_heads = 1
-ffn_size = 16
-vocab_size = 257
-tied_embeddings = true
-[data]
-path = "{corpus}"
-seq_len = 8
-[train]
-steps = 3
-global_batch = 2
-[cluster]
-device = "cpu"
-devices_per_node = 1
-matmul_flops_per_s = 1e11
-"""
 COMMANDS = {
     "verify": ("checkpoint", "verify", "root"),
     "generate": ("generate", "root", "--prompt", "a", "--tokens", "2"),
     "export": ("checkpoint", "export", "root", "exported"),
     "resume": ("train", "job.toml", "--resume"),
 }
-Status = tuple[int, str]
-
-
-def save_golden(root: Path) -> Path:
-    """A checkpoint of two ranks in format 2, of a real model of one layer."""
-    tensors, manifest = load_tensors(GOLDEN), read_manifest(GOLDEN)
-    facts = {name: TensorFacts(DTYPES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-    writes = [build_write(root, rank, 2, 2, tensors) for rank in (1, 0)]
-    writes[1].manifest = replace(manifest, version=2, world_size=2, files={}, tensors=facts)
-    writes[1].small_files = {"tokenizer.json": (GOLDEN / "tokenizer.json").read_bytes()}
-    for write in writes:
-        write._run()
-    assert writes[1].path is not None, writes[1].error
-    return writes[1].path
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A good checkpoint, in the folder of a job that can resume it."""
-    folder = tmp_path / "inside"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    (folder / "job.toml").write_text(JOB.format(corpus=prepared))
-    return save_golden(folder / "root")
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[[str], Status]:
-    """``run("verify")``: exit status and messages of a command, which runs in this process."""
-
-    def run(name: str) -> Status:
-        monkeypatch.setattr(sys, "argv", ["meshwright", *COMMANDS[name]])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as exit_of:
-            main()
-        out, err = capfd.readouterr()
-        return int(exit_of.value.code or 0), out + err
-
-    return run
 
 
 def edit_manifest(checkpoint: Path, *keys: str, value: object) -> None:
@@ -200,15 +133,6 @@ BOMB = pack({f"{number}.txt": b"\0" * 2**25 for number in range(4)})
 """128 MB in 128 kB."""
 
 
-def tree(folder: Path) -> dict[str, bytes | str]:
-    """All files below a folder with their content."""
-    return {
-        str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
-    }
-
-
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_16_a_malicious_checkpoint_is_refused_with_a_reason(checkpoint, tmp_path, run, attack):
     """Each command that would use the harmful part ends with status 2 (``verify``: 3); none crashes."""
@@ -216,10 +140,10 @@ def test_16_a_malicious_checkpoint_is_refused_with_a_reason(checkpoint, tmp_path
     (tmp_path / "secret").write_bytes(b"secret")
     harm(checkpoint)
     before = tree(tmp_path)
-    for name in COMMANDS:
+    for name, arguments in COMMANDS.items():
         if name == "resume" and name not in refusing:
             continue  # it would train
-        status, said = run(name)
+        status, said = run(*arguments)
         if name in refusing:
             assert status == (3 if name == "verify" else 2), f"{name}: {said}"
             assert "[" in said.strip().splitlines()[-1], "no reason"
@@ -234,7 +158,7 @@ def test_16_files_that_no_command_reads_do_no_harm(checkpoint, run):
     """Pickles under the names that other programs load."""
     for name in (".metadata", "pytorch_model.bin", "optimizer.pt", "rank-00009.safetensors"):
         (checkpoint / name).write_bytes(PICKLE)
-    assert [run(name)[0] for name in ("verify", "generate", "export")] == [0, 0, 0]
+    assert [run(*COMMANDS[name])[0] for name in ("verify", "generate", "export")] == [0, 0, 0]
     assert not Path("code-ran").exists()
     assert not list(Path("exported").glob("*.bin"))
 

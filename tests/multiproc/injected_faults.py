@@ -502,3 +502,15 @@ def busy_for_seconds(run_dir, listener):
 
     loop.evaluate = evaluate
     return run_rank(run_dir, listener)
+
+
+def save_what_was_resumed(run_dir, listener):
+    """Every rank saves its state again after it has loaded a checkpoint, before the first update."""
+
+    def save(trainer):
+        if trainer.step == trainer.state.first_step:
+            trainer.saver._save(None, False)
+            trainer.saver._collect(wait=True)
+
+    _before_update(save)
+    return run_rank(run_dir, listener)

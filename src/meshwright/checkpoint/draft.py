@@ -219,14 +219,18 @@ def finish_drafts(root: Path, guard: Commit = nullcontext) -> list[Path]:
     Returns:
         The checkpoints that were committed.
     """
-    drafts = [Draft.parse(path) for path in sorted(root.glob(".step-*.part"))]
-    finished = [draft.finish(guard) for draft in drafts if draft is not None]
+    finished = [draft.finish(guard) for draft in list_drafts(root)]
     return [path for path in finished if path is not None]
+
+
+def list_drafts(root: Path) -> list[Draft]:
+    """The drafts in a folder of checkpoints."""
+    found = [Draft.parse(path) for path in sorted(root.glob(".step-*.part"))]
+    return [draft for draft in found if draft is not None]
 
 
 def remove_older_drafts(newest: Draft) -> None:
     """Remove what failed saves of the same generation left; the ranks may be writing the next one already."""
-    for path in newest.root.glob(".step-*.part"):
-        draft = Draft.parse(path)
-        if draft is not None and draft.generation == newest.generation and draft.step < newest.step:
+    for draft in list_drafts(newest.root):
+        if draft.generation == newest.generation and draft.step < newest.step:
             draft.discard()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ from types import TracebackType
 from meshwright.core.errors import Problem, UserError
 
 LOCK_FILE = "lock"
+_HOLDER = re.compile(rb"\d+ on \S+\n")
+"""What a holder writes: its process and host."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,12 @@ def _try_to_lock(folder: Path) -> tuple[int, str | None]:
         holder = os.read(fd, 256).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         return -1, f"is in use by another meshwright (process {holder})"
+    content = os.read(fd, 256)
+    if content and not _HOLDER.fullmatch(content):
+        os.close(fd)
+        raise FileExistsError(errno.EEXIST, "is a file of another program", str(folder / LOCK_FILE))
     os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
     os.write(fd, f"{os.getpid()} on {socket.gethostname()}\n".encode())
     return fd, None
 

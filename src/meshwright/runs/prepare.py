@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshwright.checkpoint.draft import finish_drafts
+from meshwright.checkpoint.draft import finish_drafts, list_drafts
 from meshwright.checkpoint.manifest import (
     check_same_job,
     check_same_optimizer,
     find_newest,
     list_checkpoints,
-    list_leftovers,
     read_manifest,
 )
 from meshwright.core.errors import Problem, UserError
@@ -143,7 +142,7 @@ def _write_run(
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
     try:
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported below
-            if list_leftovers(checkpoints):
+            if list_drafts(checkpoints):
                 with _take_locks(run_dir, checkpoints, fresh=not (run_dir / EVENTS_FILE).exists()):
                     finish_drafts(checkpoints)  # no run is writing them
         resume_from = _choose_checkpoint(job, data_dir, checkpoints, resume, reporter)

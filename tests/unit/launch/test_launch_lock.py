@@ -68,3 +68,13 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         RunLock.take(tmp_path)
     assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_a_file_of_another_program_with_the_name_of_the_lock_is_not_overwritten(tmp_path):
+    (tmp_path / "lock").write_text("yarn")
+    with pytest.raises(OSError, match="is a file of another program"):
+        RunLock.take_checkpoints(tmp_path)
+    assert (tmp_path / "lock").read_text() == "yarn"
+    (tmp_path / "lock").write_text("1234 on some-host.example\n")
+    with RunLock.take(tmp_path):
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()} on {socket.gethostname()}\n"

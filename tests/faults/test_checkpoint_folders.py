@@ -1,0 +1,188 @@
+"""Folders that cannot be resumed, folders with two writers (fault test 17), a disk that fails in a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from golden_job import tree
+
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    find_newest,
+    list_checkpoints,
+    list_leftovers,
+    read_manifest,
+)
+from meshwright.core.errors import UserError
+from meshwright.launch.lock import RunLock
+from meshwright.runs.prepare import _take_locks
+
+RESUME = ("train", "job.toml", "--resume")
+
+
+def make_empty(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+
+
+def make_missing(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint.parent)
+
+
+def make_foreign(checkpoint: Path) -> None:
+    """A folder of other programs, which use some of the same names."""
+    root = checkpoint.parent
+    shutil.rmtree(checkpoint)
+    (root / "lock").write_text("of another program")
+    (root / "best").write_bytes(b"\xff\x00")
+    (root / "step-12").mkdir()
+    (root / "step-12" / MANIFEST).write_text("{}")
+    (root / ".step-x.part").mkdir()
+    (root / ".step-x.part" / "notes.txt").write_text("text")
+
+
+def make_web_site(checkpoint: Path) -> None:
+    """The manifest of a web page, in a folder with a checkpoint's name."""
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+    (checkpoint / MANIFEST).write_text('{"name": "site", "version": 2, "icons": []}')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (make_empty, "resume-nothing"),
+        (make_missing, "resume-nothing"),
+        (make_foreign, "resume-nothing"),
+        (make_web_site, "checkpoint-none-good"),
+        (lambda c: (c / "rank-00001.safetensors").unlink(), "checkpoint-none-good"),
+        (lambda c: (c / "tokenizer.json").unlink(), "checkpoint-none-good"),
+        (lambda c: (c / MANIFEST).unlink(), "resume-nothing"),
+        (lambda c: (shutil.rmtree(c.parent), c.parent.write_text("a file")), "resume-nothing"),
+    ],
+    ids=[
+        "empty",
+        "missing",
+        "foreign",
+        "web site",
+        "without a shard",
+        "without a tokenizer",
+        "without a manifest",
+        "file",
+    ],
+)
+def test_a_folder_without_a_whole_checkpoint_is_refused_and_left_as_it_was(checkpoint, run, spoil, code):
+    """No file is added or changed, in the folder or beside it."""
+    spoil(checkpoint)
+    before = tree(Path())
+    for command in (RESUME, ("generate", "root"), ("checkpoint", "export", "root", "exported")):
+        status, said = run(*command)
+        assert status == 2, said
+        assert f"[{code}]" in said or command is not RESUME, said
+        assert tree(Path()) == before, command
+    status, said = run("checkpoint", "verify", "root")
+    assert status in (2, 3), said
+    assert tree(Path()) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.hidden_size=16", "model.hidden_size is 8 in the checkpoint and 16 in the job"),
+        ("model.num_layers=2", "model.num_layers is 1 in the checkpoint and 2 in the job"),
+        ("model.vocab_size=300", "model.vocab_size is 257 in the checkpoint and 300 in the job"),
+        (
+            "model.tied_embeddings=false",
+            "model.tied_embeddings is True in the checkpoint and False in the job",
+        ),
+        ("train.optimizer=lion", "train.optimizer is adamw in the checkpoint and lion in the job"),
+    ],
+)
+def test_another_model_is_refused_and_the_folder_is_left_as_it_was(checkpoint, run, change, says):
+    """Another shape, a grown vocabulary, and another optimizer."""
+    before = tree(Path())
+    status, said = run(*RESUME, change)
+    assert status == 2, said
+    assert says in " ".join(said.split())
+    assert "[resume-mismatch]" in said
+    assert tree(Path()) == before
+
+
+def test_17_a_folder_that_another_process_writes_is_refused_and_left_as_it_was(checkpoint, run):
+    """The error names process and host. A run locks the folder also where it is in its run folder."""
+    Path("run").mkdir()
+    with _take_locks(Path("run"), checkpoint.parent):
+        before = tree(Path())
+        status, said = run(*RESUME)
+        assert status == 2, said
+        assert "[checkpoint-dir-busy]" in said
+        assert f"process {os.getpid()} on {socket.gethostname()}" in " ".join(said.split())
+        assert tree(Path()) == before
+    with _take_locks(checkpoint.parent, checkpoint), pytest.raises(UserError, match="is in use"):
+        RunLock.take_checkpoints(checkpoint)
+
+
+@pytest.mark.slow
+def test_17_a_second_run_is_refused_until_the_first_is_killed(command, job_file, tmp_path):
+    """The folder of the first is in its run folder. The second names it by a link, and names the owner."""
+    root, link = tmp_path / "run" / "checkpoints", tmp_path / "link"
+    link.symlink_to(root)
+    again = ("train", job_file, "--resume", f"checkpoint.dir={link}", "run_dir=other", "train.steps=3")
+    first = command("train", job_file, "train.steps=100000", "checkpoint.every_steps=2", "run_dir=run")
+    pid = first.wait_for(tmp_path / "run", lambda e: e["event"] == "started")["pid"]
+    first.wait_for(tmp_path / "run", lambda e: e["event"] == "checkpoint")
+    status, _, err = command(*again).finish()
+    assert status == 2
+    assert "[checkpoint-dir-busy]" in err
+    assert f"process {first.process.pid} on {socket.gethostname()}" in err
+    assert not (tmp_path / "other").exists()
+    for victim in (first.process.pid, pid):  # the rank would go on for a while
+        os.kill(victim, signal.SIGKILL)
+    first.process.wait(30)
+    found = find_newest(root)
+    assert found is not None
+    steps = f"train.steps={read_manifest(found[0]).step + 10}"  # a draft with all votes may be committed too
+    status, _, err = command(*again[:-1], steps).finish()
+    assert status == 0, err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_15_training_continues_when_a_disk_fails(command, job_file, tmp_path, rank):
+    """An fsync of a rank fails with EIO. That checkpoint is lost, the next ones are written."""
+    run_dir = tmp_path / "run"
+    running = command(
+        "train", job_file, "layout.dp_shard=2", "train.steps=300", "checkpoint.every_steps=60",
+        "run_dir=run", "checkpoint.keep_last=9",
+    )  # fmt: skip
+    pid = running.wait_for(run_dir, lambda e: e["event"] == "started" and e["rank"] == rank)["pid"]
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
+    tracer = subprocess.Popen(
+        ["strace", "-f", "-p", str(pid), "-e", "trace=fsync", "-e", "inject=fsync:error=EIO:when=1"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        running.wait_for(run_dir, lambda e: e["event"] == "checkpoint_failed", limit_s=120)
+    finally:
+        if tracer.poll() is None:
+            tracer.terminate()
+        trace = tracer.communicate()[1]
+    assert "INJECTED" in trace
+    status, _, err = running.finish()
+    events = running.events(run_dir)
+    (failed,) = [event for event in events if event["event"] == "checkpoint_failed"]
+    assert "Input/output error" in failed["reason"]
+    assert f"rank {rank}" in failed["reason"] or rank == 0
+    assert status == 0, err
+    assert "[checkpoint-not-written]" in err
+    assert max(event["step"] for event in events if event["event"] == "step") == 300
+    found = [read_manifest(path).step for path in list_checkpoints(run_dir / "checkpoints")]
+    assert found == [step for step in range(60, 301, 60) if step != failed["step"]]
+    assert list_leftovers(run_dir / "checkpoints") == []
