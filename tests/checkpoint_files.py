@@ -13,6 +13,7 @@ from meshwright.checkpoint.manifest import Manifest, TensorFacts
 from meshwright.checkpoint.saved_tensors import DTYPES, TensorPart
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
+from meshwright.checkpoint.stores import CheckpointStores
 from meshwright.checkpoint.writer import CheckpointWrite
 from meshwright.layout.state_chunks import Box
 from meshwright.spec.job import Checkpoint
@@ -86,4 +87,4 @@ def build_saver(root: Path, monkeypatch, events: list, generation: int = 0, **se
     log = SimpleNamespace(generation=generation, write=lambda name, **fields: events.append((name, fields)))
     monkeypatch.setattr(saver, "list_owned_parts", lambda state, rank: split_rows(TENSORS, rank, 1))
     monkeypatch.setattr(saver, "build_manifest", lambda state, loss: manifest_of(step=state.counters.step))
-    return CheckpointSaver(root, state, 0, log)
+    return CheckpointSaver(CheckpointStores.single(root), state, 0, log)

@@ -125,3 +125,23 @@ def train(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
         return Trained(status, result, Path(result.get("run_dir", "")), err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """A real S3 server in a process of its own, with an empty bucket."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto")
+    from s3_server import S3Server
+
+    server = S3Server()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The URL of an empty prefix of that server; the environment has its address and credentials."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://bucket/{tmp_path.parent.name}/{tmp_path.name}"

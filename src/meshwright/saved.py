@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.core.errors import require_argument
+from meshwright.core.object_path import AnyPath, parse_location
 from meshwright.runs.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.hf.export import Exported
     from meshwright.checkpoint.inventory import PruneResult, StoredCheckpoint
+    from meshwright.runs.checkpoints import CopiedCheckpoint
     from meshwright.runs.evaluate import Evaluation, HeldOutData
 
 
@@ -93,33 +95,55 @@ def find_model(path: str | Path) -> Path:
     """The model that a path means: a Hugging Face folder, or what :func:`find_checkpoint` finds."""
     from meshwright.runs.generate import find_model as find  # noqa: PLC0415
 
-    return find(Path(path))
+    return find(parse_location(path))
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest of a folder or a run.
+def find_checkpoint(path: str | AnyPath) -> AnyPath:
+    """The checkpoint that a path means: itself, or the newest of a folder, a run or an object store.
 
     Raises:
         UserError: There is none.
     """
     from meshwright.runs.checkpoints import find_checkpoint as find  # noqa: PLC0415
 
-    return find(Path(path))
+    return find(parse_location(path))
 
 
-def list_checkpoints(path: str | Path, *, verify: bool = False) -> list[StoredCheckpoint]:
-    """The checkpoints of a folder or a run.
+def list_checkpoints(
+    path: str | AnyPath, *, verify: bool = False, reporter: Reporter = SILENT
+) -> list[StoredCheckpoint]:
+    """The checkpoints of a folder, a run or an object store.
 
     Args:
-        path: A checkpoint, a folder of checkpoints, or a run.
+        path: A checkpoint, a folder of checkpoints, a run, or a URL (``s3://BUCKET/PREFIX``).
         verify: Whether to read every file and compare its checksum.
+        reporter: Receives progress.
     """
-    from meshwright.checkpoint.inventory import list_stored  # noqa: PLC0415
+    from meshwright.runs.checkpoints import list_all  # noqa: PLC0415
 
-    return list_stored(Path(path), verify)
+    return list_all(parse_location(path), verify, reporter)
 
 
-def prune_checkpoints(path: str | Path, keep: int, keep_every: int = 0) -> PruneResult:
+def copy_checkpoints(
+    source: str | AnyPath, target: str | AnyPath, *, every: bool = False, reporter: Reporter = SILENT
+) -> list[CopiedCheckpoint]:
+    """Copy the newest checkpoint to another folder or object store, and verify it on the way.
+
+    Args:
+        source: A checkpoint, a folder of checkpoints, a run, or a URL (``s3://BUCKET/PREFIX``).
+        target: Folder or URL that holds checkpoints; created if it is missing.
+        every: Copy all intact checkpoints.
+        reporter: Receives progress.
+
+    Raises:
+        UserError: There is none to copy, one does not verify, or the target cannot be written.
+    """
+    from meshwright.runs.checkpoints import copy_checkpoints as copy  # noqa: PLC0415
+
+    return copy(parse_location(source), parse_location(target), every, reporter)
+
+
+def prune_checkpoints(path: str | AnyPath, keep: int, keep_every: int = 0) -> PruneResult:
     """Delete old checkpoints; the newest complete ones and the best one stay.
 
     Args:
@@ -133,11 +157,11 @@ def prune_checkpoints(path: str | Path, keep: int, keep_every: int = 0) -> Prune
     from meshwright.checkpoint.retention import Retention  # noqa: PLC0415
     from meshwright.runs.checkpoints import prune_folder  # noqa: PLC0415
 
-    return prune_folder(Path(path), Retention(keep, keep_every))
+    return prune_folder(parse_location(path), Retention(keep, keep_every))
 
 
 def export_checkpoint(
-    path: str | Path,
+    path: str | AnyPath,
     out: str | Path,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     shard_bytes: int = 5 * 10**9,
@@ -152,6 +176,6 @@ def export_checkpoint(
         dtype: Of the weights; None for the dtypes of the run's Hugging Face folder, float32 without one.
         shard_bytes: Largest file of weights.
     """
-    from meshwright.runs.checkpoints import export_to  # noqa: PLC0415
+    from meshwright.runs.checkpoints import export_to, require_folder  # noqa: PLC0415
 
-    return export_to(find_checkpoint(path), Path(out), dtype, shard_bytes)
+    return export_to(require_folder(find_checkpoint(path)), Path(out), dtype, shard_bytes)

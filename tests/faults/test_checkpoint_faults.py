@@ -24,7 +24,6 @@ from checkpoint_files import build_write, save
 from meshwright.checkpoint.draft import finish_drafts
 from meshwright.checkpoint.manifest import (
     MANIFEST,
-    find_newest,
     list_checkpoints,
     list_leftovers,
     read_manifest,
@@ -32,6 +31,7 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.saved_tensors import SavedTensors
+from meshwright.checkpoint.stores import find_newest
 from meshwright.core.errors import UserError
 
 RANKS = 4

@@ -14,11 +14,11 @@ from golden_job import tree
 
 from meshwright.checkpoint.manifest import (
     MANIFEST,
-    find_newest,
     list_checkpoints,
     list_leftovers,
     read_manifest,
 )
+from meshwright.checkpoint.stores import find_newest
 from meshwright.core.errors import UserError
 from meshwright.launch.lock import RunLock
 from meshwright.runs.prepare import _take_locks

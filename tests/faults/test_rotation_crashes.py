@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from checkpoint_files import build_saver
-from meshwright.checkpoint.manifest import BEST_FILE, find_newest, list_checkpoints, read_manifest
+from meshwright.checkpoint.manifest import BEST_FILE, list_checkpoints, read_manifest
+from meshwright.checkpoint.stores import find_newest
 from meshwright.checkpoint.writer import CheckpointWrite
 
 CHANGES_NAMES = ("rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat")

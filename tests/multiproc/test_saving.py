@@ -8,11 +8,11 @@ import pytest
 
 from meshwright.checkpoint.manifest import (
     checkpoint_name,
-    find_newest,
     list_checkpoints,
     list_leftovers,
     read_manifest,
 )
+from meshwright.checkpoint.stores import find_newest
 from meshwright.runs.train import ENTRY
 
 

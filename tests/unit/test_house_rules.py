@@ -37,7 +37,9 @@ COMMANDS = {
     "report",
     "bench scaling",
 }
-COMMANDS |= {f"checkpoint {name}" for name in ("export", "list", "prune", "verify")} | {"schedule pipeline"}
+COMMANDS |= {f"checkpoint {name}" for name in ("copy", "export", "list", "prune", "verify")} | {
+    "schedule pipeline"
+}
 COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
 NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "validation", "data", "launch")
 NO_TORCH += ("audit", "diagnose", "elastic", "report")

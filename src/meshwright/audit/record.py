@@ -395,6 +395,11 @@ class RunRecord:
         self.last_checkpoint_failed = True
         self.checkpoint_failures.append(f"step {event['step']}: {event['reason']}")
 
+    def _on_checkpoint_copy_failed(self, event: Event, generation: GenerationRecord) -> None:
+        self.checkpoint_failures.append(
+            f"step {event['step']}: no copy in {event['store']}: {event['reason']}"
+        )
+
     def _on_resumed(self, event: Event, generation: GenerationRecord) -> None:
         if event["rank"] == 0:
             self.notes += event["notes"]

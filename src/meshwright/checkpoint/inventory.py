@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshwright.checkpoint.manifest import (
     MANIFEST,
@@ -15,17 +14,18 @@ from meshwright.checkpoint.manifest import (
     parse_name,
     read_manifest,
     remove_checkpoint,
+    sort_by_step,
 )
 from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.files import folder_bytes
+from meshwright.core.object_path import AnyPath, tree_bytes
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """One checkpoint, intact or not."""
 
-    path: Path
+    path: AnyPath
     step: int
     bytes: int
     """Size of all its files."""
@@ -49,12 +49,12 @@ class PruneResult:
     removed: tuple[StoredCheckpoint, ...]
     broken: tuple[StoredCheckpoint, ...]
     """Kept, because they do not verify."""
-    leftovers: tuple[Path, ...]
+    leftovers: tuple[AnyPath, ...]
     """Drafts of killed processes, removed."""
     freed_bytes: int
 
 
-def list_stored(path: Path, verify: bool) -> list[StoredCheckpoint]:
+def list_stored(path: AnyPath, verify: bool) -> list[StoredCheckpoint]:
     """The checkpoints at a path, oldest first.
 
     Args:
@@ -69,7 +69,7 @@ def list_stored(path: Path, verify: bool) -> list[StoredCheckpoint]:
     return [_inspect(folder, verify) for folder in _folders(find_root(path))]
 
 
-def find_root(path: Path) -> Path:
+def find_root(path: AnyPath) -> AnyPath:
     """The folder of checkpoints at a path: itself, or that of a run."""
     for root in (path, path / "checkpoints"):
         if _folders(root):
@@ -78,7 +78,7 @@ def find_root(path: Path) -> Path:
     raise UserError(Problem("checkpoint-missing", "holds no checkpoint", path=str(path), fix=fix))
 
 
-def prune(root: Path, retention: Retention, sweep: bool) -> PruneResult:
+def prune(root: AnyPath, retention: Retention, sweep: bool) -> PruneResult:
     """Remove checkpoints that verify (checksums included) and are not kept; others neither count nor go.
 
     Args:
@@ -101,7 +101,7 @@ def prune(root: Path, retention: Retention, sweep: bool) -> PruneResult:
     removed = tuple(stored for number, stored in zip(numbers, intact, strict=True) if number in gone)
     kept = tuple(stored for stored in intact if stored not in removed)
     leftovers = tuple(list_leftovers(root)) if sweep else ()
-    freed = sum(stored.bytes for stored in removed) + sum(map(folder_bytes, leftovers))
+    freed = sum(stored.bytes for stored in removed) + sum(map(tree_bytes, leftovers))
     for path in (*leftovers, *(stored.path for stored in removed)):
         try:
             remove_checkpoint(path)
@@ -112,25 +112,22 @@ def prune(root: Path, retention: Retention, sweep: bool) -> PruneResult:
     return PruneResult(kept, removed, broken, leftovers, freed)
 
 
-def _folders(root: Path) -> list[Path]:
-    found = [(parse_name(path.name), path) for path in root.glob("step-*") if path.is_dir()]
-    return [path for number, path in sorted((number, path) for number, path in found if number)]
+def _folders(root: AnyPath) -> list[AnyPath]:
+    return sort_by_step(path for path in root.glob("step-*") if path.is_dir())
 
 
-def _inspect(folder: Path, verify: bool) -> StoredCheckpoint:
+def _inspect(folder: AnyPath, verify: bool) -> StoredCheckpoint:
     best = best_checkpoint(folder.parent) == folder.name
     try:
         manifest = read_manifest(folder, verify)
     except UserError as error:
-        return StoredCheckpoint(
-            folder, _step(folder) or 0, folder_bytes(folder), error.problems[0].rule, best
-        )
+        return StoredCheckpoint(folder, _step(folder) or 0, tree_bytes(folder), error.problems[0].rule, best)
     step = _step(folder)  # None for a copy under another name
     return StoredCheckpoint(
-        folder, manifest.step if step is None else step, folder_bytes(folder), "", best, manifest.eval_loss
+        folder, manifest.step if step is None else step, tree_bytes(folder), "", best, manifest.eval_loss
     )
 
 
-def _step(folder: Path) -> int | None:
+def _step(folder: AnyPath) -> int | None:
     named = parse_name(folder.name)
     return named[0] if named else None

@@ -16,6 +16,7 @@ import math
 import re
 import shutil
 import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -25,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.files import replace_text
+from meshwright.core.object_path import AnyPath, ObjectPath, remove_tree, write_whole
 from meshwright.core.tensor_header import ELEMENT_BYTES, read_tensor_header
 from meshwright.data.identity import SourceIdentity
 from meshwright.spec.job import Data, Job, Train
@@ -34,6 +35,8 @@ from meshwright.spec.train_defaults import setting
 
 CHECKPOINT_VERSION = 2
 MANIFEST = "manifest.json"
+PROPOSAL = "proposal.json"
+"""The manifest of a draft, before its files are known."""
 SELECTION_BIAS = "routers.selection_bias"
 """Name of the biases of expert selection, (layers with experts, experts)."""
 TENSORS_SUFFIX = ".safetensors"
@@ -115,6 +118,8 @@ class Manifest:
     """The shards of each source, by its name; empty for images."""
     loss_scale: dict[str, float] | None = None
     """State of the fp16 loss scaler."""
+    saved_at: float = 0.0
+    """Time of the save, equal in all copies of a checkpoint: seconds since 1970."""
     grad_norms: list[float] = field(default_factory=list)
     """Gradient norms of the last steps, by which a spike is found."""
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -141,16 +146,22 @@ def parse_name(name: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
-def list_checkpoints(root: Path) -> list[Path]:
+def list_checkpoints(root: AnyPath) -> list[AnyPath]:
     """Finished checkpoints, oldest first."""
-    numbered = [(parse_name(path.parent.name), path.parent) for path in root.glob(f"step-*/{MANIFEST}")]
-    return [path for number, path in sorted((number, path) for number, path in numbered if number)]
+    return sort_by_step(path.parent for path in root.glob(f"step-*/{MANIFEST}"))
 
 
-def rotate(root: Path, retention: Retention, newest: Path) -> None:
+def sort_by_step(folders: Iterable[AnyPath]) -> list[AnyPath]:
+    """Those that have the name of a checkpoint, oldest first."""
+    numbered = {number: path for path in folders if (number := parse_name(path.name))}
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def rotate(root: AnyPath, retention: Retention, newest: AnyPath) -> None:
     """Remove the checkpoints that are not kept after one was written, oldest first."""
     for left in root.glob(".step-*.old"):
-        shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(left)
     for left in root.glob(f".{BEST_FILE}.*.part"):  # of a process that was killed in mark_best
         with contextlib.suppress(OSError):
             left.unlink()
@@ -163,13 +174,20 @@ def rotate(root: Path, retention: Retention, newest: Path) -> None:
             remove_checkpoint(root / checkpoint_name(*old))
 
 
-def list_leftovers(root: Path) -> list[Path]:
+def list_leftovers(root: AnyPath) -> list[AnyPath]:
     """What killed processes left: drafts, and checkpoints that were being removed."""
     return [*root.glob(".step-*.part"), *root.glob(".step-*.old")]
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint or a leftover; renamed first, so that a partial one is never used."""
+def remove_checkpoint(path: AnyPath) -> None:
+    """Remove a checkpoint or a leftover; renamed first, so that a partial one is never used.
+
+    In an object store the manifest is removed first: what is left is a draft.
+    """
+    if isinstance(path, ObjectPath):
+        (path / MANIFEST).unlink(missing_ok=True)
+        path.remove_below()
+        return
     aside = path
     if not path.name.startswith("."):
         aside = path.parent / f".{path.name}.old"
@@ -179,7 +197,7 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def best_checkpoint(root: Path) -> str | None:
+def best_checkpoint(root: AnyPath) -> str | None:
     """Name of the best checkpoint, if one was marked."""
     try:
         if _plain_size(root / BEST_FILE) is None:
@@ -189,9 +207,9 @@ def best_checkpoint(root: Path) -> str | None:
         return None
 
 
-def mark_best(root: Path, checkpoint: Path) -> None:
+def mark_best(root: AnyPath, checkpoint: AnyPath) -> None:
     """Keep this checkpoint from rotation until there is a better one."""
-    replace_text(root / BEST_FILE, checkpoint.name + "\n")
+    write_whole(root / BEST_FILE, f"{checkpoint.name}\n".encode())
 
 
 def encode_checked(content: dict[str, Any]) -> bytes:
@@ -237,7 +255,7 @@ def parse_manifest(data: bytes) -> Manifest:
         raise ValueError(f"{where}: {first['msg']}") from None
 
 
-def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
+def read_manifest(checkpoint: AnyPath, verify: bool = True) -> Manifest:
     """Read a manifest and check its version, and the presence and size of every file.
 
     Args:
@@ -267,20 +285,21 @@ def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
     return manifest
 
 
-def find_wrong_file(folder: Path, manifest: Manifest) -> str | None:
+def find_wrong_file(folder: AnyPath, manifest: Manifest) -> str | None:
     """The first file of a manifest that is missing, has another size, or is not a plain file."""
     needed = FORMAT_1_FILES if manifest.version == 1 else ()
+    sizes = folder.list_sizes().get if isinstance(folder, ObjectPath) else lambda n: _plain_size(folder / n)
     for name in dict.fromkeys((*needed, *manifest.files)):
         facts = manifest.files.get(name)
-        if facts is None or Path(name).name != name or _plain_size(folder / name) != facts.bytes:
+        if facts is None or Path(name).name != name or sizes(name) != facts.bytes:
             return name
     return None
 
 
-def _find_unlisted_file(folder: Path, manifest: Manifest) -> str | None:
+def _find_unlisted_file(folder: AnyPath, manifest: Manifest) -> str | None:
     """A file of a kind that readers look for by name, without a checksum in the manifest."""
     found = sorted(path.name for path in folder.iterdir() if path.suffix in SMALL_FILE_SUFFIXES)
-    listed = {MANIFEST, *manifest.files}
+    listed = {MANIFEST, PROPOSAL, *manifest.files}  # a coordinator may die before it removes its proposal
     return next((name for name in found if name not in listed and not name.startswith(".")), None)
 
 
@@ -293,7 +312,7 @@ def _has_room_for_tensors(manifest: Manifest) -> bool:
     return needed <= sum(manifest.files[name].bytes for name in manifest.tensor_files)
 
 
-def _plain_size(path: Path) -> int | None:
+def _plain_size(path: AnyPath) -> int | None:
     """Size of a plain file; None if it is missing, a link, a folder, a pipe or a device."""
     try:
         facts = path.lstat()
@@ -302,7 +321,7 @@ def _plain_size(path: Path) -> int | None:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
-def _verify_files(checkpoint: Path, manifest: Manifest) -> None:
+def _verify_files(checkpoint: AnyPath, manifest: Manifest) -> None:
     """Compare the checksums of all files, several at a time."""
     with ThreadPoolExecutor(VERIFY_THREADS) as pool:
         found = pool.map(lambda name: file_sha256(checkpoint / name), manifest.files)
@@ -315,7 +334,7 @@ def _verify_files(checkpoint: Path, manifest: Manifest) -> None:
     _verify_tensors(checkpoint, manifest)
 
 
-def _verify_tensors(checkpoint: Path, manifest: Manifest) -> None:
+def _verify_tensors(checkpoint: AnyPath, manifest: Manifest) -> None:
     """Check that the files hold tensors, and as many bytes of them as the manifest describes."""
     held = 0
     for name in manifest.tensor_files:
@@ -328,24 +347,7 @@ def _verify_tensors(checkpoint: Path, manifest: Manifest) -> None:
         raise _broken(checkpoint, f"has {held} bytes of tensors in its files and {needed} in its manifest")
 
 
-def find_newest(root: Path) -> tuple[Path, list[str]] | None:
-    """The newest checkpoint that verifies, and why each newer one does not."""
-    refused: list[str] = []
-    for checkpoint in reversed(list_checkpoints(root)):
-        try:
-            read_manifest(checkpoint)
-        except UserError as error:
-            refused.append(f"{checkpoint} {error.problems[0].rule}")
-        else:
-            return checkpoint, refused
-    if refused:
-        raise UserError(
-            Problem("checkpoint-none-good", f"holds no intact checkpoint: {refused[0]}", path=str(root))
-        )
-    return None
-
-
-def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: Path) -> None:
+def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: AnyPath) -> None:
     """Refuse a checkpoint of another model, or of samples that were built differently."""
     for key in ("seq_len", "mask", "prompt_masking"):
         there, here = getattr(manifest, key), getattr(data, key)
@@ -371,7 +373,7 @@ def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: Pat
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
 
 
-def check_same_optimizer(manifest: Manifest, train: Train, checkpoint: Path) -> None:
+def check_same_optimizer(manifest: Manifest, train: Train, checkpoint: AnyPath) -> None:
     """Refuse a checkpoint of another optimizer: its state cannot be converted."""
     there = manifest.train.get("optimizer", "adamw")
     if there != train.optimizer:
@@ -407,11 +409,11 @@ def describe_sharding(job: Job) -> str:
     return " ".join(parts)
 
 
-def _broken(checkpoint: Path, rule: str) -> UserError:
+def _broken(checkpoint: AnyPath, rule: str) -> UserError:
     return UserError(Problem("checkpoint-broken", rule, path=str(checkpoint), fix="Use an older checkpoint"))
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: AnyPath) -> str:
     """Checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

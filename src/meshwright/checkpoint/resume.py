@@ -6,7 +6,6 @@ The layout may differ from the one that saved. What then changes the loss curve 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.object_path import AnyPath
 from meshwright.data.growth import describe_growth
 from meshwright.layout.parameters import list_parameters
 from meshwright.layout.state_chunks import Chunk, local_chunks, shard_chunks
@@ -34,7 +34,7 @@ HARMLESS_KEYS = ("eval_every", "eval_samples", "noise_scale_every", "replica_che
 
 
 @torch.no_grad()
-def resume(state: CheckpointedState, checkpoint: Path, rank: int) -> list[str]:
+def resume(state: CheckpointedState, checkpoint: AnyPath, rank: int) -> list[str]:
     """Restore tensors and counters from a checkpoint.
 
     Args:
@@ -89,7 +89,7 @@ def _load_chunks(saved: SavedTensors, name: str, target: Tensor, chunks: tuple[C
         target[chunk.first : chunk.first + chunk.rows].copy_(values)
 
 
-def require_finite(checkpoint: Path, name: str, values: Tensor) -> None:
+def require_finite(checkpoint: AnyPath, name: str, values: Tensor) -> None:
     """Check a tensor that was read from a checkpoint.
 
     Raises:

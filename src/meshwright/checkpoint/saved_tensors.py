@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.manifest import FileFacts, Manifest, TensorFacts, read_manifest
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.object_path import AnyPath, open_new, read_range
 from meshwright.core.tensor_header import TensorInfo, build_tensor_header, read_tensor_header
 from meshwright.layout.parameters import list_parameters
 from meshwright.layout.state_chunks import Box
@@ -56,7 +55,7 @@ class TensorPart(NamedTuple):
 
 
 class _StoredChunk(NamedTuple):
-    path: Path
+    path: AnyPath
     box: Box
     info: TensorInfo
 
@@ -80,7 +79,7 @@ def parse_key(key: str, shape: tuple[int, ...]) -> tuple[str, Box]:
 
 
 def write_tensors(
-    path: Path, parts: Sequence[TensorPart], check: Callable[[TensorPart, Tensor], None]
+    path: AnyPath, parts: Sequence[TensorPart], check: Callable[[TensorPart, Tensor], None]
 ) -> FileFacts:
     """Write a file of chunks, flush it, and compute its checksum on the way.
 
@@ -93,7 +92,7 @@ def write_tensors(
     ordered = sorted(parts, key=lambda part: (-part.values.dtype.itemsize, part.key))
     header = build_tensor_header({part.key: part.info for part in ordered})
     digest, size = hashlib.sha256(header), len(header)
-    with path.open("xb") as file:
+    with open_new(path, len(header) + sum(part.info.bytes for part in ordered)) as file:
         file.write(header)
         for part in ordered:
             values = part.values.detach().cpu().contiguous()
@@ -104,15 +103,13 @@ def write_tensors(
                 digest.update(data[start : start + WRITE_BYTES])
                 file.write(data[start : start + WRITE_BYTES])
             size += len(data)
-        file.flush()
-        os.fsync(file.fileno())
     return FileFacts(size, digest.hexdigest())
 
 
 class SavedTensors:
     """Reads full tensors and parts of them."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest | None = None, prefer: int = 0) -> None:
+    def __init__(self, checkpoint: AnyPath, manifest: Manifest | None = None, prefer: int = 0) -> None:
         """Open nothing yet.
 
         Args:
@@ -125,7 +122,7 @@ class SavedTensors:
         self._model = manifest.model
         files = manifest.tensor_files
         first = prefer % len(files) if files else 0
-        self._unread = [checkpoint / name for name in (*files[first:], *files[:first])][::-1]
+        self._unread: list[AnyPath] = [checkpoint / name for name in (*files[first:], *files[:first])][::-1]
         self._chunks: dict[str, list[_StoredChunk]] = {}
         self._facts = dict(manifest.tensors)
         self._has_facts = manifest.version > 1
@@ -244,11 +241,12 @@ class SavedTensors:
         else:
             row = math.prod(shape[1:])
             start, count = box.start[0] * row, box.shape[0] * row
-        data = bytearray(count * dtype.itemsize)
-        with chunk.path.open("rb") as file:
-            file.seek(chunk.info.offset + start * dtype.itemsize)
-            if file.readinto(data) != len(data):
-                raise self._broken(f"has a truncated file: {chunk.path.name}")
+        try:
+            data = read_range(chunk.path, chunk.info.offset + start * dtype.itemsize, count * dtype.itemsize)
+        except OSError as error:
+            raise self._broken(f"has a file that cannot be read: {chunk.path.name}: {error}") from None
+        if len(data) != count * dtype.itemsize:
+            raise self._broken(f"has a truncated file: {chunk.path.name}")
         values = torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
         if not shape:
             return values.reshape(())

@@ -10,27 +10,28 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from meshwright.checkpoint.divergence import non_finite_error
-from meshwright.checkpoint.draft import Draft, finish_drafts, remove_older_drafts
+from meshwright.checkpoint.draft import Draft, remove_older_drafts
 from meshwright.checkpoint.manifest import (
     Manifest,
     describe_sharding,
-    list_checkpoints,
     mark_best,
     rotate,
 )
 from meshwright.checkpoint.owned_state import StagingBuffer, describe_tensors, list_owned_parts
+from meshwright.checkpoint.replicated_write import ReplicatedWrite
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_cost import AutoInterval, StepTimes
+from meshwright.checkpoint.saved_tensors import TensorPart
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
+from meshwright.checkpoint.stores import CheckpointStores
 from meshwright.checkpoint.writer import CheckpointWrite, WeightNotFiniteError
 from meshwright.core.events import Commit, EventWriter
-from meshwright.core.files import folder_bytes
+from meshwright.core.object_path import AnyPath, tree_bytes
 from meshwright.data.mixture import MixturePattern
 from meshwright.launch.fence import FencedError, HaltedError
 from meshwright.layout.checkpoint_interval import SaveCost, failure_rate
@@ -43,25 +44,27 @@ class CheckpointSaver:
 
     def __init__(
         self,
-        root: Path,
+        stores: CheckpointStores,
         state: CheckpointedState,
         rank: int,
         events: EventWriter,
         snapshots: StateSnapshots | None = None,
         commit: Commit = nullcontext,
+        attempt: int = 0,
     ) -> None:
         """Commit or remove what an earlier generation left half-written.
 
         Args:
-            root: Folder of the checkpoints.
+            stores: Where the checkpoints are kept.
             state: To save.
             rank: Of this process.
             events: To report saves.
             snapshots: In memory, taken beside checkpoints.
             commit: Entered when a checkpoint gets its name; raises where this rank must write no more.
+            attempt: When the attempt of the run began, in milliseconds.
         """
-        self._commit = commit
-        self._root, self.state, self._rank, self._events = root, state, rank, events
+        self._commit, self._attempt = commit, attempt
+        self._stores, self.state, self._rank, self._events = stores, state, rank, events
         self._snapshots = snapshots
         self._settings = state.plan.job.checkpoint
         self._retention = Retention(self._settings.keep_last, self._settings.keep_every)
@@ -69,14 +72,14 @@ class CheckpointSaver:
         host = state.plan.host_memory
         is_staged = self._settings.asynchronous and not (host is not None and host.staging_off)
         self._staging = StagingBuffer(device) if is_staged else None
-        self._in_flight: CheckpointWrite | None = None
+        self._in_flight: ReplicatedWrite | None = None
         self._blocked_s = self._waited_s = 0.0
         self._step_times, self._auto = StepTimes(), _build_auto_interval(state.plan)
         self.saved_step = -1
         """Steps done when the last save began."""
         self._saved_at = time.monotonic()
         if rank == 0:
-            finish_drafts(root, commit)
+            stores.finish_drafts(commit)
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -101,7 +104,7 @@ class CheckpointSaver:
 
     def has_checkpoint(self) -> bool:
         """Whether there is one to resume from; reads the folder, since only rank 0 knows what it saved."""
-        return bool(list_checkpoints(self._root))
+        return self._stores.has_checkpoints() is not None
 
     def after_step(
         self, last: bool, eval_loss: float | None, save_requested: bool, step_s: float | None = None
@@ -144,21 +147,29 @@ class CheckpointSaver:
         parts = list_owned_parts(self.state, self._rank)
         if self._staging is not None:
             parts = self._staging.copy(parts)
-        draft = Draft(self._root, self.state.counters.step, self._events.generation)
-
-        def keep_newest(path: Path) -> None:
-            if best:
-                mark_best(self._root, path)
-            remove_older_drafts(draft)
-            rotate(self._root, self._retention, path)
-
-        write = CheckpointWrite(draft, self._rank, parts, guard=self._commit, on_commit=keep_newest)
-        if self._rank == 0:
-            write.manifest = build_manifest(self.state, eval_loss)
-            write.small_files = self.state.small_files
+        manifest = build_manifest(self.state, eval_loss) if self._rank == 0 else None
+        writes = [self._prepare_write(root, parts, manifest, best) for root in self._stores.roots]
+        write = ReplicatedWrite(writes, self._stores.quorum)
         write.start()
         self._in_flight, self._waited_s = write, waited_s
         self._blocked_s = time.perf_counter() - started + waited_s
+
+    def _prepare_write(
+        self, root: AnyPath, parts: list[TensorPart], manifest: Manifest | None, best: bool
+    ) -> CheckpointWrite:
+        """The write into one store; after its commit older checkpoints there are removed."""
+        draft = Draft(root, self.state.counters.step, self._events.generation, self._attempt)
+
+        def keep_newest(path: AnyPath) -> None:
+            if best:
+                mark_best(root, path)
+            remove_older_drafts(draft)
+            rotate(root, self._retention, path)
+
+        write = CheckpointWrite(draft, self._rank, parts, guard=self._commit, on_commit=keep_newest)
+        if manifest is not None:
+            write.manifest, write.small_files = manifest, self.state.small_files
+        return write
 
     def _wait_for_previous(self) -> float:
         """Wait for the checkpoint in flight, if there is one, and report the wait; returns its seconds."""
@@ -169,9 +180,7 @@ class CheckpointSaver:
         waited_s, step = time.perf_counter() - started, self.state.counters.step
         self._collect(wait=False)
         if self._rank == 0:
-            self._events.write(
-                "checkpoint_waited", step=step, previous_step=previous.draft.step, waited_s=waited_s
-            )
+            self._events.write("checkpoint_waited", step=step, previous_step=previous.step, waited_s=waited_s)
         return waited_s
 
     def _collect(self, wait: bool) -> None:
@@ -191,7 +200,7 @@ class CheckpointSaver:
         if wait:
             self._blocked_s += time.perf_counter() - started
         slowdown = self._step_times.end_write()
-        self._in_flight, step, error = None, write.draft.step, write.error
+        self._in_flight, step, error = None, write.step, write.error
         if isinstance(error, WeightNotFiniteError):
             raise non_finite_error(f"weight {error.name}", math.nan, step, self.has_checkpoint())
         if error is not None and not isinstance(error, OSError | FencedError | HaltedError):
@@ -205,13 +214,16 @@ class CheckpointSaver:
             "checkpoint",
             step=step,
             path=str(write.path),
-            bytes=folder_bytes(write.path),
+            bytes=tree_bytes(write.path),
+            copies=[str(copy) for copy in write.copies],
             seconds=write.seconds,
             blocked_s=self._blocked_s,
             waited_s=self._waited_s,
             slowdown=slowdown.factor,
             slowed_s=slowdown.seconds,
         )
+        for store, reason in write.failures.items():
+            self._events.write("checkpoint_copy_failed", step=step, store=store, reason=reason)
         if self._auto is None or (
             wait and self._staging is not None
         ):  # training does not go on: the last one
@@ -238,6 +250,7 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
     counts = MixturePattern(list(weights.values())).count(counters.position) if weights else []
     return Manifest(
         step=counters.step,
+        saved_at=time.time(),
         position=counters.position,
         world_size=plan.world_size,
         model=asdict(job.model),

@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.draft import PROPOSAL, Draft, DraftError
-from meshwright.checkpoint.manifest import TENSORS_SUFFIX, FileFacts, Manifest
+from meshwright.checkpoint.draft import Draft, DraftError, add_files
+from meshwright.checkpoint.manifest import PROPOSAL, TENSORS_SUFFIX, FileFacts, Manifest
 from meshwright.checkpoint.saved_tensors import TensorPart, write_tensors
 from meshwright.core.events import Commit
+from meshwright.core.object_path import AnyPath
 
 FINITE_ELEMENTS = 2**20
 """Checked for NaN and Inf at a time."""
@@ -47,9 +47,9 @@ class CheckpointWrite:
     """On rank 0, which commits: the manifest without its files."""
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     guard: Commit = nullcontext
-    on_commit: Callable[[Path], None] = lambda path: None
+    on_commit: Callable[[AnyPath], None] = lambda path: None
     """Called on rank 0 with the new checkpoint."""
-    path: Path | None = None
+    path: AnyPath | None = None
     """On rank 0: the checkpoint, once it is committed."""
     error: BaseException | None = None
     seconds: float = 0.0
@@ -130,7 +130,7 @@ class CheckpointWrite:
             if self.error:
                 self.draft.discard()
                 return
-            self.path = self.draft.commit(manifest, votes, self.guard)
+            self.path = self.draft.commit(add_files(manifest, votes), self.guard)
             with self.guard():
                 self.on_commit(self.path)
         except OSError:

@@ -374,7 +374,7 @@ def faults(
 @app.command()
 def generate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint, folder of checkpoints, run folder, or Hugging Face folder.")
+        str, typer.Argument(help="Checkpoint, folder of checkpoints, run folder, or Hugging Face folder.")
     ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     chat: Annotated[
@@ -410,7 +410,7 @@ def generate(
 @app.command("eval")
 def evaluate(
     model: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="Run folder, checkpoint, folder of checkpoints, or Hugging Face folder.", metavar="MODEL"
         ),

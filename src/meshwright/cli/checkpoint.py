@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cli.output import Output
+from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import CheckFailedError
 from meshwright.core.units import format_bytes, format_plural
-from meshwright.saved import export_checkpoint, find_checkpoint, list_checkpoints, prune_checkpoints
+from meshwright.saved import (
+    copy_checkpoints,
+    export_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+)
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.inventory import StoredCheckpoint
@@ -18,7 +25,7 @@ BYTES_PER_GB = 10**9
 COLUMNS = ("step", "size", "held-out loss", "state", "")
 
 
-def list_folder(output: Output, path: Path) -> int:
+def list_folder(output: Output, path: str) -> int:
     """List the checkpoints of a folder or a run, without reading their files."""
     found = list_checkpoints(path)
     _describe(output, path, [(stored, stored.reason or "complete") for stored in found])
@@ -26,9 +33,9 @@ def list_folder(output: Output, path: Path) -> int:
     return 0
 
 
-def verify_folder(output: Output, path: Path) -> int:
+def verify_folder(output: Output, path: str) -> int:
     """Verify all checksums; status 3 if a checkpoint does not match its manifest."""
-    found = list_checkpoints(path, verify=True)
+    found = list_checkpoints(path, verify=True, reporter=ConsoleReporter(output))
     _describe(output, path, [(stored, "verified" if stored.complete else "BROKEN") for stored in found])
     broken = [stored for stored in found if not stored.complete]
     for stored in broken:
@@ -38,7 +45,7 @@ def verify_folder(output: Output, path: Path) -> int:
     return CheckFailedError.exit_status if broken else 0
 
 
-def prune_folder(output: Output, path: Path, keep: int, keep_every: int) -> int:
+def prune_folder(output: Output, path: str, keep: int, keep_every: int) -> int:
     """Delete old checkpoints; fails while a run writes to the folder."""
     done = prune_checkpoints(path, keep, keep_every)
     for stored in done.broken:
@@ -63,7 +70,23 @@ def prune_folder(output: Output, path: Path, keep: int, keep_every: int) -> int:
     return 0
 
 
-def _describe(output: Output, path: Path, found: list[tuple[StoredCheckpoint, str]]) -> None:
+def copy_to(output: Output, source: str, target: str, every: bool) -> int:
+    """Copy checkpoints to another folder or object store."""
+    copied = copy_checkpoints(source, target, every=every, reporter=ConsoleReporter(output))
+    for one in copied:
+        if one.copy is None:
+            output.print(f"{one.source} is in {target} already")
+        else:
+            output.print(f"{one.source} copied to {one.copy} ({format_bytes(one.bytes)}), checksums verified")
+    facts = [
+        {"source": str(one.source), "copy": None if one.copy is None else str(one.copy), "bytes": one.bytes}
+        for one in copied
+    ]
+    output.result({"target": target, "copied": facts})
+    return 0
+
+
+def _describe(output: Output, path: str, found: list[tuple[StoredCheckpoint, str]]) -> None:
     """Print a table of checkpoints with their states."""
     rows = [
         (
@@ -84,7 +107,7 @@ def _facts(stored: StoredCheckpoint) -> dict[str, Any]:
 
 def export_folder(
     output: Output,
-    path: Path,
+    path: str,
     out: Path,
     dtype: Literal["float32", "bfloat16", "float16"] | None,
     shard_gb: float,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.units import format_count
@@ -13,7 +11,7 @@ COLUMNS = ("set", "loss", "perplexity", "accuracy", "targets", "samples")
 
 
 def evaluate_sets(
-    output: Output, path: Path, data: list[str], overrides: list[str], samples: int | None, precision: str
+    output: Output, path: str, data: list[str], overrides: list[str], samples: int | None, precision: str
 ) -> int:
     """Evaluate a saved model on each held-out set, and print a table."""
     model = find_model(path)

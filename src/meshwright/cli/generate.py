@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress, TaskID
@@ -13,7 +12,7 @@ from meshwright.cli.output import Output
 from meshwright.saved import find_model, generate
 
 
-def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
+def write_text(output: Output, path: str, settings: dict[str, Any]) -> int:
     """Generate text and print it.
 
     Args:

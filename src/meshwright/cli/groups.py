@@ -11,13 +11,15 @@ import typer
 from meshwright.cli.options import JobSource, Json, Overrides, guarded
 from meshwright.cli.output import Output
 
-checkpoint_app = typer.Typer(help="List, verify, export and delete checkpoints.", rich_markup_mode=None)
+checkpoint_app = typer.Typer(help="List, verify, copy, export and delete checkpoints.", rich_markup_mode=None)
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 schedule_app = typer.Typer(help="Generate, prove and draw schedules.", rich_markup_mode=None)
 
 GROUPS = {"checkpoint": checkpoint_app, "bench": bench, "schedule": schedule_app}
 
-Checkpoints = Annotated[Path, typer.Argument(help="Folder of checkpoints, or run folder.", metavar="DIR")]
+Checkpoints = Annotated[
+    str, typer.Argument(help="Folder of checkpoints, run folder, or s3://BUCKET/PREFIX.", metavar="DIR")
+]
 
 
 @checkpoint_app.command("list")
@@ -54,6 +56,29 @@ def prune_checkpoints(
     guarded(output, lambda: prune_folder(output, path, keep, keep_every))
 
 
+@checkpoint_app.command("copy")
+def copy_checkpoints(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint, folder of checkpoints, run folder, or s3://BUCKET/PREFIX.", metavar="DIR"
+        ),
+    ],
+    target: Annotated[
+        str, typer.Argument(help="Folder of checkpoints to copy to, or s3://BUCKET/PREFIX.", metavar="TARGET")
+    ],
+    every: Annotated[
+        bool, typer.Option("--all", help="Copy all complete checkpoints, not only the newest.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy the newest checkpoint to another folder or object store."""
+    from meshwright.cli.checkpoint import copy_to  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: copy_to(output, source, target, every))
+
+
 class Dtype(StrEnum):
     """Dtypes of exported weights."""
 
@@ -65,7 +90,7 @@ class Dtype(StrEnum):
 @checkpoint_app.command()
 def export(
     path: Annotated[
-        Path, typer.Argument(help="Checkpoint, folder of checkpoints, or run folder.", metavar="DIR")
+        str, typer.Argument(help="Checkpoint, folder of checkpoints, or run folder.", metavar="DIR")
     ],
     out: Annotated[Path, typer.Argument(help="New or empty folder to write.", metavar="OUT")],
     dtype: Annotated[

@@ -9,8 +9,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
+
+from meshwright.core.object_path import AnyPath
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -43,7 +44,7 @@ def build_tensor_header(tensors: Mapping[str, TensorInfo]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def read_tensor_header(path: Path) -> dict[str, TensorInfo]:
+def read_tensor_header(path: AnyPath) -> dict[str, TensorInfo]:
     """The tensors of a file, by name.
 
     Raises:

@@ -29,7 +29,7 @@ from meshwright.core.flight_ring import FlightMemory
 from meshwright.core.version import __version__
 from meshwright.elastic.rank_watch import NodeWatch
 from meshwright.launch.channel import Channel, Message
-from meshwright.launch.environment import CALLER_VARIABLES
+from meshwright.launch.environment import caller_environment, is_of_caller
 from meshwright.launch.join import local_address
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.network import find_interface
@@ -217,8 +217,8 @@ class NodeAgent:
         """Pass on an order to start processes, with the paths and the environment of this node."""
         assert self._agent is not None, "a node starts ranks after it has joined"
         assert self._supervisor is not None, "it gave the order"
-        here = {name: os.environ[name] for name in CALLER_VARIABLES if name in os.environ}
-        environment = {k: v for k, v in message["environment"].items() if k not in CALLER_VARIABLES} | here
+        given = {name: value for name, value in message["environment"].items() if not is_of_caller(name)}
+        environment = given | caller_environment()
         interface = find_interface(local_address(self._supervisor.socket))
         chosen = os.environ.get("GLOO_SOCKET_IFNAME", interface)
         environment |= {} if chosen is None else {"GLOO_SOCKET_IFNAME": chosen}

@@ -31,7 +31,7 @@ from meshwright.elastic.recovery import Recovery
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.caught_signals import caught_signals
 from meshwright.launch.channel import Message
-from meshwright.launch.environment import CALLER_VARIABLES, PEAK_VARIABLE, RELAYED_STORE
+from meshwright.launch.environment import PEAK_VARIABLE, RELAYED_STORE
 from meshwright.launch.exits import EXIT_OK
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.rank_process import Order
@@ -278,7 +278,6 @@ class Supervisor:
     def _shared_environment(self) -> dict[str, str]:
         """Of all ranks and spares."""
         environment = {
-            **{name: os.environ[name] for name in CALLER_VARIABLES if name in os.environ},
             **self.environment,
             "WORLD_SIZE": str(self.world_size),
         }

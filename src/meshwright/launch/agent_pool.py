@@ -10,7 +10,7 @@ import selectors
 from typing import Protocol
 
 from meshwright.launch.channel import Message
-from meshwright.launch.environment import loopback_interface
+from meshwright.launch.environment import caller_environment, loopback_interface
 from meshwright.launch.remote_nodes import RemoteAgent, RemoteNodes, name_node
 
 
@@ -89,7 +89,13 @@ class AgentPool:
         self.send_to_node(self.node_of(rank), message)
 
     def send_to_node(self, node: int, message: Message) -> None:
-        """Send a message to the agent of a node, if it is connected."""
+        """Send a message to the agent of a node, if it is connected.
+
+        Ranks of this node get its own variables. Those of other nodes get theirs from their agents: paths
+        differ, and credentials must not be sent.
+        """
+        if node == 0 and "environment" in message:
+            message = {**message, "environment": {**caller_environment(), **message["environment"]}}
         if (agent := self._agents.get(node)) is not None:
             agent.send(message)
             self._update_events(node)

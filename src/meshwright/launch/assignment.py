@@ -25,6 +25,8 @@ class Assignment:
     """Folder of each set of ``data.eval``, by name."""
     generation: int = 0
     """Number of the attempt."""
+    attempt: int = 0
+    """When the attempt began, in milliseconds since 1970: names its drafts in object stores."""
 
     def write(self) -> None:
         """Write it next to the plan."""

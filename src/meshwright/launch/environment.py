@@ -18,7 +18,8 @@ RELAYED_STORE = "relayed"
 PEAK_VARIABLE = "MESHWRIGHT_PEAK_FLOPS"
 """The peak FLOP/s of a rank's device, for a process that takes over the rank."""
 CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
-"""Passed to the ranks explicitly: the environment of the fork server is fixed when it starts."""
+STORE_PREFIX = "AWS_"
+"""Of variables with the address of an object store and its credentials; they never leave their node."""
 
 
 def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.environ) -> list[str]:
@@ -37,6 +38,16 @@ def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.env
     environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return notices
+
+
+def is_of_caller(name: str) -> bool:
+    """Whether a variable is that of the node that starts a rank."""
+    return name in CALLER_VARIABLES or name.startswith(STORE_PREFIX)
+
+
+def caller_environment() -> dict[str, str]:
+    """What is passed to ranks of this node explicitly: a fork server has the environment of its start."""
+    return {name: value for name, value in os.environ.items() if is_of_caller(name)}
 
 
 def loopback_interface() -> str:

@@ -186,6 +186,10 @@ def _explain_keep_every(job: Job) -> str | None:
     return f"with {key} the first multiple of both is step {first}, and the run ends at {job.train.steps}"
 
 
+def _explain_one_store(job: Job) -> str | None:
+    return None if job.checkpoint.stores else "there is one store of checkpoints, checkpoint.dir"
+
+
 def _explain_replica_check(job: Job) -> str | None:
     if not has_replicas(job):
         return f"no parameters are replicated over data-parallel ranks with {job.layout.named_degrees()}"
@@ -252,6 +256,8 @@ REASONS: dict[str, Reason] = {
     "checkpoint.every_steps": _longer_than_run("checkpoint.every_steps", "there is one save, at the end"),
     "checkpoint.every_minutes": _explain_every_minutes,
     "checkpoint.keep_every": _explain_keep_every,
+    "checkpoint.quorum": _explain_one_store,
+    "checkpoint.read": _explain_one_store,
     "checkpoint.on_best": _explain_on_best,
     "elastic.collective_timeout_s": _explain_timeout,
     "elastic.spares": _explain_spares,

@@ -13,6 +13,7 @@ from meshwright.spec.job import Job
 FROM_EVERY_RANK = frozenset(
     {
         "checkpoint",
+        "checkpoint_copy_failed",
         "checkpoint_failed",
         "events_lost",
         "hang",
@@ -135,6 +136,11 @@ class EventText:
 
     def _describe_checkpoint_failed(self, event: Event) -> str:
         return f"warning: step {event['step']}: no checkpoint: {event['reason']}; training continues"
+
+    def _describe_checkpoint_copy_failed(self, event: Event) -> str:
+        return (
+            f"warning: step {event['step']}: no copy of the checkpoint in {event['store']}: {event['reason']}"
+        )
 
     def _describe_grad_spike(self, event: Event) -> str:
         norm, times = _format_norm(event["grad_norm"]), event["grad_norm"] / event["median"]

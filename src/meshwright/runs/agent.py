@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.object_path import AnyPath, parse_location
 from meshwright.core.packages import require_packages
 from meshwright.data.fingerprint import MISSING, fingerprint_folder
 from meshwright.elastic.node_agent import NodeAgent
@@ -129,9 +130,9 @@ class _NodeFolder:
 def check_reach(order: Message, node: str) -> list[Problem]:
     """What keeps a node from taking part: checkpoints or data that it does not reach."""
     checkpoints, problems = order["checkpoints"], []
-    if not _reads(Path(checkpoints["path"]) / checkpoints["file"], checkpoints["nonce"]):
+    if not _reads(parse_location(checkpoints["path"]) / checkpoints["file"], checkpoints["nonce"]):
         rule = f"is not reached by {node}: it does not see the file that the supervisor wrote there"
-        fix = "Set checkpoint.dir to a folder of a file system that all nodes share"
+        fix = "Set checkpoint.dir to a folder that all nodes share, or to an object store (s3://...)"
         problems.append(Problem("node-checkpoints", rule, "checkpoint.dir", checkpoints["path"], fix))
     for folder, expected in order["data"].items():
         found = fingerprint_folder(Path(folder))
@@ -142,7 +143,7 @@ def check_reach(order: Message, node: str) -> list[Problem]:
     return problems
 
 
-def _reads(path: Path, nonce: str) -> bool:
+def _reads(path: AnyPath, nonce: str) -> bool:
     deadline = time.monotonic() + NONCE_WAIT_S
     while True:
         with contextlib.suppress(OSError, ValueError):

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import Event
+from meshwright.core.object_path import AnyPath
 from meshwright.core.packages import require_packages
 from meshwright.elastic.supervisor import LOGS
 from meshwright.launch.environment import prepare_environment
-from meshwright.runs.checkpoints import find_checkpoint
+from meshwright.runs.checkpoints import find_checkpoint, require_folder
 from meshwright.runs.ranks import build_launch, require_devices
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.hf_config_reader import CONFIG_FILE
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from meshwright.train.generate import GenerateTask
 
 
-def find_model(path: Path) -> Path:
+def find_model(path: AnyPath) -> Path:
     """A Hugging Face folder as it is; else the checkpoint that the path means."""
-    return path if (path / CONFIG_FILE).is_file() else find_checkpoint(path)
+    path = require_folder(path)
+    return path if (path / CONFIG_FILE).is_file() else require_folder(find_checkpoint(path))
 
 
 def generate_from(

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.object_path import parse_location
 from meshwright.data.fingerprint import fingerprint_folder
 from meshwright.launch.assignment import ASSIGNMENT_FILE, Assignment
 from meshwright.launch.channel import Message
@@ -98,8 +99,8 @@ def make_absolute(assignment: Assignment) -> Assignment:
     """The assignment with absolute paths: other nodes have another working folder."""
     found = replace(
         assignment,
-        checkpoint_dir=str(Path(assignment.checkpoint_dir).resolve()),
-        resume_from=str(Path(assignment.resume_from).resolve()) if assignment.resume_from else None,
+        checkpoint_dir=str(parse_location(assignment.checkpoint_dir).resolve()),
+        resume_from=str(parse_location(assignment.resume_from).resolve()) if assignment.resume_from else None,
         eval_sets={name: str(Path(folder).resolve()) for name, folder in assignment.eval_sets.items()},
     )
     found.write()
@@ -108,7 +109,7 @@ def make_absolute(assignment: Assignment) -> Assignment:
 
 def remove_nonces(assignment: Assignment) -> None:
     """Delete the files that showed the agents that they reach the checkpoints."""
-    for path in Path(assignment.checkpoint_dir).glob(f"{NONCE_FILE}-*"):
+    for path in parse_location(assignment.checkpoint_dir).glob(f"{NONCE_FILE}-*"):
         path.unlink(missing_ok=True)
 
 
@@ -128,7 +129,7 @@ class _NodeOrder:
     def describe(self, node: int) -> Message:
         """The order for one node."""
         run_dir = Path(self._assignment.run_dir)
-        nonce, where = secrets.token_hex(16), Path(self._assignment.checkpoint_dir)
+        nonce, where = secrets.token_hex(16), parse_location(self._assignment.checkpoint_dir)
         with contextlib.suppress(OSError):  # then the agent reports that it does not find it
             where.mkdir(parents=True, exist_ok=True)
             (where / f"{NONCE_FILE}-{node}").write_text(nonce, encoding="utf-8")

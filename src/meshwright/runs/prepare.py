@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshwright.checkpoint.draft import finish_drafts, list_drafts
 from meshwright.checkpoint.manifest import (
     check_same_job,
     check_same_optimizer,
-    find_newest,
     list_checkpoints,
     read_manifest,
 )
+from meshwright.checkpoint.stores import CheckpointStores
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
+from meshwright.core.object_path import AnyPath
 from meshwright.core.packages import require_packages
 from meshwright.data.mixture import read_mixture
 from meshwright.launch.agent_file import AgentFile
@@ -139,13 +140,13 @@ def _write_run(
     """Choose the run folder and the checkpoint to resume from; lock the folder; write plan and assignment."""
     job = plan.job
     run_dir = _run_dir(job, resume)
-    checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
+    stores = CheckpointStores.of(job.checkpoint, job.checkpoint.dir or run_dir / "checkpoints")
     try:
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported below
-            if list_drafts(checkpoints):
-                with _take_locks(run_dir, checkpoints, fresh=not (run_dir / EVENTS_FILE).exists()):
-                    finish_drafts(checkpoints)  # no run is writing them
-        resume_from = _choose_checkpoint(job, data_dir, checkpoints, resume, reporter)
+            if stores.has_drafts():
+                with _take_locks(run_dir, stores, fresh=not (run_dir / EVENTS_FILE).exists())[0]:
+                    stores.finish_drafts()  # no run is writing them
+        resume_from = _choose_checkpoint(job, data_dir, stores, resume, reporter)
         hf_weights = resume_from is None and weights.announce(reporter)
     except UserError:
         if job.run_dir is None:  # a numbered folder that was just created is still empty
@@ -155,17 +156,19 @@ def _write_run(
     fresh = not (run_dir / EVENTS_FILE).exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        locks = _take_locks(run_dir, checkpoints)
+        locks, unreached = _take_locks(run_dir, stores)
+        for sentence in unreached:
+            reporter.warning(sentence)
         generation = _next_generation(run_dir)
         assignment = Assignment(
             run_dir=str(run_dir),
             data_dir=str(data_dir.resolve()),
-            checkpoint_dir=str(checkpoints),
+            checkpoint_dir=str(stores.roots[0]),
             resume_from=str(resume_from) if resume_from else None,
             hf_weights=hf_weights,
             eval_sets={name: str(folder) for name, folder in eval_sets.items()},
             generation=generation,
+            attempt=time.time_ns() // 10**6,
         )
         if not fresh:
             _keep_plan(run_dir)
@@ -184,22 +187,28 @@ def _write_run(
     return PreparedRun(plan, assignment, locks)
 
 
-def _take_locks(run_dir: Path, checkpoints: Path, fresh: bool = False) -> contextlib.ExitStack:
+def _take_locks(
+    run_dir: Path, stores: CheckpointStores, fresh: bool = False
+) -> tuple[contextlib.ExitStack, list[str]]:
     """Lock the folder of a run and its checkpoints: other runs may name them in ``checkpoint.dir``.
 
     Args:
         run_dir: Of the run.
-        checkpoints: Of the run.
+        stores: Of its checkpoints.
         fresh: The run has no folder yet, or an empty one: only its checkpoints are locked.
 
+    Returns:
+        The locks, and why stores are not reached that the run can do without.
+
     Raises:
-        UserError: Another process has one of the locks.
+        UserError: Another process has one of the locks, or too few stores are reached.
     """
     with contextlib.ExitStack() as locks:
         if not fresh:
             locks.enter_context(RunLock.take(run_dir))
-        locks.enter_context(RunLock.take_checkpoints(checkpoints))
-        return locks.pop_all()
+        taken, unreached = stores.open()
+        locks.enter_context(taken)
+        return locks.pop_all(), unreached
 
 
 def _keep_plan(run_dir: Path) -> None:
@@ -270,21 +279,23 @@ def _make_numbered(runs: Path, name: str, number: int) -> Path:
 
 
 def _choose_checkpoint(
-    job: Job, data_dir: Path, checkpoints: Path, resume: ResumeMode, reporter: Reporter
-) -> Path | None:
+    job: Job, data_dir: Path, stores: CheckpointStores, resume: ResumeMode, reporter: Reporter
+) -> AnyPath | None:
     """The checkpoint to resume from; None for a run that starts at the beginning."""
-    if resume == "no" and list_checkpoints(checkpoints):
+    if resume == "no" and (used := stores.has_checkpoints()) is not None:
         rule = "holds checkpoints of another run"
         fix = "Resume from them, or use another folder"
-        raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
+        raise UserError(Problem("checkpoint-dir-used", rule, path=str(used), fix=fix))
     if resume == "no":
         return None
-    found = find_newest(checkpoints)
+    found = stores.find_newest()
     if found is None and resume == "may":
         return None
     if found is None:
         rule = "holds no checkpoint"
-        raise UserError(Problem("resume-nothing", rule, path=str(checkpoints), fix="Start without resume"))
+        raise UserError(
+            Problem("resume-nothing", rule, path=str(stores.roots[0]), fix="Start without resume")
+        )
     checkpoint, refused = found
     for sentence in refused:
         reporter.warning(f"skipped: {sentence}")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.object_path import AnyPath
 from meshwright.data.growth import DataChangedError, check_growth, data_sha256
 from meshwright.data.images import image_shape, open_images
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 
 
-def check_same_data(manifest: Manifest, job: Job, folder: Path, checkpoint: Path) -> None:
+def check_same_data(manifest: Manifest, job: Job, folder: Path, checkpoint: AnyPath) -> None:
     """Refuse data in which the position of a checkpoint would have another meaning.
 
     Args:

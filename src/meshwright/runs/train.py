@@ -13,8 +13,7 @@ from typing import Any
 from meshwright.audit.compare import Audit, audit_run
 from meshwright.audit.event_scan import read_record
 from meshwright.audit.record import RunRecord
-from meshwright.checkpoint.draft import finish_drafts
-from meshwright.checkpoint.manifest import find_newest
+from meshwright.checkpoint.stores import CheckpointStores
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.core.units import format_plural
@@ -169,7 +168,7 @@ def _adopt(
             "the ranks of this run still train: they go on as they were started, without overrides"
         )
     plan, assignment = read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir)
-    with RunLock.take_checkpoints(Path(assignment.checkpoint_dir)):
+    with CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir).open()[0]:
         remote = None if nodes is None else nodes.serve(plan, assignment, adopting=True)
         agents = AgentPool(agent, count_ranks_per_node(plan), remote)
         return _supervise(plan, assignment, reporter, agents, adopts=True)
@@ -193,7 +192,7 @@ def _supervise(
         listeners.on_event,
         assignment.generation,
         list_preload(job),
-        lambda: _find_checkpoint(assignment),
+        lambda: _find_checkpoint(plan, assignment),
     )
     supervisor.agents, supervisor.adopts = agents, adopts
     if adopts:
@@ -217,11 +216,11 @@ def _supervise(
     return replace(finish_run(plan, record, run_dir, listeners, reporter), by_ctrl_c=by_ctrl_c)
 
 
-def _find_checkpoint(assignment: Assignment) -> str | None:
+def _find_checkpoint(plan: PlanContract, assignment: Assignment) -> str | None:
     """The newest whole checkpoint of a run, verified. All ranks of the generation have ended their writes."""
-    root = Path(assignment.checkpoint_dir)
-    finish_drafts(root)
-    found = find_newest(root)
+    stores = CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir)
+    stores.finish_drafts()
+    found = stores.find_newest()
     return None if found is None else str(found[0])
 
 

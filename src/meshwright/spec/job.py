@@ -25,6 +25,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ResNetModel, TaggedModel
 
 LostNodePolicy = Literal["wait", "give-up"]
+ReadStrategy = Literal["primary", "any", "nearest"]
 Runtime = Literal[
     "meshwright",
     "megatron-lm",
@@ -240,7 +241,8 @@ class Checkpoint:
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     dir: Location | None = None
-    """Checkpoint folder; `checkpoints` in the run's folder if left out."""
+    """Checkpoint folder, or URL in an object store (`s3://BUCKET/PREFIX`); `checkpoints` in the run's folder
+    if left out."""
     every_steps: Natural = 0
     """Steps between checkpoints; 0 for none. There is always one at the end."""
     every_minutes: NonNegative = 30.0
@@ -252,6 +254,14 @@ class Checkpoint:
     """Number of newest checkpoints to keep, besides the best one."""
     keep_every: Natural = 0
     """Also keep all checkpoints whose step is a multiple of this; 0 for none."""
+    stores: tuple[Location, ...] = ()
+    """Further folders or URLs (`s3://BUCKET/PREFIX`) that get a full copy of every checkpoint."""
+    quorum: Natural = 0
+    """How many of the stores, `dir` included, must have a checkpoint before it is committed; 0: more than
+    half."""
+    read: ReadStrategy = "primary"
+    """Which copy is read where several stores have one: `primary` in the order of `dir` and `stores`, `any`
+    at random, `nearest` from the store that answers first."""
     on_best: Flag = False
     """Also keep the checkpoint with the lowest evaluation loss."""
     asynchronous: Flag = True

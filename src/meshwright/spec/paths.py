@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meshwright.core.object_path import is_url
+
 Tree = dict[str, Any]
 
 PATH_KEYS = (
@@ -27,6 +29,7 @@ PATH_KEYS = (
     "data.sources.template",
     "layout.schedule_file",
     "checkpoint.dir",
+    "checkpoint.stores",
 )
 """Keys whose value is a path, or may be one."""
 
@@ -46,10 +49,19 @@ def resolve_paths(tree: Tree, base: Path) -> None:
     for key in PATH_KEYS:
         *parents, leaf = key.split(".")
         for table in _tables(tree, parents):
-            value = table.get(leaf)
-            if isinstance(value, str) and value and _is_path(leaf, value):
-                # Not Path.resolve: links stay, because caches are full of them.
-                table[leaf] = os.path.abspath(base / os.path.expanduser(value))  # noqa: PTH100, PTH111
+            if (value := table.get(leaf)) is None:
+                continue
+            if isinstance(value, list):
+                table[leaf] = [_make_absolute(leaf, entry, base) for entry in value]
+            else:
+                table[leaf] = _make_absolute(leaf, value, base)
+
+
+def _make_absolute(leaf: str, value: Any, base: Path) -> Any:
+    if isinstance(value, str) and value and _is_path(leaf, value):
+        # Not Path.resolve: links stay, because caches are full of them.
+        return os.path.abspath(base / os.path.expanduser(value))  # noqa: PTH100, PTH111
+    return value
 
 
 def _is_path(leaf: str, value: str) -> bool:
@@ -58,7 +70,7 @@ def _is_path(leaf: str, value: str) -> bool:
         return not value.startswith("bpe:") and ("/" in value or value.endswith(".json"))
     if leaf == "template":
         return "/" in value or "." in value
-    return not value.startswith(BUILTIN)
+    return not value.startswith(BUILTIN) and not is_url(value)
 
 
 def _tables(tree: Tree, parents: list[str]) -> Iterator[Tree]:

@@ -12,6 +12,8 @@ from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
+from meshwright.checkpoint.stores import CheckpointStores
+from meshwright.core.object_path import parse_location
 from meshwright.layout.snapshot_size import keeps_snapshots
 from meshwright.models.decoder import Stages
 from meshwright.models.init import WeightSource, find_weight_source
@@ -77,7 +79,7 @@ def build_trainer(
         assert snapshots is not None, "a snapshot to restore"
         snapshots.restore(context.restore_step)
     elif assignment.resume_from is not None:
-        notes = resume(state, Path(assignment.resume_from), mesh.rank)
+        notes = resume(state, parse_location(assignment.resume_from), mesh.rank)
         context.events.write(
             "resumed", checkpoint=assignment.resume_from, step=state.counters.step, notes=notes
         )
@@ -85,8 +87,11 @@ def build_trainer(
     context.setup.end("load")
     if model.weight_copies is not None and state.counters.step:
         model.weight_copies.is_stale = True
-    checkpoints, stop = Path(assignment.checkpoint_dir), stop or StopSignal()
-    saver = CheckpointSaver(checkpoints, state, mesh.rank, context.events, snapshots, context.commit)
+    stores = CheckpointStores.of(context.plan.job.checkpoint, assignment.checkpoint_dir)
+    saver = CheckpointSaver(
+        stores, state, mesh.rank, context.events, snapshots, context.commit, assignment.attempt
+    )
+    stop = stop or StopSignal()
     return Trainer(context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop)
 
 

@@ -18,9 +18,10 @@ from checkpoint_files import TENSORS, build_write, manifest_of, save, split_rows
 from meshwright.checkpoint import draft as draft_module
 from meshwright.checkpoint import writer as writer_module
 from meshwright.checkpoint.draft import Draft, DraftError, finish_drafts, remove_older_drafts
-from meshwright.checkpoint.manifest import FileFacts, find_newest, list_checkpoints, read_manifest, rotate
+from meshwright.checkpoint.manifest import FileFacts, list_checkpoints, read_manifest, rotate
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.saved_tensors import SavedTensors, write_tensors
+from meshwright.checkpoint.stores import find_newest
 
 RANKS = 3
 

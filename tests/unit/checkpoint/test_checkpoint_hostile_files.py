@@ -20,10 +20,10 @@ from meshwright.checkpoint.manifest import (
     MANIFEST,
     best_checkpoint,
     encode_checked,
-    find_newest,
     read_manifest,
 )
 from meshwright.checkpoint.saved_tensors import SavedTensors
+from meshwright.checkpoint.stores import find_newest
 from meshwright.core.errors import UserError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"

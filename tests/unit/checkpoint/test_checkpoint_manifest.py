@@ -18,7 +18,6 @@ from meshwright.checkpoint.manifest import (
     MANIFEST,
     check_same_job,
     check_same_optimizer,
-    find_newest,
     list_checkpoints,
     mark_best,
     parse_manifest,
@@ -26,6 +25,7 @@ from meshwright.checkpoint.manifest import (
     rotate,
 )
 from meshwright.checkpoint.retention import Retention
+from meshwright.checkpoint.stores import find_newest
 from meshwright.core.errors import UserError
 from meshwright.spec.job import Data, Train
 from meshwright.spec.model import DecoderModel, ResNetModel

@@ -12,6 +12,7 @@ from checkpoint_files import build_saver
 from meshwright.checkpoint import saver as module
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
+from meshwright.checkpoint.stores import CheckpointStores
 from meshwright.checkpoint.writer import CheckpointWrite
 from meshwright.spec.job import Checkpoint
 
@@ -28,7 +29,7 @@ def build(tmp_path, monkeypatch):
             counters=TrainState(),
             sharded=SimpleNamespace(local_parameters=lambda: [torch.zeros(1)]),
         )
-        saver = CheckpointSaver(tmp_path, state, rank, events=None)
+        saver = CheckpointSaver(CheckpointStores.single(tmp_path), state, rank, events=None)
         saver.saved = []
         record = lambda eval_loss, best: saver.saved.append((saver.state.counters.step, best))  # noqa: E731
         monkeypatch.setattr(saver, "_save", record)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from meshwright.core.tensor_header import TensorInfo, build_tensor_header
 from meshwright.elastic.faults.invariants import check_checkpoints, compare_runs, read_history
 
 
@@ -62,10 +63,16 @@ def test_each_violation_is_found(events, part):
     assert any(part in text for text in found), found
 
 
-def save(root, step, position, content=b"weights"):
+def tensor_file(weights):
+    """A file of one tensor with these bytes."""
+    return build_tensor_header({"weights": TensorInfo("U8", (len(weights),), len(weights))}) + weights
+
+
+def save(root, step, position, weights=b"weights"):
     """A checkpoint with a manifest that verifies."""
     import hashlib
 
+    content = tensor_file(weights)
     folder = root / f"step-{step:08d}"
     folder.mkdir(parents=True)
     files = {}
@@ -92,7 +99,7 @@ def test_checkpoints_are_verified(tmp_path):
     save(tmp_path, 20, 160)
     newest = save(tmp_path, 40, 320)
     assert check_checkpoints(tmp_path, global_batch=8) == []
-    (newest / "model.safetensors").write_bytes(b"weightz")
+    (newest / "model.safetensors").write_bytes(tensor_file(b"weightz"))
     assert "checksum of model.safetensors" in check_checkpoints(tmp_path, global_batch=8)[0]
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from meshwright.checkpoint.manifest import (
     Manifest,
-    find_newest,
     list_checkpoints,
     read_manifest,
 )
+from meshwright.checkpoint.stores import find_newest
 from meshwright.core.errors import UserError
 from meshwright.core.events import Event
 from meshwright.core.units import format_plural

@@ -20,6 +20,7 @@ from meshwright.spec.legality import (
     model,
     pipeline,
     sharding,
+    stores,
     tensor,
     training,
 )
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = tuple(
             *sharding.RULES,
             *training.RULES,
             *cluster.RULES,
+            *stores.RULES,
         ),
         key=lambda rule: not rule.built,
     )

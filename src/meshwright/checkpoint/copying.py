@@ -1,0 +1,69 @@
+"""Copies a checkpoint to another folder or object store; works without torch.
+
+Every file is hashed on the way. The copy is committed like any other checkpoint (``draft``): it is there as a
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+
+from meshwright.checkpoint.draft import Draft
+from meshwright.checkpoint.manifest import FileFacts, list_checkpoints, read_manifest
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.object_path import AnyPath, open_new
+
+BLOCK_BYTES = 2**24
+"""Read and written at a time."""
+
+
+def copy_checkpoint(
+    source: AnyPath, root: AnyPath, on_bytes: Callable[[int], None] = lambda count: None
+) -> AnyPath | None:
+    """Copy one checkpoint. The caller has the lock of the target.
+
+    Args:
+        source: The checkpoint.
+        root: The folder or prefix of checkpoints that gets the copy.
+        on_bytes: Called with the number of bytes after each block.
+
+    Returns:
+        The copy; None if the target has the same checkpoint already.
+
+    Raises:
+        UserError: The source does not verify.
+        OSError: The target cannot be written; then nothing of the copy is left.
+    """
+    manifest = read_manifest(source, verify=False)
+    for path in list_checkpoints(root):
+        try:
+            if read_manifest(path, verify=False) == manifest:
+                return None
+        except UserError:
+            continue  # a broken one is no copy
+    draft = Draft(root, manifest.step, 0, time.time_ns() // 10**6)
+    draft.discard()  # what a copy that was killed has left
+    try:
+        draft.open()
+        for name, facts in manifest.files.items():
+            _copy_file(source, draft.folder, name, facts, on_bytes)
+        return draft.commit(manifest)
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _copy_file(
+    source: AnyPath, target: AnyPath, name: str, facts: FileFacts, on_bytes: Callable[[int], None]
+) -> None:
+    digest = hashlib.sha256()
+    with (source / name).open("rb") as reader, open_new(target / name, facts.bytes) as writer:
+        while block := reader.read(BLOCK_BYTES):
+            digest.update(block)
+            writer.write(block)
+            on_bytes(len(block))
+    if digest.hexdigest() != facts.sha256:
+        rule = f"is damaged: the checksum of {name} differs from the manifest"
+        raise UserError(Problem("checkpoint-broken", rule, path=str(source), fix="Use an older checkpoint"))
