@@ -18,10 +18,8 @@ from meshwright.checkpoint.manifest import (
     list_leftovers,
     read_manifest,
 )
-from meshwright.checkpoint.stores import find_newest
-from meshwright.core.errors import UserError
-from meshwright.launch.lock import RunLock
-from meshwright.runs.prepare import _take_locks
+from meshwright.checkpoint.stores import CheckpointStores, find_newest
+from meshwright.launch.agent_file import AgentFile
 
 RESUME = ("train", "job.toml", "--resume")
 
@@ -114,25 +112,26 @@ def test_another_model_is_refused_and_the_folder_is_left_as_it_was(checkpoint, r
 
 
 def test_17_a_folder_that_another_process_writes_is_refused_and_left_as_it_was(checkpoint, run):
-    """The error names process and host. A run locks the folder also where it is in its run folder."""
+    """The error names process and host."""
     Path("run").mkdir()
-    with _take_locks(Path("run"), checkpoint.parent):
+    with CheckpointStores.single(checkpoint.parent).open(Path("run"))[0]:
         before = tree(Path())
         status, said = run(*RESUME)
         assert status == 2, said
         assert "[checkpoint-dir-busy]" in said
         assert f"process {os.getpid()} on {socket.gethostname()}" in " ".join(said.split())
         assert tree(Path()) == before
-    with _take_locks(checkpoint.parent, checkpoint), pytest.raises(UserError, match="is in use"):
-        RunLock.take_checkpoints(checkpoint)
 
 
 @pytest.mark.slow
 def test_17_a_second_run_is_refused_until_the_first_is_killed(command, job_file, tmp_path):
-    """The folder of the first is in its run folder. The second names it by a link, and names the owner."""
+    """The folder is in the run folder of the first, and the second names it by a link.
+
+    First the command is killed, and the ranks go on. Then they are killed too, and the lock is free.
+    """
     root, link = tmp_path / "run" / "checkpoints", tmp_path / "link"
     link.symlink_to(root)
-    again = ("train", job_file, "--resume", f"checkpoint.dir={link}", "run_dir=other", "train.steps=3")
+    again = ("train", job_file, "--resume", f"checkpoint.dir={link}", "run_dir=other", "train.steps=100001")
     first = command("train", job_file, "train.steps=100000", "checkpoint.every_steps=2", "run_dir=run")
     pid = first.wait_for(tmp_path / "run", lambda e: e["event"] == "started")["pid"]
     first.wait_for(tmp_path / "run", lambda e: e["event"] == "checkpoint")
@@ -141,9 +140,16 @@ def test_17_a_second_run_is_refused_until_the_first_is_killed(command, job_file,
     assert "[checkpoint-dir-busy]" in err
     assert f"process {first.process.pid} on {socket.gethostname()}" in err
     assert not (tmp_path / "other").exists()
-    for victim in (first.process.pid, pid):  # the rank would go on for a while
-        os.kill(victim, signal.SIGKILL)
+    first.process.kill()
     first.process.wait(30)
+    status, _, err = command(*again).finish()
+    assert status == 2, "the ranks still train"
+    assert "[checkpoint-dir-busy]" in err
+    assert f"the ranks of {tmp_path / 'run'}" in " ".join(err.split())
+    agent = AgentFile.read(tmp_path / "run")
+    assert agent is not None
+    for victim in (agent.pid, pid):
+        os.kill(victim, signal.SIGKILL)
     found = find_newest(root)
     assert found is not None
     steps = f"train.steps={read_manifest(found[0]).step + 10}"  # a draft with all votes may be committed too

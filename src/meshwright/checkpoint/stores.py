@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from meshwright.checkpoint.draft import finish_drafts, list_drafts
 from meshwright.checkpoint.manifest import list_checkpoints, parse_name, read_manifest
@@ -78,8 +79,11 @@ class CheckpointStores:
                     return root
         return None
 
-    def open(self) -> tuple[contextlib.ExitStack, list[str]]:
+    def open(self, run_dir: Path | None = None) -> tuple[contextlib.ExitStack, list[str]]:
         """Create the folders, check that the stores are reached, and lock them: one run writes there.
+
+        Args:
+            run_dir: Of the run; None for a command that is none.
 
         Returns:
             The locks, and why stores are not reached that the quorum can do without.
@@ -96,7 +100,7 @@ class CheckpointStores:
                     if isinstance(root, ObjectPath):
                         locks.enter_context(StoreLock.take(root))
                     else:
-                        locks.enter_context(RunLock.take_checkpoints(root))
+                        locks.enter_context(RunLock.take_checkpoints(root, run_dir))
                 except OSError as error:
                     if len(self.roots) == 1 and not isinstance(root, ObjectPath):
                         raise

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import TracebackType
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.launch.agent_file import AgentFile
 
 LOCK_FILE = "lock"
-_HOLDER = re.compile(rb"\d+ on \S+\n")
-"""What a holder writes: its process and host."""
+MAX_BYTES = 8192
+_HOLDER = re.compile(rb"\d+ on \S+\n(?:(/.+)\n)?")
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,17 @@ class RunLock:
         return cls(fd)
 
     @classmethod
-    def take_checkpoints(cls, folder: Path) -> RunLock:
+    def take_checkpoints(cls, folder: Path, run_dir: Path | None = None) -> RunLock:
         """Lock a folder of checkpoints: only one run writes there.
 
+        Args:
+            folder: Of the checkpoints.
+            run_dir: Of the run that writes there.
+
         Raises:
-            UserError: Another process has the lock.
+            UserError: Another process has the lock, or had it, and its ranks still train.
         """
-        fd, holder = _try_to_lock(folder)
+        fd, holder = _try_to_lock(folder, run_dir)
         if holder is not None:
             fix = "Wait for it, or use another checkpoint.dir"
             raise UserError(Problem("checkpoint-dir-busy", holder, path=str(folder), fix=fix))
@@ -59,24 +64,43 @@ class RunLock:
         os.close(self.fd)
 
 
-def _try_to_lock(folder: Path) -> tuple[int, str | None]:
-    """The locked file, or who has it locked, as the end of a sentence."""
+def _try_to_lock(folder: Path, run_dir: Path | None = None) -> tuple[int, str | None]:
+    """The locked file, or who has it locked, as the end of a sentence.
+
+    A holder writes its process and host into the file, and in a folder of checkpoints the folder of its run:
+    where the process has died, the ranks may still train.
+    """
     # A link would let the folder's maker choose a file elsewhere to be overwritten.
     fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(fd, 256).decode(errors="replace").strip() or "unknown"
+        holder = os.read(fd, MAX_BYTES).decode(errors="replace").partition("\n")[0] or "unknown"
         os.close(fd)
         return -1, f"is in use by another meshwright (process {holder})"
-    content = os.read(fd, 256)
-    if content and not _HOLDER.fullmatch(content):
+    content = os.read(fd, MAX_BYTES)
+    before = _HOLDER.fullmatch(content)
+    if content and not before:
         os.close(fd)
         raise FileExistsError(errno.EEXIST, "is a file of another program", str(folder / LOCK_FILE))
+    mine = "" if run_dir is None else f"{run_dir.resolve()}\n"
+    theirs = Path(os.fsdecode(before[1])) if before and before[1] else None
+    if theirs is not None and mine != f"{theirs}\n" and _has_ranks(theirs):
+        os.close(fd)
+        return -1, f"is in use by the ranks of {theirs}, which train without their command"
     os.ftruncate(fd, 0)
-    os.lseek(fd, 0, os.SEEK_SET)
-    os.write(fd, f"{os.getpid()} on {socket.gethostname()}\n".encode())
+    os.pwrite(fd, f"{os.getpid()} on {socket.gethostname()}\n{mine}".encode(errors="surrogateescape"), 0)
     return fd, None
+
+
+def _has_ranks(run_dir: Path) -> bool:
+    """Whether the agent of a run is there, on this host."""
+    file = AgentFile.read(run_dir)
+    connection = None if file is None else file.connect()
+    if connection is None:
+        return False
+    connection.close()
+    return True
 
 
 def is_held(run_dir: Path) -> bool:

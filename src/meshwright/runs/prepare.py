@@ -206,7 +206,7 @@ def _take_locks(
     with contextlib.ExitStack() as locks:
         if not fresh:
             locks.enter_context(RunLock.take(run_dir))
-        taken, unreached = stores.open()
+        taken, unreached = stores.open(run_dir)
         locks.enter_context(taken)
         return locks.pop_all(), unreached
 

@@ -168,7 +168,7 @@ def _adopt(
             "the ranks of this run still train: they go on as they were started, without overrides"
         )
     plan, assignment = read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir)
-    with CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir).open()[0]:
+    with CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir).open(run_dir)[0]:
         remote = None if nodes is None else nodes.serve(plan, assignment, adopting=True)
         agents = AgentPool(agent, count_ranks_per_node(plan), remote)
         return _supervise(plan, assignment, reporter, agents, adopts=True)

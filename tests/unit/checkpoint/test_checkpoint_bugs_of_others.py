@@ -43,11 +43,11 @@ from meshwright.checkpoint.manifest import (
     MANIFEST,
     best_checkpoint,
     encode_checked,
-    find_newest,
     list_checkpoints,
     read_manifest,
 )
 from meshwright.checkpoint.saved_tensors import SavedTensors, write_tensors
+from meshwright.checkpoint.stores import find_newest
 from meshwright.core.errors import UserError
 from meshwright.layout.state_chunks import Box
 
