@@ -18,7 +18,6 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
@@ -39,24 +38,14 @@ POLL_S = 0.2
 
 ORPHAN_GRACE_S = 30.0
 """How long ranks without a supervisor have to save and stop."""
+KEPT = ("failed", "exited", "fenced", "rejoined")
+"""Reports that a new supervisor gets from the time without one. Events are in the run folder, too."""
 HELLO_TIMEOUT_S = 1.0
 """How long the agent waits for the token of a new supervisor."""
 
 
 class EndedError(Exception):
     """The supervisor has ended the agent."""
-
-
-class SupervisorLostError(Exception):
-    """The connection to the supervisor is closed."""
-
-
-@contextlib.contextmanager
-def _noticing_loss() -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, OSError) as error:
-        raise SupervisorLostError from error
 
 
 @dataclass
@@ -152,15 +141,15 @@ class Agent:
         if not all(process.pidfd >= 0 for process in self.processes):
             timeout = min(timeout or POLL_S, POLL_S)
         try:
-            for key, _ in self.selector.select(timeout):
+            events = self.selector.select(timeout)
+            self._reap()  # first: a process that ended is the cause of what the others report
+            for key, _ in events:
                 key.data()
-            self._reap()
             self._flush()
         except EndedError:
             return False
-        except SupervisorLostError:
-            return self._lose_supervisor()
-        if self.supervisor is None and not any(process.is_rank for process in self.processes):
+        has_ranks = any(process.is_rank for process in self.processes)
+        if self.supervisor is None and not (self.orphan_s > 0 and has_ranks):
             return False
         if time.monotonic() >= self.deadline:
             return self._end_orphans()
@@ -171,13 +160,12 @@ class Agent:
         supervisor.setblocking(False)
         self.selector.register(supervisor, selectors.EVENT_READ, self._read_supervisor)
 
-    def _lose_supervisor(self) -> bool:
-        """The supervisor is gone; returns whether the ranks go on."""
-        if self.supervisor is not None:
-            self.selector.unregister(self.supervisor)
-            self.supervisor.close()
+    def _lose_supervisor(self) -> None:
+        """The supervisor is gone; the ranks may go on for a while."""
+        assert self.supervisor is not None, "it is lost once"
+        self.selector.unregister(self.supervisor)
+        self.supervisor.close()
         self.supervisor, self.deadline = None, time.monotonic() + self.orphan_s
-        return self.orphan_s > 0
 
     def _end_orphans(self) -> bool:
         """No supervisor came: the ranks save and stop; those that cannot are killed."""
@@ -196,8 +184,11 @@ class Agent:
                     process.channel.flush()
                 self._await_room(process.channel)
         if self.supervisor is not None:
-            with _noticing_loss():
+            try:
                 self.supervisor.flush()
+            except OSError:
+                self._lose_supervisor()
+                return
             self._await_room(self.supervisor)
 
     def _await_room(self, channel: Channel) -> None:
@@ -205,17 +196,24 @@ class Agent:
         self.selector.modify(channel, events, self.selector.get_key(channel).data)
 
     def _report(self, message: Message) -> None:
-        if message["is"] not in ("event", "request"):  # events are in the run folder, too
+        if message["is"] in KEPT:
             self.unreported.append(message)
         if self.supervisor is not None:
-            with _noticing_loss():
+            try:
                 self.supervisor.queue(message)
+            except OSError:
+                self._lose_supervisor()
+                return
             self.unreported.clear()
 
     def _read_supervisor(self) -> None:
-        assert self.supervisor is not None, "it is read only while it is there"
-        with _noticing_loss():
+        if self.supervisor is None:  # lost since it could be read
+            return
+        try:
             messages = self.supervisor.receive()
+        except EOFError:
+            self._lose_supervisor()
+            return
         for message in messages:
             getattr(self, f"_do_{message.pop('do')}")(**message)
 
@@ -252,7 +250,7 @@ class Agent:
             channel.close()
             return
         self._attach(channel)
-        missed = list(self.unreported)
+        missed, self.unreported = self.unreported, []
         ranks = [process.rank for process in self.processes if process.is_rank]
         self._report(
             {"is": "adopted", "store_dir": self.store_dir, "generation": self.generation, "ranks": ranks}
@@ -372,7 +370,7 @@ class Agent:
         writing to them. One that cannot be fenced is killed: it is inside a commit, or memory is short.
         """
         for process in self._of(rank):
-            while process.channel.fileno() >= 0 and self._read_rank(process):
+            while self._read_rank(process):
                 pass
             assert process.fence is not None, "it has a rank"
             if not (process.fence.shut() and self._copy_snapshots(rank)):
@@ -405,6 +403,8 @@ class Agent:
 
     def _read_rank(self, process: _Process) -> bool:
         """Relay what a process has sent; returns whether there was something."""
+        if process.channel.fileno() < 0:  # it ended, and all that it had sent is relayed
+            return False
         try:
             messages = process.channel.receive()
         except EOFError:
@@ -445,7 +445,7 @@ class Agent:
             pid, status = os.waitpid(process.pid, os.WNOHANG)
             if pid == 0:
                 continue
-            while process.channel.fileno() >= 0 and self._read_rank(process):
+            while self._read_rank(process):
                 pass
             if process.channel.fileno() >= 0:  # inherited by a process that the rank started
                 self.selector.unregister(process.channel)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import selectors
+import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from meshwright.launch.agent import Agent, _Process
+from meshwright.launch.channel import Channel, connected_pair
 
 RANK = """
 import threading
@@ -32,13 +39,16 @@ from meshwright.launch.local import LocalAgent
 from meshwright.launch.rank_process import Order
 
 COUNT, LIMIT_S = 64, 20
+received = []
 
 def wait_for(wanted):
     while True:
-        assert select.select([agent], [], [], LIMIT_S)[0], f"no {wanted} within {LIMIT_S} s"
-        for message in agent.receive():
+        while received:
+            message = received.pop(0)
             if wanted in (message["is"], message.get("event", {}).get("event")):
                 return message
+        assert select.select([agent], [], [], LIMIT_S)[0], f"no {wanted} within {LIMIT_S} s"
+        received.extend(agent.receive())
 
 def send_replies():
     order = Order("join", 0).as_dict()
@@ -72,3 +82,62 @@ def test_messages_to_a_rank_that_was_stopped_arrive_when_it_goes_on(tmp_path: Pa
         [sys.executable, "agent.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def agent(tmp_path: Path):
+    """An agent and the supervisor's end of their connection."""
+    channel, there = connected_pair()
+    agent = Agent(channel, store_dir=str(tmp_path), orphan_s=60)
+    agent._attach(channel)
+    yield agent, Channel(there)
+    for key in list(agent.selector.get_map().values()):
+        if isinstance(key.fileobj, Channel):
+            key.fileobj.close()
+    agent.selector.close()
+    there.close()
+
+
+def add_rank(agent: Agent, rank: int, pid: int) -> Channel:
+    """Let the agent have a rank; returns the rank's end of the link."""
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    process = _Process(pid, -1, Channel(here), rank)
+    agent.processes.append(process)
+    agent.selector.register(process.channel, selectors.EVENT_READ, partial(agent._read_rank, process))
+    return Channel(there)
+
+
+def test_a_rank_that_ended_is_reported_before_what_the_others_report(agent):
+    """Both are seen at once. The process that ended is the cause, so its exit comes first."""
+    agent, supervisor = agent
+    with subprocess.Popen(["sleep", "60"]) as alive, subprocess.Popen(["false"]) as dead:
+        survivor, victim = add_rank(agent, 0, alive.pid), add_rank(agent, 1, dead.pid)
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        survivor.send({"is": "failed", "message": "Socket closed"})
+        victim.send({"is": "event", "event": {"event": "step"}})
+        assert agent._serve()
+        alive.kill()
+    reports = [(message["is"], message["rank"]) for message in supervisor.receive()]
+    assert reports == [("event", 1), ("exited", 1), ("failed", 0)]
+    survivor.close()
+    victim.close()
+
+
+def test_reports_in_the_moment_the_supervisor_dies_are_kept_for_the_next_one(agent):
+    """The event cannot be sent any more. The failure behind it, and an exit, are kept; the ranks go on."""
+    agent, supervisor = agent
+    with subprocess.Popen(["sleep", "60"]) as alive, subprocess.Popen(["false"]) as dead:
+        survivor, victim = add_rank(agent, 0, alive.pid), add_rank(agent, 1, dead.pid)
+        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+        for link in (survivor, victim):
+            link.send({"is": "event", "event": {"event": "step"}})
+        survivor.send({"is": "failed", "message": "Socket closed"})
+        supervisor.close()
+        assert agent._serve()
+        assert agent._serve(), "the ranks go on without a supervisor"
+        alive.kill()
+    kept = [(message["is"], message["rank"]) for message in agent.unreported]
+    assert kept == [("exited", 1), ("failed", 0)]
+    survivor.close()
+    victim.close()
