@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": ("checkpoint", "verify", "root"),
     "generate": ("generate", "root", "--prompt", "a", "--tokens", "2"),
     "export": ("checkpoint", "export", "root", "exported"),
+    "copy": ("checkpoint", "copy", "root", "copied"),
     "resume": ("train", "job.toml", "--resume"),
 }
 
@@ -82,7 +83,7 @@ def shape_of_2_to_60(checkpoint: Path) -> None:
 
 
 READERS = ("generate", "export")
-ALL = (*READERS, "verify", "resume")
+ALL = (*READERS, "verify", "resume", "copy")
 ATTACKS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "pickle for tensors": (lambda c: put(c, RANK_0, PICKLE.ljust(50_000, b"\0")), ALL),
     "pickle for a tokenizer": (lambda c: put(c, "tokenizer.json", PICKLE), READERS),
@@ -150,7 +151,8 @@ def test_16_a_malicious_checkpoint_is_refused_with_a_reason(checkpoint, tmp_path
             assert re.search(r"\[[a-z-]+\]$", said, re.MULTILINE), "no reason"
         assert status in (0, 2, 3), f"{name}: {said}"
         assert "Traceback" not in said
-        shutil.rmtree("exported", ignore_errors=True)
+        for made in ("exported", "copied"):
+            shutil.rmtree(made, ignore_errors=True)
     assert tree(tmp_path) == before, "files were changed, or left"
     assert not list(tmp_path.rglob("code-ran"))
 

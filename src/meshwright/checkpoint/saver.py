@@ -161,9 +161,13 @@ class CheckpointSaver:
         draft = Draft(root, self.state.counters.step, self._events.generation, self._attempt)
 
         def keep_newest(path: AnyPath) -> None:
-            if best:
-                mark_best(root, path)
             remove_older_drafts(draft)
+            try:
+                if best:
+                    mark_best(root, path)
+            except OSError:  # a full disk; rotation gives room
+                rotate(root, self._retention, path)
+                mark_best(root, path)
             rotate(root, self._retention, path)
 
         write = CheckpointWrite(draft, self._rank, parts, guard=self._commit, on_commit=keep_newest)

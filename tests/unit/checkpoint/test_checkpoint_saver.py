@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 from checkpoint_files import build_saver
 from meshwright.checkpoint import saver as module
+from meshwright.checkpoint.manifest import best_checkpoint, list_checkpoints
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
 from meshwright.checkpoint.stores import CheckpointStores
@@ -125,3 +127,24 @@ def build_waiting_saver(root, monkeypatch):
     monkeypatch.setattr(CheckpointWrite, "_write_and_vote", hold)
     monkeypatch.setattr(CheckpointWrite, "wait", let_go)
     return build_saver(root, monkeypatch, events, every_steps=1), events
+
+
+def test_rotation_gives_room_for_the_mark_of_the_best(tmp_path, monkeypatch):
+    """The commit took the last page of the disk, and the mark fails. Rotation must not wait for it."""
+    original, seen = module.mark_best, []
+
+    def mark(root, path):
+        seen.append([checkpoint.name[-1] for checkpoint in list_checkpoints(root)])
+        if len(seen) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(root, path)
+
+    monkeypatch.setattr(module, "mark_best", mark)
+    saver = build_saver(tmp_path, monkeypatch, [], every_steps=1, on_best=True, keep_last=2)
+    for loss in (3.0, None, None, 2.0):
+        saver.state.counters.advance(1)
+        saver.after_step(False, loss, False)
+        saver._collect(wait=True)
+    assert seen == [["1"], ["1", "2", "3", "4"], ["1", "3", "4"]]
+    assert best_checkpoint(tmp_path) == "step-00000004"
+    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3", "4"]
