@@ -139,6 +139,7 @@ def test_any_vote_counts_as_it_was_written_or_not_at_all(tmp_path_factory, data)
     before = draft.read_votes()
     written = path.read_bytes()
     path.write_bytes(data.draw(edits(written)))
+    draft = Draft(draft.root, 4, 0)  # a draft reads a good vote once
     assert draft.read_votes() == ({} if path.read_bytes() != written else before)
     name = data.draw(st.text("rank-0123456789.efusd", min_size=1, max_size=20))
     (draft.folder / f"{name}x.refused").touch()
