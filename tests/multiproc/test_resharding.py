@@ -13,8 +13,8 @@ from saved_checkpoints import load_tensors, require_equal_files
 
 NAME = "step-00000004"
 STEPS = ("train.steps=24", "checkpoint.every_steps=4", "checkpoint.keep_last=9", "train.warmup=2")
-ROUNDING = 2e-5
-"""Largest relative difference of a loss between layouts: sums are grouped differently (float32)."""
+ROUNDING = 1e-6
+"""Relative difference of a loss between layouts: sums are grouped differently (float32). Seen: 1.2e-7."""
 
 
 @pytest.mark.slow
