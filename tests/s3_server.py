@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 START = """
 import sys, boto3
+address = sys.argv[1]
 from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
 server.start()
 host, port = server.get_host_and_port()
-boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
+boto3.client("s3", endpoint_url=f"http://{address}:{port}", region_name="us-east-1",
              aws_access_key_id="test", aws_secret_access_key="test").create_bucket(Bucket="bucket")
 print(port, flush=True)
 sys.stdin.read()
@@ -21,13 +23,19 @@ sys.stdin.read()
 class S3Server:
     """The server; it ends with this process, whose pipe it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1", prefix: Sequence[str] = ()) -> None:
+        """Start it.
+
+        Args:
+            address: To listen on.
+            prefix: Command that runs it, such as ``ip netns exec``.
+        """
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [*prefix, sys.executable, "-c", START, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        self.url = f"http://{address}:{int(self._process.stdout.readline())}"
 
     @property
     def environment(self) -> dict[str, str]:

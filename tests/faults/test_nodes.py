@@ -10,6 +10,7 @@ import pytest
 from network_nodes import PORT, result_of, wait_until
 
 from meshwright.elastic.faults.processes import Resources
+from s3_server import S3Server
 
 STEPS = ("train.steps=30", "elastic.snapshot_every=5", "checkpoint.every_steps=10")
 ONE_EACH = ("layout.dp_replicate=2", "cluster.devices_per_node=1", *STEPS)
@@ -93,6 +94,36 @@ def test_another_agent_replaces_one_that_was_killed(make_nodes, train, job_file)
     assert recovered["how"] == "the agent of node 1 (host-1) is gone"
     joined = [(e["node"], e["host"]) for e in nodes.events() if e["event"] == "node_joined"]
     assert joined == [(1, "host-1"), (1, "host-2")]
+    nodes.require_empty()
+
+
+@pytest.mark.slow
+def test_nodes_that_share_nothing_but_an_object_store_go_on_from_its_checkpoint(
+    make_nodes, train, job_file, monkeypatch
+):
+    """The credentials are those of each node's environment. The killed agent's snapshots are lost."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto")
+    alone = train(*ONE_EACH, "run_dir=alone")
+    nodes = make_nodes(3)
+    server = S3Server(nodes.address(0), ("ip", "netns", "exec", nodes.names[0]))
+    try:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        nodes.run_dir.mkdir()
+        running = nodes.train(job_file, *ONE_EACH, "cluster.nodes=2", "checkpoint.dir=s3://bucket/run")
+        first = nodes.join(1, hidden=nodes.run_dir)
+        wait_until(step_is_done(nodes, 15))
+        kill_agent(first)
+        second = nodes.join(2, hidden=nodes.run_dir)
+        result = result_of(running)
+        assert second.finish()[0] == 0
+    finally:
+        server.end()
+    assert result["losses"] == alone.losses
+    assert result["checkpoint"].startswith("s3://bucket/run/step-00000030")
+    (recovered,) = [e for e in nodes.events() if e["event"] == "recovered"]
+    assert (recovered["source"], recovered["restored_step"]) == ("checkpoint", 10)
     nodes.require_empty()
 
 
