@@ -165,17 +165,19 @@ def export_checkpoint(
     out: str | Path,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     shard_bytes: int = 5 * 10**9,
+    reporter: Reporter = SILENT,
 ) -> Exported:
     """Write a checkpoint as a Hugging Face folder.
 
     A run that started from one (``model.hf``) gives the same kind of folder back, with its files.
 
     Args:
-        path: A checkpoint, a folder of checkpoints, or a run.
+        path: A checkpoint, a folder of checkpoints, a run, or a URL (``s3://BUCKET/PREFIX``).
         out: New or empty folder.
         dtype: Of the weights; None for the dtypes of the run's Hugging Face folder, float32 without one.
         shard_bytes: Largest file of weights.
+        reporter: Receives progress.
     """
-    from meshwright.runs.checkpoints import export_to, require_folder  # noqa: PLC0415
+    from meshwright.runs.checkpoints import export_to  # noqa: PLC0415
 
-    return export_to(require_folder(find_checkpoint(path)), Path(out), dtype, shard_bytes)
+    return export_to(find_checkpoint(path), Path(out), dtype, shard_bytes, reporter)

@@ -9,6 +9,7 @@ import pytest
 from meshwright.checkpoint.manifest import list_checkpoints, read_manifest
 from meshwright.core.errors import UserError
 from meshwright.core.object_path import parse_location
+from meshwright.saved import export_checkpoint
 
 JOB = ("train.steps=6", "train.schedule=constant", "checkpoint.every_steps=2", "elastic.snapshot_every=0")
 
@@ -18,8 +19,8 @@ def read_events(trained, name):
     return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
-def test_ranks_save_to_s3_and_resume_from_it_in_another_layout(train, s3):
-    """In the same layout, the resumed losses are those of a run with a folder."""
+def test_ranks_save_to_s3_and_resume_from_it_in_another_layout(train, s3, tmp_path):
+    """In the same layout, the resumed losses and the export are those of a run with a folder."""
     whole = train("layout.dp_shard=2", *JOB, "run_dir=whole")
     train("layout.dp_shard=2", *JOB, f"checkpoint.dir={s3}", "train.steps=4", "run_dir=first")
     again = train("layout.dp_shard=2", *JOB, f"checkpoint.dir={s3}", "run_dir=first", resume=True)
@@ -27,6 +28,10 @@ def test_ranks_save_to_s3_and_resume_from_it_in_another_layout(train, s3):
     root = parse_location(s3)
     assert [read_manifest(path).step for path in list_checkpoints(root)] == [4, 6]
     assert not (root / "lock.json").exists()
+    export_checkpoint(s3, tmp_path / "from-s3")
+    export_checkpoint(whole.run_dir, tmp_path / "from-folder")
+    for path in (tmp_path / "from-folder").iterdir():
+        assert path.read_bytes() == (tmp_path / "from-s3" / path.name).read_bytes(), path.name
     other = train("layout.tp=2", *JOB, "train.steps=8", f"checkpoint.dir={s3}", "run_dir=other", resume=True)
     (resumed, _) = read_events(other, "resumed")
     assert resumed["step"] == 6

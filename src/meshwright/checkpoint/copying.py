@@ -7,13 +7,16 @@ whole or not at all.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from meshwright.checkpoint.draft import Draft
-from meshwright.checkpoint.manifest import FileFacts, list_checkpoints, read_manifest
+from meshwright.checkpoint.manifest import FileFacts, Manifest, list_checkpoints, read_manifest
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.object_path import AnyPath, open_new
+from meshwright.core.object_path import AnyPath, ObjectPath, open_new
 
 BLOCK_BYTES = 2**24
 """Read and written at a time."""
@@ -53,6 +56,24 @@ def copy_checkpoint(
     except BaseException:
         draft.discard()
         raise
+
+
+@contextmanager
+def fetch_small_files(checkpoint: AnyPath, manifest: Manifest) -> Iterator[Path]:
+    """A folder with the files of a checkpoint that are not made of tensors, for code that needs paths.
+
+    Raises:
+        UserError: One has another checksum.
+        OSError: The store cannot be read.
+    """
+    if not isinstance(checkpoint, ObjectPath):
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for name, facts in manifest.files.items():
+            if name not in manifest.tensor_files:
+                _copy_file(checkpoint, Path(folder), name, facts, lambda count: None)
+        yield Path(folder)
 
 
 def _copy_file(

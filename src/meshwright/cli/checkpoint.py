@@ -114,7 +114,7 @@ def export_folder(
 ) -> int:
     """Export a checkpoint as a Hugging Face folder."""
     checkpoint = find_checkpoint(path)
-    done = export_checkpoint(checkpoint, out, dtype, int(shard_gb * BYTES_PER_GB))
+    done = export_checkpoint(checkpoint, out, dtype, int(shard_gb * BYTES_PER_GB), ConsoleReporter(output))
     output.print(f"{checkpoint}, step {done.step}, as {done.architecture} in {out}")
     output.print(f"{format_bytes(done.bytes)} of {done.dtype}; files: {', '.join(done.files)}")
     facts = dataclasses.asdict(done)

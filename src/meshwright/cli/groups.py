@@ -90,7 +90,10 @@ class Dtype(StrEnum):
 @checkpoint_app.command()
 def export(
     path: Annotated[
-        str, typer.Argument(help="Checkpoint, folder of checkpoints, or run folder.", metavar="DIR")
+        str,
+        typer.Argument(
+            help="Checkpoint, folder of checkpoints, run folder, or s3://BUCKET/PREFIX.", metavar="DIR"
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="New or empty folder to write.", metavar="OUT")],
     dtype: Annotated[

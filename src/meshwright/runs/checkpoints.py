@@ -159,10 +159,17 @@ def _reading(path: AnyPath) -> Iterator[None]:
         ) from None
 
 
-def export_to(checkpoint: Path, out: Path, dtype: str | None, shard_bytes: int) -> Exported:
-    """Write a checkpoint as a Hugging Face folder."""
+def export_to(
+    checkpoint: AnyPath, out: Path, dtype: str | None, shard_bytes: int, reporter: Reporter
+) -> Exported:
+    """Write a checkpoint as a Hugging Face folder, with a progress bar."""
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="exporting a checkpoint")
     prepare_environment(threads=count_cores())
     from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: PLC0415  (torch)
 
-    return export_checkpoint(checkpoint, out, dtype, max(1, shard_bytes))
+    with _reading(checkpoint), reporter.bar(100) as show:
+
+        def on_progress(done: int, total: int) -> None:
+            show(f"{format_bytes(done)} of {format_bytes(total)}", 100 * done // max(1, total))
+
+        return export_checkpoint(checkpoint, out, dtype, max(1, shard_bytes), on_progress)

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.checkpoint.copying import fetch_small_files
 from meshwright.checkpoint.hf.chat_template import add_chat_template
 from meshwright.checkpoint.hf.config import build_hf_config, require_hf_form, to_json_bytes
 from meshwright.checkpoint.hf.names import (
@@ -36,6 +37,7 @@ from meshwright.checkpoint.manifest import SELECTION_BIAS, read_manifest
 from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import sync_path
+from meshwright.core.object_path import AnyPath
 from meshwright.data.hf_tokenizer import TOKENIZER_CONFIG_FILE, hf_tokenizer_config, hf_tokenizer_text
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from meshwright.layout.state_chunks import Box
@@ -62,15 +64,22 @@ class Exported:
     files: tuple[str, ...]
 
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, shard_bytes: int) -> Exported:
+def export_checkpoint(
+    checkpoint: AnyPath,
+    out: Path,
+    dtype: str | None,
+    shard_bytes: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
     """Write a folder that transformers loads.
 
     Args:
-        checkpoint: Folder of one checkpoint; every file's checksum is verified.
+        checkpoint: One checkpoint, in a folder or an object store; every file's checksum is verified.
         out: A new or empty folder.
         dtype: A key of ``DTYPES``. None for the dtypes of the folder that the run started from; without one,
             float32.
         shard_bytes: Maximum size of a file, unless a single tensor is larger.
+        on_progress: Called with the bytes of the tensors that are converted, and of all.
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100  (the draft is put beside it, also for "..")
     manifest = read_manifest(checkpoint)
@@ -83,22 +92,23 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, shard_byte
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         rule, fix = "is not an empty folder", "Name a new one"
         raise UserError(Problem("export-out-exists", rule, path=str(out), fix=fix))
-    source, tokenizer = load_source(checkpoint), load_tokenizer(checkpoint)
-    if source is not None:
-        _require_source_of(checkpoint, source, model)
-    dtypes = _choose_dtypes(model, source, dtype)
-    if source is None:
-        files = _build_files(model, manifest.seq_len, tokenizer, dtype or "float32")
-    else:
-        files = _keep_files(source, model, manifest.seq_len, tokenizer, dtype)
-    files = add_chat_template(files, source, checkpoint, manifest.template)
+    with fetch_small_files(checkpoint, manifest) as folder:
+        source, tokenizer = load_source(folder), load_tokenizer(folder)
+        if source is not None:
+            _require_source_of(folder, source, model)
+        dtypes = _choose_dtypes(model, source, dtype)
+        if source is None:
+            files = _build_files(model, manifest.seq_len, tokenizer, dtype or "float32")
+        else:
+            files = _keep_files(source, model, manifest.seq_len, tokenizer, dtype)
+        files = add_chat_template(files, source, folder, manifest.template)
     draft = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         draft.mkdir(parents=True)
         for name, content in files.items():
             (draft / name).parent.mkdir(exist_ok=True)
             (draft / name).write_bytes(content)
-        total = _write_weights(checkpoint, draft, model, dtypes, shard_bytes)
+        total = _write_weights(checkpoint, draft, model, dtypes, shard_bytes, on_progress)
         for written in (path for path in draft.rglob("*") if path.is_file()):
             written.chmod(0o644)  # safetensors creates files that only their owner can read
             sync_path(written)
@@ -195,7 +205,12 @@ def _configured_dtype(config: dict[str, Any]) -> str:
 
 
 def _write_weights(
-    checkpoint: Path, out: Path, model: DecoderModel, dtypes: Mapping[str, torch.dtype], limit: int
+    checkpoint: AnyPath,
+    out: Path,
+    model: DecoderModel,
+    dtypes: Mapping[str, torch.dtype],
+    limit: int,
+    on_progress: Callable[[int, int], None],
 ) -> int:
     """Write one file, or shards with an index; holds one shard at a time. Returns the size in bytes."""
     shapes = list_hf_shapes(model)
@@ -204,13 +219,15 @@ def _write_weights(
     }
     shards = split_into_shards(sizes, limit)
     weight_map: dict[str, str] = {}
+    total, done = sum(sizes.values()), 0
     tensors = _iter_hf_tensors(checkpoint, model, dtypes)
     for number, names in enumerate(shards, 1):
         several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = WEIGHTS_FILE if len(shards) == 1 else several
         save_file({name: next(tensors) for name in names}, out / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
-    total = sum(sizes.values())
+        done += sum(sizes[name] for name in names)
+        on_progress(done, total)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (out / INDEX_FILE).write_bytes(to_json_bytes(index))
@@ -237,7 +254,7 @@ def split_into_shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
 
 
 def _iter_hf_tensors(
-    checkpoint: Path, model: DecoderModel, dtypes: Mapping[str, torch.dtype]
+    checkpoint: AnyPath, model: DecoderModel, dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[Tensor]:
     """The Hugging Face tensors in the order of ``dtypes``, assembled from those of the checkpoint."""
     holders: dict[str, list[tuple[str, HfLocation]]] = {}
@@ -265,7 +282,7 @@ def _iter_hf_tensors(
         yield low if full == full_name(name, model) else low.clone()  # no shared memory in a file
 
 
-def _require_no_bias(checkpoint: Path, names: set[str]) -> None:
+def _require_no_bias(checkpoint: AnyPath, names: set[str]) -> None:
     """Refuse a model with selection biases, which Mixtral does not have."""
     if SELECTION_BIAS in names:
         rule = f"has no Hugging Face form: {MIXTRAL} selects experts without biases (train.balance_rate)"
