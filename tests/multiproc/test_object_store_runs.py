@@ -46,8 +46,7 @@ def test_copies_go_to_all_stores_and_one_that_is_gone_is_named(train, s3):
     )
     saved = read_events(trained, "checkpoint")
     assert [len(event["copies"]) for event in saved] == [2, 2]
-    failed = read_events(trained, "checkpoint_copy_failed")
-    assert {event["store"] for event in failed} == {"s3://no-such-bucket/x"}
+    assert "s3://no-such-bucket/x gets no copies until the run is resumed" in trained.messages
     assert "the bucket does not exist" in trained.messages
     for checkpoint in list_checkpoints(trained.run_dir.parent / "one"):
         (checkpoint / "manifest.json").unlink()

@@ -50,7 +50,7 @@ REFUSED_SUFFIX = ".refused"
 """Of an empty file: a vote against by a rank that cannot write any content. Its name has the error number."""
 STALLED_S = 60.0
 """The coordinator gives up when no file of the draft has grown for so long."""
-UPLOAD_S = 600.0
+UPLOAD_S = 3600.0
 """The same in an object store, which does not show an upload before it is complete."""
 POLL_S = (0.002, 0.1)
 """First and longest interval between two looks at the votes."""
@@ -138,14 +138,18 @@ class Draft:
             (self.folder / f"rank-{rank:05d}.{error.errno or 0}{REFUSED_SUFFIX}").touch()
 
     def read_votes(self) -> dict[int, Vote]:
-        """The votes so far, by rank; one that is not readable does not count."""
+        """The votes so far, by rank; one with another checksum does not count.
+
+        Raises:
+            OSError: They cannot be read now.
+        """
         found = sorted(path.name for path in self.folder.glob("*"))
         names = (_REFUSED_NAME.fullmatch(name) for name in found)
         refused = [(int(name[1]), os.strerror(int(name[2]))) for name in names if name]
         votes = {rank: Vote(rank, {}, f"it cannot write any file: {reason}") for rank, reason in refused}
         for name in found:
             if name.endswith(VOTE_SUFFIX) and name not in self._votes:
-                with suppress(OSError, ValueError, ValidationError, RecursionError):
+                with suppress(FileNotFoundError, ValueError, ValidationError, RecursionError):
                     content = (self.folder / name).read_bytes()
                     self._votes[name] = _VOTE.validate_python(decode_checked(content))
         return votes | {vote.rank: vote for vote in self._votes.values()}
@@ -162,13 +166,14 @@ class Draft:
         """
         is_object = isinstance(self.folder, ObjectPath)
         stalled_s, poll_s = (UPLOAD_S, OBJECT_POLL_S) if is_object else (STALLED_S, POLL_S)
-        size, grown_at, pause = -1, time.monotonic(), poll_s[0]
+        missing, size, grown_at, pause = sorted(ranks), -1, time.monotonic(), poll_s[0]
         while True:
-            votes = self.read_votes()
-            if not (missing := sorted(set(ranks) - set(votes))):
-                return votes
-            if (now_bytes := tree_bytes(self.folder)) != size:
-                size, grown_at = now_bytes, time.monotonic()
+            with suppress(OSError):  # a store that does not answer now may answer later
+                votes = self.read_votes()
+                if not (missing := sorted(set(ranks) - set(votes))):
+                    return votes
+                if (now_bytes := tree_bytes(self.folder)) != size:
+                    size, grown_at = now_bytes, time.monotonic()
             if time.monotonic() > grown_at + stalled_s:
                 raise DraftError(f"no vote of ranks {missing}, and nothing written for {stalled_s:.0f} s")
             if wait(pause):
@@ -196,9 +201,10 @@ class Draft:
             except FileExistsError:
                 if (folder / MANIFEST).read_bytes() != content:  # else a request that was sent twice
                     raise
-        for path in folder.glob("*"):
-            if path.name == PROPOSAL or path.name.endswith(VOTE_SUFFIX):
-                path.unlink(missing_ok=True)
+        with suppress(OSError):  # it is committed; readers ignore what stays
+            for path in folder.glob("*"):
+                if path.name == PROPOSAL or path.name.endswith(VOTE_SUFFIX):
+                    path.unlink(missing_ok=True)
         return folder
 
     def _rename(self, root: Path, folder: Path, content: bytes, guard: Commit) -> Path:
@@ -219,8 +225,10 @@ class Draft:
     def finish(self, guard: Commit = nullcontext) -> AnyPath | None:
         """Commit the draft of a coordinator that died, if all ranks had voted for it; else remove it.
 
+        A draft that cannot be read or written now is left as it is.
+
         Returns:
-            The checkpoint; None if the draft was removed.
+            The checkpoint; None if there is none.
         """
         try:
             if self.folder.is_symlink():
@@ -234,15 +242,18 @@ class Draft:
                 manifest = add_files(manifest, votes)
             if find_wrong_file(self.folder, manifest) is None:
                 return self.commit(manifest, guard)
-        except (OSError, ValueError, RecursionError):
+        except (FileNotFoundError, ValueError, RecursionError):
             pass  # not complete
+        except OSError:
+            return None
         self.discard()
         return None
 
     def discard(self) -> None:
-        """Remove the draft."""
+        """Remove the draft; what has a manifest in an object store is a checkpoint, and stays."""
         with suppress(OSError):
-            remove_tree(self.folder)
+            if not (isinstance(self.folder, ObjectPath) and (self.folder / MANIFEST).is_file()):
+                remove_tree(self.folder)
 
     def _write_vote(self, vote: Vote) -> None:
         write_whole(self.folder / f"rank-{vote.rank:05d}{VOTE_SUFFIX}", encode_checked(asdict(vote)))

@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.object_path import AnyPath, ObjectPath, remove_tree, write_whole
+from meshwright.core.object_path import AnyPath, ObjectPath, StoreError, remove_tree, write_whole
 from meshwright.core.tensor_header import ELEMENT_BYTES, read_tensor_header
 from meshwright.data.identity import SourceIdentity
 from meshwright.spec.job import Data, Job, Train
@@ -261,6 +261,10 @@ def read_manifest(checkpoint: AnyPath, verify: bool = True) -> Manifest:
     Args:
         checkpoint: The folder.
         verify: Also read every file and check its checksum.
+
+    Raises:
+        UserError: It is no checkpoint, or it is damaged.
+        StoreError: Its object store cannot be reached: it may be intact.
     """
     path = checkpoint / MANIFEST
     try:
@@ -272,6 +276,8 @@ def read_manifest(checkpoint: AnyPath, verify: bool = True) -> Manifest:
     except FileNotFoundError:
         rule = "is not a checkpoint: it has no manifest.json"
         raise UserError(Problem("checkpoint-missing", rule, path=str(checkpoint))) from None
+    except StoreError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise _broken(checkpoint, f"has a manifest that cannot be used: {error}") from None
     if (name := find_wrong_file(checkpoint, manifest)) is not None:
@@ -316,6 +322,8 @@ def _plain_size(path: AnyPath) -> int | None:
     """Size of a plain file; None if it is missing, a link, a folder, a pipe or a device."""
     try:
         facts = path.lstat()
+    except StoreError:
+        raise
     except (OSError, ValueError):  # a name may be too long, or have a null character
         return None
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
@@ -329,6 +337,8 @@ def _verify_files(checkpoint: AnyPath, manifest: Manifest) -> None:
             for (name, facts), sha256 in zip(manifest.files.items(), found, strict=True):
                 if sha256 != facts.sha256:
                     raise _broken(checkpoint, f"is damaged: the checksum of {name} differs from the manifest")
+        except StoreError:
+            raise
         except OSError as error:
             raise _broken(checkpoint, f"has a file that cannot be read: {error}") from None
     _verify_tensors(checkpoint, manifest)
@@ -340,6 +350,8 @@ def _verify_tensors(checkpoint: AnyPath, manifest: Manifest) -> None:
     for name in manifest.tensor_files:
         try:
             held += sum(info.bytes for info in read_tensor_header(checkpoint / name).values())
+        except StoreError:
+            raise
         except (OSError, ValueError) as error:
             raise _broken(checkpoint, f"has a file that cannot be read: {name}: {error}") from None
     needed = sum(facts.bytes for facts in manifest.tensors.values())

@@ -44,11 +44,17 @@ class ReplicatedWrite:
         """End the threads: this generation commits no more."""
         for write in self._writes:
             write.cancel()
+        self.wait()
 
     @property
     def copies(self) -> list[AnyPath]:
         """On rank 0: the checkpoint in all stores that have it."""
         return [write.path for write in self._writes if write.path is not None]
+
+    @property
+    def bytes(self) -> int:
+        """On rank 0: of one copy."""
+        return max(write.bytes for write in self._writes)
 
     @property
     def failures(self) -> dict[str, str]:

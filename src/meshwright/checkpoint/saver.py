@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 
 import torch
 
 from meshwright.checkpoint.divergence import non_finite_error
-from meshwright.checkpoint.draft import Draft, remove_older_drafts
+from meshwright.checkpoint.draft import Draft, DraftError, remove_older_drafts
 from meshwright.checkpoint.manifest import (
     Manifest,
     describe_sharding,
     mark_best,
+    read_manifest,
     rotate,
 )
 from meshwright.checkpoint.owned_state import StagingBuffer, describe_tensors, list_owned_parts
@@ -30,8 +31,9 @@ from meshwright.checkpoint.state import CheckpointedState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
 from meshwright.checkpoint.stores import CheckpointStores
 from meshwright.checkpoint.writer import CheckpointWrite, WeightNotFiniteError
+from meshwright.core.errors import UserError
 from meshwright.core.events import Commit, EventWriter
-from meshwright.core.object_path import AnyPath, tree_bytes
+from meshwright.core.object_path import AnyPath
 from meshwright.data.mixture import MixturePattern
 from meshwright.launch.fence import FencedError, HaltedError
 from meshwright.layout.checkpoint_interval import SaveCost, failure_rate
@@ -80,6 +82,17 @@ class CheckpointSaver:
         self._saved_at = time.monotonic()
         if rank == 0:
             stores.finish_drafts(commit)
+            self._saved_at -= self._measure_age()
+
+    def _measure_age(self) -> float:
+        """Seconds since the last save of earlier generations, or since the attempt began; 0 if not known."""
+        if not self._attempt:
+            return 0.0
+        saved = [self._attempt / 1000]
+        for path in self._stores.list_paths()[-1:]:
+            with suppress(UserError, OSError):
+                saved.append(read_manifest(path, verify=False).saved_at)
+        return min(max(0.0, time.time() - max(saved)), 60 * self._settings.every_minutes)
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -160,17 +173,18 @@ class CheckpointSaver:
         """The write into one store; after its commit older checkpoints there are removed."""
         draft = Draft(root, self.state.counters.step, self._events.generation, self._attempt)
 
-        def keep_newest(path: AnyPath) -> None:
-            remove_older_drafts(draft)
-            try:
-                if best:
+        def mark_and_rotate(path: AnyPath) -> None:
+            with self._commit():  # raises where another process has this rank
+                try:
+                    if best:
+                        mark_best(root, path)
+                except OSError:  # a full disk; rotation gives room
+                    rotate(root, self._retention, path)
                     mark_best(root, path)
-            except OSError:  # a full disk; rotation gives room
-                rotate(root, self._retention, path)
-                mark_best(root, path)
+            remove_older_drafts(draft)
             rotate(root, self._retention, path)
 
-        write = CheckpointWrite(draft, self._rank, parts, guard=self._commit, on_commit=keep_newest)
+        write = CheckpointWrite(draft, self._rank, parts, guard=self._commit, on_commit=mark_and_rotate)
         if manifest is not None:
             write.manifest, write.small_files = manifest, self.state.small_files
         return write
@@ -212,13 +226,14 @@ class CheckpointSaver:
         if self._rank != 0:
             return
         if write.path is None:  # a full disk costs a checkpoint, not the run
-            self._events.write("checkpoint_failed", step=step, reason=str(error))
+            reason = str(error) if isinstance(error, DraftError) else f"rank 0: {error}"
+            self._events.write("checkpoint_failed", step=step, reason=reason)
             return
         self._events.write(
             "checkpoint",
             step=step,
             path=str(write.path),
-            bytes=tree_bytes(write.path),
+            bytes=write.bytes,
             copies=[str(copy) for copy in write.copies],
             seconds=write.seconds,
             blocked_s=self._blocked_s,

@@ -44,12 +44,8 @@ class StoreLock:
             OSError: The store cannot be reached.
         """
         lock = cls(root / LOCK_OBJECT)
-        try:
-            lock._path.create(lock._content())
-        except FileExistsError:
-            lock._take_over(root)
-        else:
-            lock._tag = lock._path.read_with_tag()[1]
+        while not lock._try_to_take(root):
+            pass  # the owner released it, or another process took it over
         lock._thread.start()
         return lock
 
@@ -62,19 +58,36 @@ class StoreLock:
         self._ended.set()
         self._thread.join()
         try:
-            if json.loads(self._path.read_bytes()).get("nonce") == self._owner["nonce"]:
+            if self._is_mine():
                 self._path.unlink(missing_ok=True)
-        except (OSError, ValueError):
+        except OSError:
             pass  # it is taken over after LEASE_S
 
+    def _try_to_take(self, root: ObjectPath) -> bool:
+        """Create the lock, or replace that of an owner that has ended; False if others were faster."""
+        try:
+            self._path.create(self._content())
+            self._tag = self._path.read_with_tag()[1]
+        except FileExistsError:
+            try:
+                self._take_over(root)
+            except (FileExistsError, FileNotFoundError):
+                return False
+        return True
+
     def _take_over(self, root: ObjectPath) -> None:
-        """Replace the lock of an owner that has ended."""
+        """Replace the lock of an owner that has ended.
+
+        Raises:
+            UserError: It has not.
+            OSError: Others were faster.
+        """
         content, tag = self._path.read_with_tag()
         owner = _parse(content)
         deadline = time.monotonic() + LEASE_S
         while not _has_ended(owner) and time.monotonic() < deadline:
             time.sleep(POLL_S)  # a renewal is another version of the object
-            content, seen = self._path.read_with_tag()
+            seen = self._path.read_with_tag()[1]
             if seen != tag or _is_alive_here(owner):
                 holder = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
                 rule = f"is in use by another meshwright ({holder})"
@@ -87,8 +100,22 @@ class StoreLock:
             self._renewals += 1
             try:
                 self._tag = self._path.replace_version(self._content(), self._tag)
+            except FileExistsError:
+                if not self._is_mine():
+                    return  # it was taken over: this process had not renewed it for LEASE_S
             except OSError:
-                continue  # the store is not reached, or the lock was taken over after LEASE_S
+                continue  # the store does not answer now
+
+    def _is_mine(self) -> bool:
+        """Whether a renewal has arrived whose answer was lost."""
+        try:
+            content, tag = self._path.read_with_tag()
+        except OSError:
+            return True  # to be seen at the next renewal
+        if _parse(content).get("nonce") != self._owner["nonce"]:
+            return False
+        self._tag = tag
+        return True
 
     def _content(self) -> bytes:
         return json.dumps({**self._owner, "renewals": self._renewals}).encode()
@@ -97,10 +124,19 @@ class StoreLock:
 def _describe_process() -> dict[str, Any]:
     return {
         "pid": os.getpid(),
+        "started": _read_start(os.getpid()),
         "host": socket.gethostname(),
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
         "pid_namespace": str(Path("/proc/self/ns/pid").readlink()),
     }
+
+
+def _read_start(pid: Any) -> str | None:
+    """When a process started, in ticks since the boot: process ids are used again."""
+    try:
+        return Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, ValueError, TypeError, IndexError):
+        return None
 
 
 def _parse(content: bytes) -> dict[str, Any]:
@@ -118,7 +154,8 @@ def _is_here(owner: dict[str, Any]) -> bool:
 
 
 def _is_alive_here(owner: dict[str, Any]) -> bool:
-    return _is_here(owner) and Path(f"/proc/{owner.get('pid')}").exists()
+    started = _read_start(owner.get("pid"))
+    return _is_here(owner) and started is not None and started == owner.get("started")
 
 
 def _has_ended(owner: dict[str, Any]) -> bool:

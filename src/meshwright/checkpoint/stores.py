@@ -46,6 +46,17 @@ class _Listing:
 
 
 @dataclass(frozen=True)
+class OpenStores:
+    """Stores that a run has locked."""
+
+    locks: contextlib.ExitStack
+    locked: list[str]
+    """Those that the run may write."""
+    notes: list[str]
+    """Which others are not reached, and why; the quorum can do without them."""
+
+
+@dataclass(frozen=True)
 class CheckpointStores:
     """All stores of a run."""
 
@@ -56,15 +67,20 @@ class CheckpointStores:
     read: ReadStrategy = "primary"
 
     @classmethod
-    def of(cls, settings: Checkpoint, first: str | AnyPath) -> CheckpointStores:
+    def of(
+        cls, settings: Checkpoint, first: str | AnyPath, locked: Sequence[str] | None = None
+    ) -> CheckpointStores:
         """The stores that a job names.
 
         Args:
             settings: The section ``[checkpoint]``.
             first: Its ``dir``, or the folder of a run without one.
+            locked: Those that the run has locked, and may write; None for all.
         """
         roots = (parse_location(first), *(parse_location(store) for store in settings.stores))
-        return cls(roots, settings.quorum or len(roots) // 2 + 1, settings.read)
+        quorum = settings.quorum or len(roots) // 2 + 1
+        usable = tuple(root for root in roots if locked is None or str(root) in locked)
+        return cls(usable, quorum, settings.read)
 
     @classmethod
     def single(cls, root: AnyPath) -> CheckpointStores:
@@ -79,14 +95,19 @@ class CheckpointStores:
                     return root
         return None
 
-    def open(self, run_dir: Path | None = None) -> tuple[contextlib.ExitStack, list[str]]:
+    def list_paths(self) -> list[AnyPath]:
+        """All checkpoints of the stores that can be reached."""
+        found: list[AnyPath] = []
+        for root in self.roots:
+            with contextlib.suppress(OSError):
+                found += list_checkpoints(root)
+        return found
+
+    def open(self, run_dir: Path | None = None) -> OpenStores:
         """Create the folders, check that the stores are reached, and lock them: one run writes there.
 
         Args:
             run_dir: Of the run; None for a command that is none.
-
-        Returns:
-            The locks, and why stores are not reached that the quorum can do without.
 
         Raises:
             UserError: Another process has a lock, or too few stores can be reached.
@@ -107,20 +128,29 @@ class CheckpointStores:
                     unreached[number] = str(error)
             if len(self.roots) - len(unreached) < self.quorum:
                 raise self._too_few(unreached)
-            return locks.pop_all(), [f"{self.roots[n]} gets no copies: {why}" for n, why in unreached.items()]
+            locked = [str(root) for number, root in enumerate(self.roots) if number not in unreached]
+            notes = [
+                f"{self.roots[n]} gets no copies until the run is resumed: {why}"
+                for n, why in unreached.items()
+            ]
+            return OpenStores(locks.pop_all(), locked, notes)
 
     def _too_few(self, unreached: dict[int, str]) -> UserError:
         store, reason = next(iter(unreached.items()))
         rule = f"cannot be used: {reason}"
         if len(self.roots) > 1:
             missing = f"{len(unreached)} of {len(self.roots)} stores"
-            rule = f"is one of {missing} that cannot be used, with a quorum of {self.quorum}: {reason}"
+            rule = f"is one of {missing} that cannot be used; the quorum is {self.quorum}: {reason}"
         fix = "Make it reachable; credentials and the address come from the environment (AWS_...)"
         return UserError(Problem("store-unreachable", rule, path=str(self.roots[store]), fix=fix))
 
     def has_drafts(self) -> bool:
         """Whether an earlier process has left a draft."""
-        return any(list_drafts(root) for root in self.roots)
+        for root in self.roots:
+            with contextlib.suppress(OSError):
+                if list_drafts(root):
+                    return True
+        return False
 
     def finish_drafts(self, guard: Commit = contextlib.nullcontext) -> None:
         """Commit or remove what earlier processes left. A store that cannot be reached is left as it is."""
@@ -135,14 +165,19 @@ class CheckpointStores:
             UserError: There are checkpoints, but none verifies; or too few stores can be reached.
         """
         listing = self._list()
-        if len(listing.unreached) >= self.quorum:
-            raise self._too_few(listing.unreached)
+        self._require_readable(listing.unreached)
         refused = [f"{self.roots[n]}: {why}" for n, why in listing.unreached.items()]
         for copy in self._order(listing):
+            if copy.store in listing.unreached:
+                continue
             try:
                 read_manifest(copy.path)
             except UserError as error:
                 refused.append(f"{copy.path} {error.problems[0].rule}")
+            except OSError as error:
+                listing.unreached[copy.store] = str(error)
+                self._require_readable(listing.unreached)
+                refused.append(f"{self.roots[copy.store]}: {error}")
             else:
                 return copy.path, refused
         if listing.copies:
@@ -150,11 +185,17 @@ class CheckpointStores:
             raise UserError(Problem("checkpoint-none-good", rule, path=str(self.roots[0])))
         return None
 
+    def _require_readable(self, unreached: dict[int, str]) -> None:
+        if len(unreached) >= self.quorum:
+            raise self._too_few(unreached)
+
     def _list(self) -> _Listing:
         found = _Listing()
         for number, root in enumerate(self.roots):
             began = time.perf_counter()
             try:
+                if len(self.roots) > 1 and not isinstance(root, ObjectPath) and not root.is_dir():
+                    raise FileNotFoundError(f"{root}: there is no such folder")
                 for path in list_checkpoints(root):
                     found.copies.append(_Copy(path, number, self._read_order(path)))
             except OSError as error:

@@ -5,6 +5,7 @@ The protocol is in ``draft``. The thread touches no process group: what ranks te
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.draft import Draft, DraftError, add_files
-from meshwright.checkpoint.manifest import PROPOSAL, TENSORS_SUFFIX, FileFacts, Manifest
+from meshwright.checkpoint.manifest import PROPOSAL, TENSORS_SUFFIX, FileFacts, Manifest, find_wrong_file
 from meshwright.checkpoint.saved_tensors import TensorPart, write_tensors
 from meshwright.core.events import Commit
-from meshwright.core.object_path import AnyPath
+from meshwright.core.object_path import AnyPath, ObjectPath
 
 FINITE_ELEMENTS = 2**20
 """Checked for NaN and Inf at a time."""
@@ -51,6 +52,8 @@ class CheckpointWrite:
     """Called on rank 0 with the new checkpoint."""
     path: AnyPath | None = None
     """On rank 0: the checkpoint, once it is committed."""
+    bytes: int = 0
+    """On rank 0: of its files, once it is committed."""
     error: BaseException | None = None
     seconds: float = 0.0
     """From the start of the thread to the commit; on other ranks to the vote."""
@@ -72,9 +75,8 @@ class CheckpointWrite:
         self._thread.join()
 
     def cancel(self) -> None:
-        """End the thread: this generation commits no more. A draft with all votes is left to the next one."""
+        """Let the thread end: this generation commits no more. A draft with all votes is left to the next."""
         self._cancelled.set()
-        self._thread.join()
 
     def _run(self) -> None:
         started = time.perf_counter()
@@ -83,7 +85,7 @@ class CheckpointWrite:
             if self.manifest is not None and has_voted:
                 self._commit(self.manifest)
             elif self.manifest is not None:  # the folder cannot be written: other ranks cannot vote either
-                self.draft.discard()
+                self._discard()
         except BaseException as error:  # the training loop handles it
             self.error = self.error or error
         self.seconds = time.perf_counter() - started
@@ -93,6 +95,7 @@ class CheckpointWrite:
         """Write the files of this rank and vote, for it or against it; returns whether it could vote."""
         name = f"rank-{self.rank:05d}{TENSORS_SUFFIX}"
         files: dict[str, FileFacts] = {}
+        is_complete = False
         try:
             with self.guard():  # a fenced process must not create again what its successor has removed
                 self.draft.open()
@@ -101,10 +104,13 @@ class CheckpointWrite:
                 for small, content in self.small_files.items():
                     files[small] = self.draft.write_small_file(small, content)
             files[name] = write_tensors(self.draft.folder / name, self.parts, self._check)
+            is_complete = True
             self.draft.vote(self.rank, files)
         except (OSError, WeightNotFiniteError) as error:
             self.error = error
-            mine = [name, *([PROPOSAL] if self.manifest else ()), *self.small_files]
+            # In an object store a vote may be there although its answer was lost: then the files stay.
+            keeps = is_complete and isinstance(self.draft.folder, ObjectPath)
+            mine = [] if keeps else [name, *([PROPOSAL] if self.manifest else ()), *self.small_files]
             try:
                 self.draft.refuse(self.rank, str(error), mine)
             except OSError:
@@ -128,12 +134,22 @@ class CheckpointWrite:
             if against := [vote for vote in votes.values() if vote.refused]:
                 raise DraftError(f"rank {against[0].rank}: {against[0].refused}")
             if self.error:
-                self.draft.discard()
+                self._discard()
                 return
-            self.path = self.draft.commit(add_files(manifest, votes), self.guard)
-            with self.guard():
-                self.on_commit(self.path)
+            manifest = add_files(manifest, votes)
+            if (name := find_wrong_file(self.draft.folder, manifest)) is not None:
+                raise DraftError(f"{name} is missing or has another size")
+            self.path = self.draft.commit(manifest, self.guard)
+            self.bytes = sum(facts.bytes for facts in manifest.files.values())
         except OSError:
             if not self._cancelled.is_set():
-                self.draft.discard()
+                self._discard()
             raise
+        try:
+            self.on_commit(self.path)
+        except OSError as error:  # the checkpoint is committed
+            os.write(2, f"warning: older checkpoints of {self.draft.root} stay: {error}\n".encode())
+
+    def _discard(self) -> None:
+        with self.guard():  # a successor may have committed it
+            self.draft.discard()

@@ -1,4 +1,4 @@
-"""Paths in object stores (S3 and what speaks its protocol), with the methods of ``pathlib`` that are needed.
+"""Paths in S3-compatible object stores, with the methods of ``pathlib`` that are needed.
 
 ``parse_location`` makes a ``Path`` or, from a URL, an :class:`ObjectPath`. Code that keeps to their common
 methods works with both. An object store has no folders and no rename: an object appears as a whole when its
@@ -16,7 +16,8 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
@@ -37,7 +38,9 @@ PART_BYTES = 2**24
 MAX_PARTS = 9_000
 """An S3 upload has at most 10,000 parts."""
 READ_BYTES = 2**23
-"""Read at a time from an object that is opened as a file."""
+"""Read by one request."""
+READS_AT_ONCE = 4
+"""Requests of one read at the same time."""
 UPLOADS_AT_ONCE = 4
 """Parts of one file that are sent at the same time."""
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RETRY_S = 5, 60, 30
@@ -163,10 +166,21 @@ class ObjectPath:
 
     def read_range(self, start: int, size: int) -> bytearray:
         """A part of the object."""
-        if size == 0:
-            return bytearray()
-        with _reporting(self) as store:
-            return bytearray(_obstore().get_range(store, self.key, start=start, length=size))
+        data = bytearray(size)
+
+        def fetch(offset: int) -> None:
+            count = min(READ_BYTES, size - offset)
+            with _reporting(self) as store:
+                found = _obstore().get_range(store, self.key, start=start + offset, length=count)
+            data[offset : offset + count] = memoryview(found)
+
+        if size <= READ_BYTES:
+            if size:
+                fetch(0)
+            return data
+        with ThreadPoolExecutor(READS_AT_ONCE) as pool:  # a large part in one request may time out
+            list(pool.map(fetch, range(0, size, READ_BYTES)))
+        return data
 
     def write_bytes(self, content: bytes) -> None:
         """Write the object as a whole; replaces an older one."""
@@ -212,7 +226,7 @@ class ObjectPath:
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove the object."""
-        with suppress(FileNotFoundError) if missing_ok else _nothing(), _reporting(self) as store:
+        with suppress(FileNotFoundError) if missing_ok else nullcontext(), _reporting(self) as store:
             _obstore().delete(store, self.key)
 
     def remove_below(self) -> None:
@@ -343,11 +357,6 @@ def _upload(store: ObjectStore, key: str, size: int) -> Iterator[BinaryWriter]:
     writer = _obstore().open_writer(store, key, buffer_size=part, max_concurrency=UPLOADS_AT_ONCE)
     yield writer
     writer.close()  # after an error it is not called: then there is no object
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _obstore() -> Any:

@@ -25,6 +25,8 @@ class Assignment:
     """Folder of each set of ``data.eval``, by name."""
     generation: int = 0
     """Number of the attempt."""
+    stores: list[str] | None = None
+    """The stores of checkpoints that the run has locked; None for all that the job names."""
     attempt: int = 0
     """When the attempt began, in milliseconds since 1970: names its drafts in object stores."""
 

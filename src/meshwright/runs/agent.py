@@ -129,11 +129,12 @@ class _NodeFolder:
 
 def check_reach(order: Message, node: str) -> list[Problem]:
     """What keeps a node from taking part: checkpoints or data that it does not reach."""
-    checkpoints, problems = order["checkpoints"], []
-    if not _reads(parse_location(checkpoints["path"]) / checkpoints["file"], checkpoints["nonce"]):
-        rule = f"is not reached by {node}: it does not see the file that the supervisor wrote there"
-        fix = "Set checkpoint.dir to a folder that all nodes share, or to an object store (s3://...)"
-        problems.append(Problem("node-checkpoints", rule, "checkpoint.dir", checkpoints["path"], fix))
+    problems = []
+    for store in order["checkpoints"]:
+        if not _reads(parse_location(store["path"]) / store["file"], store["nonce"]):
+            rule = f"is not reached by {node}: it does not see the file that the supervisor wrote there"
+            fix = "Use a folder that all nodes share, or an object store (s3://...)"
+            problems.append(Problem("node-checkpoints", rule, "checkpoint.dir", store["path"], fix))
     for folder, expected in order["data"].items():
         found = fingerprint_folder(Path(folder))
         if found != expected:

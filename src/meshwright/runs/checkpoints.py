@@ -120,7 +120,7 @@ def _copy(path: AnyPath, target: AnyPath, reporter: Reporter) -> CopiedCheckpoin
 
 def _lock_target(target: AnyPath) -> contextlib.ExitStack:
     try:
-        return CheckpointStores.single(target).open()[0]
+        return CheckpointStores.single(target).open().locks
     except OSError as error:
         rule, fix = f"cannot be written: {error.strerror or error}", "Use an account that may write there"
         raise UserError(Problem("checkpoint-not-copied", rule, path=str(target), fix=fix)) from None
@@ -139,12 +139,12 @@ def prune_folder(path: AnyPath, retention: Retention) -> PruneResult:
         try:
             if runs:
                 locks.enter_context(RunLock.take(runs[0]))
-            locks.enter_context(CheckpointStores.single(root).open()[0])
+            locks.enter_context(CheckpointStores.single(root).open().locks)
         except OSError as error:
             rule, fix = f"cannot be locked: {error.strerror or error}", "Use an account that may write there"
             raise UserError(Problem("checkpoint-not-removed", rule, path=str(root), fix=fix)) from None
-        # Drafts of a folder without a run may be another process's.
-        return prune(root, retention, sweep=bool(runs))
+        # Drafts of a folder without a run may be those of an older version, which did not lock it.
+        return prune(root, retention, sweep=bool(runs) or isinstance(root, ObjectPath))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.object_path import parse_location
+from meshwright.core.object_path import AnyPath, parse_location
 from meshwright.data.fingerprint import fingerprint_folder
 from meshwright.launch.assignment import ASSIGNMENT_FILE, Assignment
 from meshwright.launch.channel import Message
@@ -101,6 +101,7 @@ def make_absolute(assignment: Assignment) -> Assignment:
         assignment,
         checkpoint_dir=str(parse_location(assignment.checkpoint_dir).resolve()),
         resume_from=str(parse_location(assignment.resume_from).resolve()) if assignment.resume_from else None,
+        stores=[str(store.resolve()) for store in _list_stores(assignment)],
         eval_sets={name: str(Path(folder).resolve()) for name, folder in assignment.eval_sets.items()},
     )
     found.write()
@@ -109,8 +110,14 @@ def make_absolute(assignment: Assignment) -> Assignment:
 
 def remove_nonces(assignment: Assignment) -> None:
     """Delete the files that showed the agents that they reach the checkpoints."""
-    for path in parse_location(assignment.checkpoint_dir).glob(f"{NONCE_FILE}-*"):
-        path.unlink(missing_ok=True)
+    for store in _list_stores(assignment):
+        with contextlib.suppress(OSError):
+            for path in store.glob(f"{NONCE_FILE}-*"):
+                path.unlink(missing_ok=True)
+
+
+def _list_stores(assignment: Assignment) -> list[AnyPath]:
+    return [parse_location(store) for store in assignment.stores or [assignment.checkpoint_dir]]
 
 
 class _NodeOrder:
@@ -129,10 +136,11 @@ class _NodeOrder:
     def describe(self, node: int) -> Message:
         """The order for one node."""
         run_dir = Path(self._assignment.run_dir)
-        nonce, where = secrets.token_hex(16), parse_location(self._assignment.checkpoint_dir)
-        with contextlib.suppress(OSError):  # then the agent reports that it does not find it
-            where.mkdir(parents=True, exist_ok=True)
-            (where / f"{NONCE_FILE}-{node}").write_text(nonce, encoding="utf-8")
+        nonce, stores = secrets.token_hex(16), _list_stores(self._assignment)
+        for store in stores:
+            with contextlib.suppress(OSError):  # then the agent reports that it does not find it
+                store.mkdir(parents=True, exist_ok=True)
+                (store / f"{NONCE_FILE}-{node}").write_text(nonce, encoding="utf-8")
         return {
             "do": "prepare",
             "run": self.run,
@@ -143,6 +151,8 @@ class _NodeOrder:
                 PLAN_FILE: (run_dir / PLAN_FILE).read_text(encoding="utf-8"),
                 ASSIGNMENT_FILE: json.dumps(asdict(self._assignment)),
             },
-            "checkpoints": {"path": str(where), "file": f"{NONCE_FILE}-{node}", "nonce": nonce},
+            "checkpoints": [
+                {"path": str(store), "file": f"{NONCE_FILE}-{node}", "nonce": nonce} for store in stores
+            ],
             "data": self._data,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from meshwright.checkpoint.stores import CheckpointStores
+from meshwright.checkpoint.stores import CheckpointStores, OpenStores
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.core.object_path import AnyPath
@@ -144,8 +144,9 @@ def _write_run(
     try:
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported below
             if stores.has_drafts():
-                with _take_locks(run_dir, stores, fresh=not (run_dir / EVENTS_FILE).exists())[0]:
+                with _take_locks(run_dir, stores, fresh=not (run_dir / EVENTS_FILE).exists()).locks:
                     stores.finish_drafts()  # no run is writing them
+        found = stores.list_paths()
         resume_from = _choose_checkpoint(job, data_dir, stores, resume, reporter)
         hf_weights = resume_from is None and weights.announce(reporter)
     except UserError:
@@ -156,8 +157,9 @@ def _write_run(
     fresh = not (run_dir / EVENTS_FILE).exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        locks, unreached = _take_locks(run_dir, stores)
-        for sentence in unreached:
+        opened = _take_locks(run_dir, stores)
+        _require_unchanged(stores, found)
+        for sentence in opened.notes:
             reporter.warning(sentence)
         generation = _next_generation(run_dir)
         assignment = Assignment(
@@ -169,6 +171,7 @@ def _write_run(
             eval_sets={name: str(folder) for name, folder in eval_sets.items()},
             generation=generation,
             attempt=time.time_ns() // 10**6,
+            stores=opened.locked,
         )
         if not fresh:
             _keep_plan(run_dir)
@@ -184,12 +187,10 @@ def _write_run(
         rule = f"cannot be written: {error.strerror or error}"
         fix = "Set run_dir or checkpoint.dir elsewhere"
         raise UserError(Problem("run-not-writable", rule, path=where, fix=fix)) from None
-    return PreparedRun(plan, assignment, locks)
+    return PreparedRun(plan, assignment, opened.locks)
 
 
-def _take_locks(
-    run_dir: Path, stores: CheckpointStores, fresh: bool = False
-) -> tuple[contextlib.ExitStack, list[str]]:
+def _take_locks(run_dir: Path, stores: CheckpointStores, fresh: bool = False) -> OpenStores:
     """Lock the folder of a run and its checkpoints: other runs may name them in ``checkpoint.dir``.
 
     Args:
@@ -197,18 +198,22 @@ def _take_locks(
         stores: Of its checkpoints.
         fresh: The run has no folder yet, or an empty one: only its checkpoints are locked.
 
-    Returns:
-        The locks, and why stores are not reached that the run can do without.
-
     Raises:
         UserError: Another process has one of the locks, or too few stores are reached.
     """
     with contextlib.ExitStack() as locks:
         if not fresh:
             locks.enter_context(RunLock.take(run_dir))
-        taken, unreached = stores.open(run_dir)
-        locks.enter_context(taken)
-        return locks.pop_all(), unreached
+        opened = stores.open(run_dir)
+        locks.enter_context(opened.locks)
+        return replace(opened, locks=locks.pop_all())
+
+
+def _require_unchanged(stores: CheckpointStores, before: list[AnyPath]) -> None:
+    """Check that no other run wrote checkpoints before these were locked."""
+    if stores.list_paths() != before:
+        rule, fix = "was written by another run meanwhile", "Try again, or use another checkpoint.dir"
+        raise UserError(Problem("checkpoint-dir-busy", rule, path=str(stores.roots[0]), fix=fix))
 
 
 def _keep_plan(run_dir: Path) -> None:

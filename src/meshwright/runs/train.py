@@ -149,7 +149,7 @@ def _supervise_nodes(prepared: PreparedRun, nodes: NodeListener, reporter: Repor
     try:
         return _supervise(plan, assignment, reporter, AgentPool(local, count_ranks_per_node(plan), remote))
     except UserError:
-        if assignment.generation == 0:
+        if assignment.generation == 0 and not read_record(Path(assignment.run_dir)).furthest_step:
             shutil.rmtree(assignment.run_dir, ignore_errors=True)
         raise
     finally:
@@ -168,7 +168,7 @@ def _adopt(
             "the ranks of this run still train: they go on as they were started, without overrides"
         )
     plan, assignment = read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir)
-    with CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir).open(run_dir)[0]:
+    with _stores_of(plan, assignment).open(run_dir).locks:
         remote = None if nodes is None else nodes.serve(plan, assignment, adopting=True)
         agents = AgentPool(agent, count_ranks_per_node(plan), remote)
         return _supervise(plan, assignment, reporter, agents, adopts=True)
@@ -192,7 +192,7 @@ def _supervise(
         listeners.on_event,
         assignment.generation,
         list_preload(job),
-        lambda: _find_checkpoint(plan, assignment),
+        lambda: _find_checkpoint(plan, assignment, reporter),
     )
     supervisor.agents, supervisor.adopts = agents, adopts
     if adopts:
@@ -216,12 +216,27 @@ def _supervise(
     return replace(finish_run(plan, record, run_dir, listeners, reporter), by_ctrl_c=by_ctrl_c)
 
 
-def _find_checkpoint(plan: PlanContract, assignment: Assignment) -> str | None:
-    """The newest whole checkpoint of a run, verified. All ranks of the generation have ended their writes."""
-    stores = CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir)
+def _stores_of(plan: PlanContract, assignment: Assignment) -> CheckpointStores:
+    return CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir, assignment.stores)
+
+
+def _find_checkpoint(plan: PlanContract, assignment: Assignment, reporter: Reporter) -> str | None:
+    """The newest whole checkpoint of a run, verified. All ranks of the generation have ended their writes.
+
+    Raises:
+        RunFailedError: None verifies, or too few stores are reached.
+    """
+    stores = _stores_of(plan, assignment)
     stores.finish_drafts()
-    found = stores.find_newest()
-    return None if found is None else str(found[0])
+    try:
+        found = stores.find_newest()
+    except UserError as error:
+        raise RunFailedError(*error.problems) from None
+    if found is None:
+        return None
+    for sentence in found[1]:
+        reporter.warning(f"skipped: {sentence}")
+    return str(found[0])
 
 
 def fail_run(

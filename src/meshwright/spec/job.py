@@ -261,9 +261,9 @@ class Checkpoint:
     half."""
     read: ReadStrategy = "primary"
     """Which copy is read where several stores have one: `primary` in the order of `dir` and `stores`, `any`
-    at random, `nearest` from the store that answers first."""
+    at random, `nearest` from the store that lists its checkpoints fastest."""
     on_best: Flag = False
-    """Also keep the checkpoint with the lowest evaluation loss."""
+    """Save whenever the evaluation loss is the lowest so far, and keep that checkpoint."""
     asynchronous: Flag = True
     """Write checkpoints while training goes on, from a copy in CPU memory; `false` needs no copy."""
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.hf.source import SOURCE_FILE, load_source, read_hf_folder
+from meshwright.checkpoint.copying import fetch_small_files
+from meshwright.checkpoint.hf.source import SOURCE_FILE, HfSource, load_source, read_hf_folder
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
 from meshwright.checkpoint.stores import CheckpointStores
+from meshwright.core.errors import UserError
 from meshwright.core.object_path import parse_location
 from meshwright.layout.snapshot_size import keeps_snapshots
 from meshwright.models.decoder import Stages
@@ -87,7 +91,7 @@ def build_trainer(
     context.setup.end("load")
     if model.weight_copies is not None and state.counters.step:
         model.weight_copies.is_stale = True
-    stores = CheckpointStores.of(context.plan.job.checkpoint, assignment.checkpoint_dir)
+    stores = _stores_of(context)
     saver = CheckpointSaver(
         stores, state, mesh.rank, context.events, snapshots, context.commit, assignment.attempt
     )
@@ -124,11 +128,27 @@ def _read_small_files(context: RankContext, data: TrainData) -> tuple[str | None
     model, resume_from = context.plan.job.model, context.assignment.resume_from
     files = {} if data.tokenizer is None else {data.tokenizer.name: data.tokenizer.read_bytes()}
     if resume_from is not None:
-        source = load_source(Path(resume_from))
+        source = _load_kept_source(context, resume_from)
     else:
         source = read_hf_folder(model) if isinstance(model, DecoderModel) and model.hf else None
     template, template_files = read_template(context.plan.job, source)
     return template, files | template_files | ({SOURCE_FILE: source.to_zip()} if source else {})
+
+
+def _stores_of(context: RankContext) -> CheckpointStores:
+    assignment = context.assignment
+    return CheckpointStores.of(context.plan.job.checkpoint, assignment.checkpoint_dir, assignment.stores)
+
+
+def _load_kept_source(context: RankContext, resume_from: str) -> HfSource | None:
+    """The Hugging Face files that a checkpoint keeps; if it was removed since, a newer one has them."""
+    newer = reversed(_stores_of(context).list_paths())
+    for checkpoint in (parse_location(resume_from), *newer):
+        with suppress(UserError):
+            manifest = read_manifest(checkpoint, verify=False)
+            with fetch_small_files(checkpoint, manifest) as folder:
+                return load_source(folder)
+    return None
 
 
 def _set_determinism(job: Job) -> None:

@@ -131,7 +131,8 @@ def test_any_file_of_tensors_is_read_or_a_value_error(checkpoint, tmp_path_facto
 @FEW
 @given(data=st.data())
 def test_any_vote_counts_as_it_was_written_or_not_at_all(tmp_path_factory, data):
-    draft = Draft(tmp_path_factory.mktemp("d"), 4, 0)
+    root = tmp_path_factory.mktemp("d")
+    draft = Draft(root, 4, 0)
     draft.open()
     draft.propose(manifest_of(world_size=2))
     draft.vote(1, {})

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpoint_files import TENSORS, build_write, save
+from checkpoint_files import TENSORS, build_write, manifest_of, save
 from meshwright.checkpoint import store_lock
 from meshwright.checkpoint.copying import copy_checkpoint
 from meshwright.checkpoint.draft import Draft, finish_drafts, list_drafts
@@ -228,18 +228,75 @@ def test_nothing_is_resumed_when_unreached_stores_may_hold_a_newer_checkpoint(bu
     found, refused = build_stores(tmp_path, bucket, broken_store, quorum=2).find_newest()
     assert found.parent == tmp_path
     assert refused == ["s3://no-such-bucket/x: s3://no-such-bucket/x: the bucket does not exist"]
-    with pytest.raises(UserError, match="1 of 3 stores that cannot be used, with a quorum of 1"):
+    with pytest.raises(UserError, match="1 of 3 stores that cannot be used; the quorum is 1"):
         build_stores(tmp_path, bucket, broken_store, quorum=1).find_newest()
 
 
 def test_opening_stores_needs_a_quorum(tmp_path, broken_store):
-    locks, unreached = build_stores(tmp_path / "one", tmp_path / "two", broken_store, quorum=2).open()
-    with locks:
-        (sentence,) = unreached
-        assert "gets no copies" in sentence
+    opened = build_stores(tmp_path / "one", tmp_path / "two", broken_store, quorum=2).open()
+    with opened.locks:
+        assert opened.locked == [str(tmp_path / "one"), str(tmp_path / "two")]
+        (sentence,) = opened.notes
+        assert "gets no copies until the run is resumed" in sentence
     with pytest.raises(UserError) as refused:
         build_stores(tmp_path / "one", broken_store, quorum=2).open()
     assert refused.value.problems[0].code == "store-unreachable"
+
+
+def test_a_store_that_does_not_answer_is_not_damage(bucket, monkeypatch):
+    """An older checkpoint must not be used because the newest one could not be read."""
+    save_again(bucket, 1, attempt=1)
+    newest = save_again(bucket, 2, attempt=1)
+    original = ObjectPath.read_range
+
+    def time_out(path, start, size):
+        if path.parent == newest:
+            raise StoreError(f"{path}: the server cannot be reached")
+        return original(path, start, size)
+
+    monkeypatch.setattr(ObjectPath, "read_range", time_out)
+    with pytest.raises(UserError) as refused:
+        find_newest(bucket)
+    assert refused.value.problems[0].code == "store-unreachable"
+
+
+def test_a_draft_with_all_votes_stays_where_the_store_does_not_answer(bucket, monkeypatch):
+    draft = Draft(bucket, 3, 0)
+    draft.propose(manifest_of(step=3))
+    draft.vote(0, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectPath, "create", _fail)
+        assert draft.finish() is None
+    assert [left.step for left in list_drafts(bucket)] == [3]
+
+
+def test_errors_after_the_commit_do_not_remove_the_checkpoint(bucket):
+    """Neither the removal of votes nor the rotation can fail a checkpoint that is committed."""
+
+    def fail(path):
+        raise StoreError("the server cannot be reached")
+
+    write = build_write(bucket, on_commit=fail)
+    write.start()
+    write.wait()
+    assert write.error is None
+    require_equal(write.path)
+    write.draft.discard()
+    require_equal(write.path)
+
+
+def test_a_vote_whose_answer_was_lost_keeps_its_files(bucket, monkeypatch):
+    """The coordinator may have read the vote already: the files that it names stay."""
+    write, original = build_write(bucket), ObjectPath.write_bytes
+
+    def lose_answer(path, content):
+        original(path, content)
+        if path.name.endswith(".vote") and b'refused": ""' in content:
+            raise StoreError("the answer was lost")
+
+    monkeypatch.setattr(ObjectPath, "write_bytes", lose_answer)
+    write._write_and_vote()
+    assert (write.draft.folder / "rank-00000.safetensors").is_file()
 
 
 def test_copies_are_verified_and_made_once(bucket, tmp_path):
@@ -294,6 +351,16 @@ def test_the_lock_of_another_machine_is_reclaimed_when_it_is_not_renewed(bucket,
     (bucket / "lock.json").create(json.dumps(content).encode())
     with StoreLock.take(bucket):
         assert json.loads((bucket / "lock.json").read_bytes())["host"] == os.uname().nodename
+
+
+def test_a_renewal_whose_answer_was_lost_does_not_lose_the_lock(bucket, monkeypatch):
+    monkeypatch.setattr(store_lock, "RENEW_S", 3600)
+    with StoreLock.take(bucket) as held:
+        held._path.replace_version(held._content(), held._tag)  # the tag of the answer is not kept
+        assert held._is_mine()
+        held._path.replace_version(held._content(), held._tag)
+        held._path.write_bytes(b'{"nonce": "of another process"}')
+        assert not held._is_mine()
 
 
 def test_the_lock_of_another_machine_that_is_renewed_is_kept(bucket, monkeypatch):
