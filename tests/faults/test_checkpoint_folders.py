@@ -114,7 +114,7 @@ def test_another_model_is_refused_and_the_folder_is_left_as_it_was(checkpoint, r
 def test_17_a_folder_that_another_process_writes_is_refused_and_left_as_it_was(checkpoint, run):
     """The error names process and host."""
     Path("run").mkdir()
-    with CheckpointStores.single(checkpoint.parent).open(Path("run"))[0]:
+    with CheckpointStores.single(checkpoint.parent).open(Path("run")).locks:
         before = tree(Path())
         status, said = run(*RESUME)
         assert status == 2, said
