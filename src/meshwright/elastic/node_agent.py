@@ -80,6 +80,8 @@ class NodeAgent:
         self._next_dial = 0.0
         self._stops_sent = 0
         self._unsent: deque[Message] = deque(maxlen=MOST_UNSENT)
+        self._exits: dict[int, Message] = {}
+        """The exits of ranks that have no new process yet; a supervisor may have died before it read them."""
         self._watch = NodeWatch()
         self._selector = selectors.DefaultSelector()
         self._outcome: bool | None = None
@@ -186,7 +188,7 @@ class NodeAgent:
         self._send({"is": "adopted", "generation": generation, "ranks": ranks, "store_dir": ""})
         for rank in ranks:
             self._send({"is": "recorder", "rank": rank})
-        for one in missed:
+        for one in (*self._exits.values(), *missed):
             self._send(one)
         self.setup.notify("a new supervisor has adopted the ranks")
 
@@ -202,6 +204,7 @@ class NodeAgent:
 
     def _do_start(self, message: Message) -> None:
         self._ranks.add(message["rank"])
+        self._exits.pop(message["rank"], None)
         self._generation = max(self._generation, message["order"]["generation"])
         self._pass_on(message)
 
@@ -241,9 +244,10 @@ class NodeAgent:
                 self._send(self._watch.report(whole=[message["rank"]]))
                 if message["is"] == "exited":
                     self._ranks.discard(message["rank"])
+                    self._exits[message["rank"]] = message
             if self._supervisor is not None:
                 self._send(message)
-            elif message["is"] not in ("request", "hello", "recorder"):
+            elif message["is"] not in ("request", "hello", "recorder", "exited"):
                 self._unsent.append(message)
 
     def _send(self, message: Message) -> None:
@@ -300,5 +304,5 @@ class NodeAgent:
         if self._agent is not None:
             self._selector.unregister(self._agent)
             self._agent.close()
-            self._agent, self._ranks = None, set()
+            self._agent, self._ranks, self._exits = None, set(), {}
             self._watch.close()

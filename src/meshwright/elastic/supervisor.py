@@ -88,7 +88,7 @@ class Supervisor:
         self.state = State.WAITING
         self.saved = False
         """Whether there was an event of a checkpoint."""
-        self._ranks = [RankView(rank, alive=self.adopts) for rank in range(self.world_size)]
+        self._ranks = [RankView(rank, alive=False) for rank in range(self.world_size)]
         self._joined: set[int] = set()
         self._failures: list[Failure] = []
         self._ending = ""
@@ -124,6 +124,8 @@ class Supervisor:
             stack.callback(self._relayed.close)
             self._agents = self.agents or AgentPool(LocalAgent.start(self.preload), self.world_size)
             stack.callback(lambda: self._agents.close(ok=self.state is State.FINISHED))
+            for rank in self._ranks:
+                rank.alive = self.adopts  # until the agents report which ones have ended
             if self._agents.count > 1:
                 self._deadline = time.monotonic() + (ADOPT_WAIT_S if self.adopts else self.join_timeout_s)
             self._watch()

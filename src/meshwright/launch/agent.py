@@ -38,8 +38,8 @@ POLL_S = 0.2
 
 ORPHAN_GRACE_S = 30.0
 """How long ranks without a supervisor have to save and stop."""
-KEPT = ("failed", "exited", "fenced", "rejoined")
-"""Reports that a new supervisor gets from the time without one. Events are in the run folder, too."""
+KEPT = ("failed", "fenced", "rejoined")
+"""Reports from the time without a supervisor, for the next one; it gets exits and the run folder, too."""
 HELLO_TIMEOUT_S = 1.0
 """How long the agent waits for the token of a new supervisor."""
 
@@ -113,7 +113,9 @@ class Agent:
     generation: int = 0
     """The newest that a rank was told to join."""
     unreported: list[Message] = field(default_factory=list)
-    """Failures and exits since the supervisor is gone."""
+    """Failures since the supervisor is gone."""
+    exits: dict[int, Message] = field(default_factory=dict)
+    """The exits of ranks that have no new process yet; a supervisor may have died before it read them."""
     deadline: float = math.inf
     """When the ranks are told to stop; after that, when they are killed."""
     stopping: bool = False
@@ -256,7 +258,7 @@ class Agent:
             {"is": "adopted", "store_dir": self.store_dir, "generation": self.generation, "ranks": ranks}
         )
         recorders = [{"is": "recorder", "rank": rank, "path": r.path} for rank, r in self.recorders.items()]
-        for message in (*recorders, *missed):
+        for message in (*recorders, *self.exits.values(), *missed):
             self._report(message)
 
     def _do_start(
@@ -272,6 +274,7 @@ class Agent:
         """Give a rank to a spare, or to a new process."""
         self.recipe = {"entry": entry, "run_dir": run_dir, "environment": environment, "log": log}
         self.generation = max(self.generation, order["generation"])
+        self.exits.pop(rank, None)
         if keep_snapshots and rank not in self.snapshots:
             self.snapshots[rank] = SnapshotSlots.create(rank)
         if rank in self.recorders:
@@ -459,8 +462,10 @@ class Agent:
                 os.close(process.pidfd)
             if process.fence is not None:
                 process.fence.close()
-            if process.is_rank:
-                self._report({"is": "exited", "rank": process.rank, "pid": process.pid, "status": code})
+            if process.rank is not None and process.is_rank:
+                exited = {"is": "exited", "rank": process.rank, "pid": process.pid, "status": code}
+                self.exits[process.rank] = exited
+                self._report(exited)
 
     def _end_all(self) -> None:
         for process in self.processes:
