@@ -25,7 +25,7 @@ SIZES = (1, 8, 64, 512)
 SAMPLE = 40
 """Size of a sample that covers every model, cluster and size."""
 QUICK = 5
-"""Cases of the sample in ``make test``."""
+"""First cases of the sample, from which ``make test`` has one of each size."""
 TOO_LARGE = 6
 """Cases of the sample whose model is too large for the cluster."""
 STATE_BYTES = 16

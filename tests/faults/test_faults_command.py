@@ -13,6 +13,7 @@ from meshwright.core.errors import UserError
 from meshwright.runs.faults import job
 
 
+@pytest.mark.slow
 def test_a_killed_rank_passes_with_its_figures(command, tmp_path):
     """The figures of test 1, with losses and parameters compared with a fault-free run."""
     running = command("faults", "kill-rank/ddp", "--seed", "5", "--json", "--budget", "600")

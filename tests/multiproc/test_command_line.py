@@ -32,25 +32,11 @@ def run(*arguments: object, cwd: Path, code: str | None = None) -> subprocess.Co
     )
 
 
-def test_train_generate_and_audit_work_end_to_end(job_file, tmp_path):
-    """`train`, `generate`, then `audit`. Without a terminal, progress is plain lines."""
-    ten_steps = ("layout.dp_replicate=2", "train.steps=10", "train.eval_every=5")
-    done = run("train", job_file, *ten_steps, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Audit: ok." in done.stdout
-    assert len((done.stdout + done.stderr).splitlines()) <= 25, "ten steps fit on a screen"
-    assert "step 10/10" in done.stderr
-    assert "\x1b" not in done.stderr
-    written = run("generate", "runs/tiny-1", "--prompt", "the ", "--tokens", 20, "--json", cwd=tmp_path)
-    again = mw.generate(tmp_path / "runs/tiny-1", "the ", tokens=20)
-    assert json.loads(written.stdout)["text"] == again, "the same seed generated another text"
-    audit = run("audit", "runs/tiny-1", cwd=tmp_path)
-    assert audit.returncode == 0
-    assert "Audit: ok." in audit.stdout
+def test_train_generate_audit_and_resume_work_end_to_end(job_file, corpus, tmp_path):
+    """`train`, `generate`, `audit`, and a resume with tables. Without a terminal, progress is plain lines.
 
-
-def test_a_short_run_with_many_evaluations_and_checkpoints_fits_on_a_screen(job_file, corpus, tmp_path):
-    """A mixture, two evaluation sets, and an evaluation and a checkpoint after every step: 25 lines."""
+    A mixture, two evaluation sets, and an evaluation and a checkpoint after every step still take 25 lines.
+    """
     (tmp_path / "other.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     tables = "".join(
         f'\n[[data.{table}]]\nname = "{name}"\npath = "{path}"\n'
@@ -63,27 +49,27 @@ def test_a_short_run_with_many_evaluations_and_checkpoints_fits_on_a_screen(job_
     )
     job = tmp_path / "mixture.toml"
     job.write_text(Path(job_file).read_text() + tables)
-    often = ("train.steps=10", "train.eval_every=1", "checkpoint.every_steps=1", "data.path=")
-    done = run("train", job, "layout.dp_replicate=2", *often, cwd=tmp_path)
+    often = ("layout.dp_replicate=2", "train.eval_every=1", "checkpoint.every_steps=1", "data.path=")
+    done = run("train", job, "train.steps=10", *often, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
     assert len(printed.splitlines()) <= 25, printed
+    assert "Audit: ok." in done.stdout
     assert "held-out loss" in printed
     assert "data: a mixture of a 50.0%, b 50.0%" in printed
     assert "saved)" in printed
-
-
-def test_a_resumed_run_prints_as_much_as_it_is_asked_to(job_file, tmp_path):
-    """``--quiet``: the result only. ``-v``: the tables, which count the collectives of both attempts."""
-    job = ("train", job_file, "layout.dp_replicate=2", "run_dir=r")
-    quiet = run(*job, "train.steps=2", "--quiet", cwd=tmp_path)
-    assert quiet.returncode == 0, quiet.stderr
-    assert quiet.stderr == ""
-    assert len(quiet.stdout.splitlines()) <= 4
-    verbose = run(*job, "train.steps=4", "--resume", "-v", cwd=tmp_path)
+    assert "step 10/10" in done.stderr
+    assert "\x1b" not in done.stderr
+    written = run("generate", "runs/tiny-1", "--prompt", "the ", "--tokens", 20, "--json", cwd=tmp_path)
+    again = mw.generate(tmp_path / "runs/tiny-1", "the ", tokens=20)
+    assert json.loads(written.stdout)["text"] == again, "the same seed generated another text"
+    audit = run("audit", "runs/tiny-1", cwd=tmp_path)
+    assert audit.returncode == 0
+    assert "Audit: ok." in audit.stdout
+    verbose = run("train", job, "train.steps=12", *often, "--resume", "-v", cwd=tmp_path)
     assert verbose.returncode == 0, verbose.stderr
     for table in ("Memory of every rank", "Memory in bytes", "whole run, 2 generations"):
-        assert table in verbose.stdout
+        assert table in verbose.stdout, "the tables count the collectives of both attempts"
 
 
 def test_without_torch_planning_works_and_training_names_the_extra(job_file, tmp_path):
@@ -98,11 +84,13 @@ def test_without_torch_planning_works_and_training_names_the_extra(job_file, tmp
     assert not (tmp_path / "runs").exists()
 
 
-def test_train_runs_a_written_plan_unchanged(job_file, tmp_path):
-    mw.load_job(job_file, "layout.dp_replicate=2").plan().write(tmp_path / "plan.toml")
-    done = run("train", "plan.toml", "--json", cwd=tmp_path)
+def test_train_runs_a_written_plan_unchanged_and_quiet_prints_the_result_only(job_file, tmp_path):
+    job = mw.load_job(job_file, "layout.dp_replicate=2", "train.steps=2")
+    job.plan().write(tmp_path / "plan.toml")
+    done = run("train", "plan.toml", "--quiet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["world_size"] == 2
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) <= 4
     ran = (tmp_path / "runs/tiny-1/plan.toml").read_text()
     assert ran == (tmp_path / "plan.toml").read_text()
 

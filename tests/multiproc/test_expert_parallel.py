@@ -55,7 +55,7 @@ def prover(tmp_path_factory, prepared):
         slow("dp_shard=2 ep=2 zero=3"),
         slow("tp=2 ep=2 sequence_parallel=true"),
         slow("cp=2 ep=2"),
-        "cp=2 etp=2 zero=2 micro_batch=1",
+        slow("cp=2 etp=2 zero=2 micro_batch=1"),
         slow("tp=2 ep=2"),
         slow("tp=2 etp=2 recompute=full"),
         slow("cp=2 ep=2 zero=3 context=ulysses recompute=selective"),

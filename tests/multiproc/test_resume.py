@@ -24,18 +24,19 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_resumed_run_is_bit_identical(train, tmp_path, ranks):
-    """Ten steps, against ten steps resumed after the fourth: equal losses, weights and optimizer state."""
-    common = [f"layout.dp_replicate={ranks}", "train.steps=10", "layout.bucket_mb=0.05", "train.eval_every=5"]
-    common += ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
+    """Six steps, against six steps resumed after the third: equal losses, weights and optimizer state."""
+    common = [f"layout.dp_replicate={ranks}", "train.steps=6", "layout.bucket_mb=0.05", "train.eval_every=4"]
+    common += ["checkpoint.every_steps=3", "checkpoint.keep_last=9"]
     straight = train(*common)
     rescued = tmp_path / "rescued"
-    shutil.copytree(_checkpoint(straight.run_dir, 4), rescued / "step-00000004")
+    shutil.copytree(_checkpoint(straight.run_dir, 3), rescued / "step-00000003")
     resumed = train(*common, f"checkpoint.dir={rescued}", resume=True)
-    assert resumed.losses == straight.losses[4:]
+    assert resumed.losses == straight.losses[3:]
     assert resumed.result["eval_loss"] == straight.result["eval_loss"]
-    require_equal_files(rescued / "step-00000010", _checkpoint(straight.run_dir, 10))
+    require_equal_files(rescued / "step-00000006", _checkpoint(straight.run_dir, 6))
 
 
+@pytest.mark.slow
 def test_a_resume_on_another_number_of_ranks_keeps_losses_and_sample_order(train, tmp_path):
     """Three ranks resume a run of two. The losses are equal up to rounding."""
     common = ["train.steps=8", "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
@@ -46,8 +47,14 @@ def test_a_resume_on_another_number_of_ranks_keeps_losses_and_sample_order(train
     assert resumed.losses == pytest.approx(straight.losses[4:], rel=1e-5)
 
 
-def test_resume_continues_the_newest_run_as_a_new_generation(train):
-    """`--resume` without a folder. Losses and audit cover both attempts, the first with its own plan."""
+def test_resume_continues_the_newest_run_as_a_new_generation(train, job_file):
+    """`--resume` without a folder. Losses and audit cover both attempts, the first with its own plan.
+
+    Then it is refused: the run is complete, the model differs, or there is no checkpoint.
+    """
+    from meshwright.cli.output import Output
+    from meshwright.cli.train import run_training
+
     first = train("train.steps=4", "layout.dp_replicate=2")
     second = train("train.steps=6", "layout.dp_replicate=1", resume=True)
     assert second.run_dir == first.run_dir
@@ -61,6 +68,14 @@ def test_resume_continues_the_newest_run_as_a_new_generation(train):
     events = (first.run_dir / "events.jsonl").read_text()
     assert '"generation":0' in events
     assert '"generation":1' in events
+    for overrides, code in (
+        (["train.steps=6"], "resume-complete"),
+        (["train.steps=8", "model.ffn_size=192"], "resume-mismatch"),
+        (["train.steps=8", "checkpoint.dir=elsewhere"], "resume-nothing"),
+    ):
+        with pytest.raises(UserError) as caught:
+            run_training(Output(as_json=True), str(job_file), overrides, resume=True)
+        assert caught.value.problems[0].code == code
 
 
 def test_a_damaged_checkpoint_is_skipped(train):
@@ -89,22 +104,6 @@ def test_checkpoint_rotation_keeps_the_last_two_and_the_best(train):
     assert kept[-2:] == ["step-00000005", "step-00000006"]
     best = (trained.run_dir / "checkpoints" / "best").read_text().strip()
     assert best in kept
-
-
-def test_an_impossible_resume_is_refused_with_its_code(train, job_file):
-    """The run is complete, the model differs, or there is no checkpoint."""
-    from meshwright.cli.output import Output
-    from meshwright.cli.train import run_training
-
-    train("train.steps=4")
-    for overrides, code in (
-        (["train.steps=4"], "resume-complete"),
-        (["train.steps=6", "model.ffn_size=192"], "resume-mismatch"),
-        (["train.steps=6", "checkpoint.dir=elsewhere"], "resume-nothing"),
-    ):
-        with pytest.raises(UserError) as caught:
-            run_training(Output(as_json=True), str(job_file), overrides, resume=True)
-        assert caught.value.problems[0].code == code
 
 
 def test_a_checkpoint_folder_of_another_run_is_refused(train, job_file, tmp_path):

@@ -49,6 +49,7 @@ def test_the_wheel_declares_its_command_and_extras(installed: Path) -> None:
     assert not any(text.startswith("torch") for text in package.requires or () if text not in extras)
 
 
+@pytest.mark.slow
 def test_commands_work_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     """`plan` of presets, `init`, `train` and `prepare` of built-in data, `report`; in another folder.
 

@@ -113,8 +113,15 @@ def read(trainer, name):
     return [e for e in read_events(Path(folder) / EVENTS_FILE).events if e["event"] == name]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16 train.loss_scale=8"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        ("muon", "fp32"),
+        ("adamw", "fp16 train.loss_scale=8"),
+        pytest.param("adamw", "fp32", marks=pytest.mark.slow),
+        pytest.param("muon", "fp16 train.loss_scale=8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_spike_changes_no_state_and_the_run_goes_on(build, disturb, precision, optimizer):
     """Parameters, moments, step counts and loss scale. The position in the data goes on."""
     trainer = build(*f"train.precision={precision} train.optimizer={optimizer}".split())

@@ -34,6 +34,8 @@ ALONE = (
 )
 CLOCKS = {
     "blocked_s",
+    "bytes",  # of the manifest, which has times
+    "copies",
     "time",
     "step_s",
     "tokens_per_s",

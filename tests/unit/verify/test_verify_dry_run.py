@@ -57,10 +57,8 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("preset", "layout", "rank", "on"),
-    [pytest.param(*case, marks=[] if case is LARGE[0] else [pytest.mark.slow]) for case in LARGE],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "layout", "rank", "on"), LARGE)
 def test_ledger_of_large_models_matches_a_dry_run(dry_run, preset, layout, rank, on):
     """8B to 405B models on 8 to 512 ranks have equal state and traffic.
 
