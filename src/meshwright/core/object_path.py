@@ -400,7 +400,7 @@ def _explain(text: str) -> str:
     code, status = _CODE.search(text), _STATUS.search(text)
     if code:
         return _REASONS.get(code[1], code[1])
-    if "169.254.169.254" in text or "169.254.170" in text:
+    if "/latest/api/token" in text or "/latest/meta-data" in text:  # the last place to look for them
         return "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     if status:
         return f"the server answers {status[1]}"

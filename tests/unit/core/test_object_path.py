@@ -93,3 +93,8 @@ def test_a_missing_bucket_missing_credentials_and_a_server_that_is_gone_are_told
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(StoreError, match="cannot be reached"):
         parse_location("s3://another/x").mkdir()
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # of the machine, if it were Amazon's
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StoreError, match="there are no credentials: set AWS_ACCESS_KEY_ID"):
+        parse_location("s3://third/x").mkdir()
