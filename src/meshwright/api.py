@@ -26,6 +26,7 @@ from meshwright.core.errors import require_argument
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.reporter import SILENT, Reporter
 from meshwright.saved import (
+    copy_checkpoints,
     evaluate,
     export_checkpoint,
     generate,
@@ -62,6 +63,7 @@ __all__ = [
     "Plan",
     "Reporter",
     "Run",
+    "copy_checkpoints",
     "evaluate",
     "export_checkpoint",
     "find_hang",
