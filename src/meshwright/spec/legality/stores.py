@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.errors import Problem
 from meshwright.core.object_path import SCHEMES, is_url
+from meshwright.core.units import format_plural
 from meshwright.spec.job import Job
 from meshwright.spec.legality.rule import Rule
 
@@ -39,7 +40,7 @@ def check_quorum(job: Job) -> Problem | None:
     count = 1 + len(job.checkpoint.stores)
     if job.checkpoint.quorum <= count:
         return None
-    rule = f"is more than the {count} stores of the job, checkpoint.dir included"
+    rule = f"is more than the job has: {format_plural(count, 'store')}, checkpoint.dir included"
     fix = f"Use at most {count}, or 0 for more than half"
     return Problem("checkpoint-quorum", rule, path="checkpoint.quorum", value=job.checkpoint.quorum, fix=fix)
 
