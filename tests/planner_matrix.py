@@ -24,7 +24,7 @@ SIZES = (1, 8, 64, 512)
 """Numbers of devices; 8 means one full node, whatever its size."""
 SAMPLE = 40
 """Size of a sample that covers every model, cluster and size."""
-QUICK = 5
+QUICK = 6
 """First cases of the sample, from which ``make test`` has one of each size."""
 TOO_LARGE = 6
 """Cases of the sample whose model is too large for the cluster."""

@@ -318,7 +318,7 @@ def test_a_command_that_is_stopped_delays_nothing(command, job_file, tmp_path):
     """The ranks go on while the command is stopped, and it ends normally after it is continued."""
     run_dir = tmp_path / "run"
     running = command(
-        "train", job_file, "layout.dp_replicate=2", "train.steps=120", f"run_dir={run_dir}", "--json"
+        "train", job_file, "layout.dp_replicate=2", "train.steps=60", f"run_dir={run_dir}", "--json"
     )
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 10)
     running.process.send_signal(signal.SIGSTOP)
@@ -326,7 +326,7 @@ def test_a_command_that_is_stopped_delays_nothing(command, job_file, tmp_path):
     running.process.send_signal(signal.SIGCONT)
     status, out, err = running.finish()
     assert status == 0, err
-    assert len(json.loads(out)["losses"]) == 120
+    assert len(json.loads(out)["losses"]) == 60
 
 
 def test_a_stranger_can_neither_adopt_a_run_nor_reach_it_from_another_machine(command, job_file, tmp_path):

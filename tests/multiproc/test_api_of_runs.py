@@ -87,6 +87,7 @@ def test_the_script_trains_under_torchrun(job_file, tmp_path):
     assert all(one["ok"] for one in found)
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_api_page_run(tmp_path, monkeypatch):
     """All Python blocks of ``docs/api.md`` run in order in one interpreter."""
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()

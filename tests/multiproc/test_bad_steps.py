@@ -36,7 +36,7 @@ def of(events, name):
 @pytest.mark.parametrize(
     ("layout", "kind", "step"),
     [
-        (DDP, SPIKE, 10),
+        pytest.param(DDP, SPIKE, 10, marks=pytest.mark.slow),
         (ZERO3, NAN, 3),
         pytest.param("layout.dp_replicate=1", NAN, 3, marks=pytest.mark.slow),
         pytest.param(DDP, NAN, 3, marks=pytest.mark.slow),

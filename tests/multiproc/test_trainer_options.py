@@ -98,6 +98,7 @@ def test_the_peak_with_gradient_compression_and_in_the_first_step_is_predicted_w
     assert measured == pytest.approx(predicted, rel=0.01)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_on_two_ranks_have_eager_losses_and_at_most_their_peak(train):
     """Losses within 1e-5 of eager blocks; state and collectives are equal, activations and peak bounded."""
     plain = train("run_dir=plain", REPLICATED, "train.steps=3")

@@ -84,6 +84,7 @@ def test_suggestions_drop_pinned_keys_or_add_nodes(make_decoder_job):
     assert all(re.search(r": [\d.]+ GB per rank\)$", remedy) for remedy in remedies)
 
 
+@pytest.mark.slow
 def test_suggested_nodes_and_sequence_lengths_fit(make_decoder_job):
     """The search of the changed job finds a layout that fits."""
     job = make_decoder_job(
