@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,5 +87,9 @@ def build_saver(root: Path, monkeypatch, events: list, generation: int = 0, **se
     )
     log = SimpleNamespace(generation=generation, write=lambda name, **fields: events.append((name, fields)))
     monkeypatch.setattr(saver, "list_owned_parts", lambda state, rank: split_rows(TENSORS, rank, 1))
-    monkeypatch.setattr(saver, "build_manifest", lambda state, loss: manifest_of(step=state.counters.step))
+    monkeypatch.setattr(
+        saver,
+        "build_manifest",
+        lambda state, loss: replace(manifest_of(step=state.counters.step), eval_loss=loss),
+    )
     return CheckpointSaver(CheckpointStores.single(root), state, 0, log)

@@ -207,6 +207,18 @@ def best_checkpoint(root: AnyPath) -> str | None:
         return None
 
 
+def beats_best(root: AnyPath, eval_loss: float | None) -> bool:
+    """Whether an evaluation is better than that of the marked checkpoint, or none is marked."""
+    if eval_loss is None:
+        return False
+    name = best_checkpoint(root)
+    try:
+        marked = None if name is None else read_manifest(root / name, verify=False).eval_loss
+    except UserError:  # it is gone
+        marked = None
+    return marked is None or eval_loss < marked
+
+
 def mark_best(root: AnyPath, checkpoint: AnyPath) -> None:
     """Keep this checkpoint from rotation until there is a better one."""
     write_whole(root / BEST_FILE, f"{checkpoint.name}\n".encode())

@@ -17,6 +17,7 @@ from meshwright.checkpoint.divergence import non_finite_error
 from meshwright.checkpoint.draft import Draft, DraftError, remove_older_drafts
 from meshwright.checkpoint.manifest import (
     Manifest,
+    beats_best,
     describe_sharding,
     mark_best,
     read_manifest,
@@ -140,7 +141,7 @@ class CheckpointSaver:
             counters.best_eval_loss = min(eval_loss, counters.best_eval_loss)
         if last or best or timely or self.is_due_at(counters.step):
             self.saved_step = counters.step
-            self._save(eval_loss, best)
+            self._save(eval_loss)
             if last or self._staging is None:
                 self._collect(wait=True)
             self._saved_at = time.monotonic()
@@ -153,7 +154,7 @@ class CheckpointSaver:
             self._in_flight.cancel()
             self._in_flight = None
 
-    def _save(self, eval_loss: float | None, best: bool) -> None:
+    def _save(self, eval_loss: float | None) -> None:
         """Copy the state and start to write it."""
         waited_s = self._wait_for_previous()
         started = time.perf_counter()
@@ -161,22 +162,23 @@ class CheckpointSaver:
         if self._staging is not None:
             parts = self._staging.copy(parts)
         manifest = build_manifest(self.state, eval_loss) if self._rank == 0 else None
-        writes = [self._prepare_write(root, parts, manifest, best) for root in self._stores.roots]
+        writes = [self._prepare_write(root, parts, manifest) for root in self._stores.roots]
         write = ReplicatedWrite(writes, self._stores.quorum)
         write.start()
         self._in_flight, self._waited_s = write, waited_s
         self._blocked_s = time.perf_counter() - started + waited_s
 
     def _prepare_write(
-        self, root: AnyPath, parts: list[TensorPart], manifest: Manifest | None, best: bool
+        self, root: AnyPath, parts: list[TensorPart], manifest: Manifest | None
     ) -> CheckpointWrite:
         """The write into one store; after its commit older checkpoints there are removed."""
         draft = Draft(root, self.state.counters.step, self._events.generation, self._attempt)
 
         def mark_and_rotate(path: AnyPath) -> None:
             with self._commit():  # raises where another process has this rank
+                is_best = self._settings.on_best and manifest and beats_best(root, manifest.eval_loss)
                 try:
-                    if best:
+                    if is_best:
                         mark_best(root, path)
                 except OSError:  # a full disk; rotation gives room
                     rotate(root, self._retention, path)

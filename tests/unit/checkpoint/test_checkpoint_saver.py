@@ -21,7 +21,7 @@ from meshwright.spec.job import Checkpoint
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """``build(every_steps=2)``: a saver whose saves are recorded as (step, best)."""
+    """``build(every_steps=2)``: a saver whose saves are recorded by step."""
 
     def build(rank: int = 0, ranks: int = 1, **settings) -> CheckpointSaver:
         cluster = SimpleNamespace(failure_hours=1.0, devices_per_node=1)
@@ -33,14 +33,14 @@ def build(tmp_path, monkeypatch):
         )
         saver = CheckpointSaver(CheckpointStores.single(tmp_path), state, rank, events=None)
         saver.saved = []
-        record = lambda eval_loss, best: saver.saved.append((saver.state.counters.step, best))  # noqa: E731
+        record = lambda eval_loss: saver.saved.append(saver.state.counters.step)  # noqa: E731
         monkeypatch.setattr(saver, "_save", record)
         return saver
 
     return build
 
 
-def run(saver: CheckpointSaver, losses, requested=False) -> list[tuple[int, bool]]:
+def run(saver: CheckpointSaver, losses, requested=False) -> list[int]:
     for index, loss in enumerate(losses):
         saver.state.counters.advance(1)
         saver.after_step(index == len(losses) - 1, loss, requested)
@@ -49,15 +49,15 @@ def run(saver: CheckpointSaver, losses, requested=False) -> list[tuple[int, bool
 
 def test_saves_every_few_steps_and_at_the_end(build):
     saver = build(every_steps=2)
-    assert run(saver, [None] * 5) == [(2, False), (4, False), (5, False)]
+    assert run(saver, [None] * 5) == [2, 4, 5]
     assert saver.saved_step == 5
 
 
 def test_the_best_evaluation_is_saved_and_recorded(build):
     saver = build(on_best=True)
-    assert run(saver, [3.0, None, 2.0, 2.5, None]) == [(1, True), (3, True), (5, False)]
+    assert run(saver, [3.0, None, 2.0, 2.5, None]) == [1, 3, 5]
     assert saver.state.counters.best_eval_loss == 2.0
-    assert run(build(), [3.0, 2.0, None]) == [(3, False)], "without checkpoint.on_best only the last one"
+    assert run(build(), [3.0, 2.0, None]) == [3], "without checkpoint.on_best only the last one"
 
 
 def test_the_interval_in_minutes_starts_at_the_last_save(build, monkeypatch):
@@ -71,16 +71,16 @@ def test_the_interval_in_minutes_starts_at_the_last_save(build, monkeypatch):
         saver.state.counters.advance(1)
         saver.after_step(False, None, save_requested=False)
     assert due == [False, True, False, True]
-    assert [step for step, _ in saver.saved] == [2, 4]
+    assert saver.saved == [2, 4]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_save_on_the_common_request_and_not_by_their_own_clock(build, monkeypatch, rank):
     saver = build(rank=rank, ranks=2, every_minutes=1.0)
     monkeypatch.setattr(saver, "is_due_by_time", lambda: True)
-    assert run(saver, [None, None]) == [(2, False)], "only the last one"
+    assert run(saver, [None, None]) == [2], "only the last one"
     saver.saved.clear()
-    assert run(saver, [None, None], requested=True) == [(3, False), (4, False)]
+    assert run(saver, [None, None], requested=True) == [3, 4]
 
 
 def test_auto_replaces_the_minutes_and_keeps_the_steps(build, monkeypatch):
@@ -92,9 +92,7 @@ def test_auto_replaces_the_minutes_and_keeps_the_steps(build, monkeypatch):
         now[0] += 100.0
         saver.state.counters.advance(1)
         saver.after_step(False, None, save_requested=False, step_s=1.0)
-    assert [step for step, _ in saver.saved] == [10, 28, 30], (
-        "after 30 min without a committed save, and by steps"
-    )
+    assert saver.saved == [10, 28, 30], "after 30 min without a committed save, and by steps"
 
 
 def test_a_save_that_waits_for_the_one_before_is_reported(tmp_path, monkeypatch):
@@ -148,3 +146,21 @@ def test_rotation_gives_room_for_the_mark_of_the_best(tmp_path, monkeypatch):
     assert seen == [["1"], ["1", "2", "3", "4"], ["1", "3", "4"]]
     assert best_checkpoint(tmp_path) == "step-00000004"
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3", "4"]
+
+
+def test_a_best_checkpoint_that_was_not_written_leaves_the_mark_to_the_next_one(tmp_path, monkeypatch):
+    """The second save fails. The third is not the lowest loss of the run, but the best that is on disk."""
+    saver = build_saver(tmp_path, monkeypatch, [], every_steps=1, on_best=True, keep_last=1)
+    original = CheckpointWrite._write_and_vote
+    for step, loss in enumerate((3.0, 1.0, 2.0), 1):
+
+        def write(one, fails=step == 2):
+            if fails:
+                raise OSError(errno.EIO, "Input/output error")
+            return original(one)
+
+        monkeypatch.setattr(CheckpointWrite, "_write_and_vote", write)
+        saver.state.counters.advance(1)
+        saver.after_step(False, loss, False)
+        saver._collect(wait=True)
+    assert best_checkpoint(tmp_path) == "step-00000003"
