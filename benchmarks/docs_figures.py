@@ -64,6 +64,7 @@ PICTURES = {
         for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
     },
     "plan-llama3-70b.png": "meshwright plan llama3-70b --on 8x8xh100-sxm --picture",
+    "simulate-failures.svg": "meshwright simulate failures llama3-405b --on 2048x8xh100-sxm --runs 1000 -o",
 }
 """Pictures that are drawn without devices, with the command that draws each."""
 PNG_COLORS = 128

@@ -11,6 +11,7 @@ from meshwright.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from meshwright.api import (
+        FailureSettings,
         Job,
         Plan,
         Reporter,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckFailedError",
+    "FailureSettings",
     "InterruptedRunError",
     "Job",
     "MeshwrightError",

@@ -33,6 +33,7 @@ from meshwright.saved import (
     list_checkpoints,
     prune_checkpoints,
 )
+from meshwright.simulate.settings import FailureSettings
 from meshwright.spec.job import Job as JobSpec
 from meshwright.spec.layout import Layout
 
@@ -56,9 +57,11 @@ if TYPE_CHECKING:
     from meshwright.runs.scaling import ScalingResult
     from meshwright.runs.size import SizedCluster
     from meshwright.runs.tune import TuneResult
+    from meshwright.simulate.months import FailureSimulation
     from meshwright.validation.evaluate import Outcome
 
 __all__ = [
+    "FailureSettings",
     "Job",
     "Plan",
     "Reporter",
@@ -258,6 +261,29 @@ class Job:
         from meshwright.runs.scaling import bench_scaling  # noqa: PLC0415
 
         return bench_scaling(self.loaded, ranks, steps, weak, reporter)
+
+    def simulate_failures(
+        self,
+        days: float = 54.0,
+        *,
+        runs: int = 10_000,
+        seed: int = 0,
+        settings: FailureSettings | None = None,
+    ) -> FailureSimulation:
+        """Simulate failures of long runs of this job on its whole cluster. Needs no torch.
+
+        Args:
+            days: Length of each run.
+            runs: Number of simulated runs.
+            seed: Seed of the failures.
+            settings: Checkpoint interval, spares, times and rates; defaults if left out.
+
+        Raises:
+            UserError: A length, rate or time is out of range.
+        """
+        from meshwright.simulate.months import simulate_job  # noqa: PLC0415
+
+        return simulate_job(self.spec, days, runs, seed, settings or FailureSettings())
 
 
 @dataclass(frozen=True)

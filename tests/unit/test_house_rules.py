@@ -38,10 +38,11 @@ COMMANDS = {
     "bench scaling",
 }
 COMMANDS |= {f"checkpoint {name}" for name in ("copy", "export", "list", "prune", "verify")} | {
-    "schedule pipeline"
+    "schedule pipeline",
+    "simulate failures",
 }
 COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
-NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "validation", "data", "launch")
+NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "simulate", "validation", "data", "launch")
 NO_TORCH += ("audit", "diagnose", "elastic", "report")
 HEAVY = ("torch", "tokenizers", "transformers", "safetensors", "ray", "pyspark", "mlflow", "wandb")
 
@@ -239,7 +240,7 @@ def dotted(path: Path) -> str:
 
 def test_planning_and_every_command_import_no_torch_and_tokenizers():
     """The test imports each module of these layers and of each command."""
-    layers = ("core", "spec", "schedule", "plan", "explain", "prepare", "launch", "cli")
+    layers = ("core", "spec", "schedule", "plan", "simulate", "explain", "prepare", "launch", "cli")
     wanted = [dotted(p) for p in MODULES if p.parts[len(SOURCE.parts)] in layers]
     assert len(wanted) > 30
     assert loaded_by("\n".join(f"import {name}" for name in wanted)) & set(HEAVY) == set()

@@ -1,4 +1,4 @@
-"""Commands with a second word: ``checkpoint``, ``bench`` and ``schedule``."""
+"""Commands with a second word: ``checkpoint``, ``bench``, ``schedule`` and ``simulate``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import JobSource, Json, Overrides, guarded
+from meshwright.cli.completion import complete_cluster
+from meshwright.cli.options import JobSource, Json, Overrides, PlanSource, guarded
 from meshwright.cli.output import Output
 
 checkpoint_app = typer.Typer(help="List, verify, copy, export and delete checkpoints.", rich_markup_mode=None)
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 schedule_app = typer.Typer(help="Generate, prove and draw schedules.", rich_markup_mode=None)
+simulate_app = typer.Typer(help="Simulate training without devices.", rich_markup_mode=None)
 
-GROUPS = {"checkpoint": checkpoint_app, "bench": bench, "schedule": schedule_app}
+GROUPS = {"checkpoint": checkpoint_app, "bench": bench, "schedule": schedule_app, "simulate": simulate_app}
 
 Checkpoints = Annotated[
     str, typer.Argument(help="Folder of checkpoints, run folder, or s3://BUCKET/PREFIX.", metavar="DIR")
@@ -175,3 +177,61 @@ def pipeline(  # noqa: PLR0913, PLR0917  (options of a command)
     request = ScheduleRequest(schedule, stages, micro_batches, virtual_stages, file)
     times = TimeOptions(forward, backward, transfer)
     guarded(output, lambda: show_pipeline(output, request, times, blocking, out, save))
+
+
+@simulate_app.callback()
+def _simulate() -> None:
+    """Simulate training without devices."""
+
+
+@simulate_app.command()
+def failures(  # noqa: PLR0913, PLR0917  (options of a command)
+    job: PlanSource,
+    overrides: Overrides = None,
+    days: Annotated[float, typer.Option(help="Length of each simulated run.")] = 54.0,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.", autocompletion=complete_cluster
+        ),
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Number of simulated runs.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of the failures.")] = 0,
+    every_minutes: Annotated[
+        float | None, typer.Option(help="Minutes between checkpoints. Default: Daly's interval.")
+    ] = None,
+    spares: Annotated[
+        int | None, typer.Option(help="Spare nodes. Default: the best number per paid device hour.")
+    ] = None,
+    save_s: Annotated[float | None, typer.Option(help="Training that a save costs, in seconds.")] = None,
+    detect_s: Annotated[
+        float | None, typer.Option(help="Time to detect a failure. Default: elastic.heartbeat_timeout_s.")
+    ] = None,
+    restart_s: Annotated[
+        float | None, typer.Option(help="Time from the detection to the start of the load, in seconds.")
+    ] = None,
+    load_s: Annotated[float | None, typer.Option(help="Time to read the checkpoint, in seconds.")] = None,
+    repair_hours: Annotated[float, typer.Option(help="Time to repair a failed node.")] = 24.0,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Failures per 1,000 node-days of device, node, switch or software, such as device=2.4.",
+            metavar="KIND=RATE",
+        ),
+    ] = None,
+    observed_goodput: Annotated[
+        float | None, typer.Option(help="Print the time lost per failure that this goodput implies.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Plot to write: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate months of failures: goodput, cost, the best checkpoint interval and number of spare nodes."""
+    from meshwright.cli.simulate import SimulationRequest, simulate_failures  # noqa: PLC0415
+    from meshwright.simulate.settings import FailureSettings  # noqa: PLC0415
+
+    output = Output(as_json)
+    request = SimulationRequest(job, overrides or [], on, days, runs, seed)
+    settings = FailureSettings(every_minutes, spares, save_s, detect_s, restart_s, load_s, repair_hours)
+    guarded(output, lambda: simulate_failures(output, request, settings, rate or [], observed_goodput, out))

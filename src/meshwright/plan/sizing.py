@@ -144,13 +144,18 @@ class Sizing:
         }
 
 
+def checkpoint_write_s(job: Job, nodes: int) -> float:
+    """Time to write or read a checkpoint: its size over the bandwidth of the storage."""
+    rate = job.cluster.storage_bytes_per_s or ASSUMED_STORAGE_BYTES_PER_S * nodes
+    return CHECKPOINT_BYTES * count_parameters(job.model) / rate
+
+
 def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
     """Share of time lost to checkpoints, repeated work and restarts; 1 where no progress is possible."""
     assert isinstance(job.model, DecoderModel), "sizing is for decoders"
     cluster = job.cluster
     between_s = failure_rate(cluster, devices).between_s
-    rate = cluster.storage_bytes_per_s or ASSUMED_STORAGE_BYTES_PER_S * nodes
-    write_s = CHECKPOINT_BYTES * count_parameters(job.model) / rate
+    write_s = checkpoint_write_s(job, nodes)
     return lost_share(young_interval_s(write_s, between_s), write_s, between_s, RESTART_S)
 
 

@@ -1,0 +1,74 @@
+"""``meshwright simulate failures``: table, JSON, picture, and arguments that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+JOB = ("simulate", "failures", "llama3-8b", "--on", "64x8xh100-sxm", "--days", 30, "--runs", 200)
+
+
+def test_prints_outcomes_choices_and_assumptions(cli):
+    found = cli(*JOB)
+    assert found.status == 0
+    for words in ("goodput", "interruptions", "hours lost: checkpoints", "waiting for nodes", "spare node",
+                  "Daly's interval", "cost:", "assumed: failures", "first-order formula"):  # fmt: skip
+        assert words in found.out, words
+
+
+def test_json_has_ranges_trials_and_reasons(cli, tmp_path):
+    picture = tmp_path / "plot.svg"
+    found = cli(*JOB, "--seed", 3, "--observed-goodput", 0.5, "--out", picture, "--json").json
+    assert found["goodput"]["low"] <= found["goodput"]["mean"] <= found["goodput"]["high"]
+    lost = sum(hours["mean"] for hours in found["lost_hours"].values())
+    assert found["goodput"]["mean"] == pytest.approx(1 - lost / 720)
+    assert found["best_interval_s"] in [point["interval_s"] for point in found["intervals"]]
+    assert found["model"]["spares"] == found["best_spares"]
+    between_s = found["model"]["mean_time_between_failures_s"]
+    assert found["inferred_lost_per_failure_s"] == pytest.approx(between_s / 2)
+    drawn = picture.read_text()
+    assert "Goodput over the checkpoint interval" in drawn
+    assert "used:" in drawn
+    assert "Lost time" in drawn
+
+
+def test_a_run_without_failures_can_be_drawn(cli, tmp_path):
+    rates = [text for kind in ("device", "node", "switch", "software") for text in ("--rate", f"{kind}=0")]
+    found = cli(*JOB, *rates, "--out", tmp_path / "plot.svg")
+    assert found.status == 0
+    assert "nothing fails" in found.out
+    assert (tmp_path / "plot.svg").exists()
+
+
+def test_an_inferred_figure_is_called_inferred(cli):
+    assert "inferred, not simulated" in cli(*JOB, "--observed-goodput", 0.59).out
+
+
+def test_rates_are_given_by_kind(cli):
+    found = cli(*JOB, "--rate", "device=2", "--rate", "software=0", "--json").json
+    assert found["model"]["rates_per_s"]["device"] == pytest.approx(64 * 2 / 1000 / 86_400)
+    assert found["model"]["rates_per_s"]["software"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--days", 0), "--days=0.0 must be more than 0"),
+        (("--days", -1), "simulate-days"),
+        (("--rate", "device=-1"), "simulate-rate"),
+        (("--rate", "device"), "is not a failure rate"),
+        (("--rate", "device=fast"), "simulate-rate"),
+        (("--repair-hours", -1), "--repair-hours"),
+        (("--observed-goodput", 2), "--observed-goodput"),
+        (("--out", "plot.txt"), "picture-kind"),
+    ],
+)
+def test_bad_arguments_end_with_status_2(cli, arguments, words):
+    found = cli("simulate", "failures", "tiny", "--runs", 5, *arguments)
+    assert found.status == 2
+    assert words in found.err
+
+
+def test_a_long_interval_is_a_warning(cli):
+    found = cli(*JOB, "--every-minutes", 100_000)
+    assert found.status == 0
+    assert "warning: the checkpoint interval" in found.err

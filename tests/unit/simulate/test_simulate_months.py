@@ -1,0 +1,116 @@
+"""Simulated months of a job: assumptions, published runs, refused settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright import FailureSettings, load_job
+from meshwright.core.errors import UserError
+from meshwright.simulate.failures import KINDS
+from meshwright.simulate.months import CAUSES
+
+
+def llama3():
+    return load_job("llama3-405b", on="2048x8xh100-sxm")
+
+
+def test_causes_are_the_interruptions_of_llama3():
+    assert sum(sum(causes.values()) for causes in CAUSES.values()) == 419
+    assert set(CAUSES) == set(KINDS)
+
+
+def test_llama3_419_interruptions_and_more_than_90_percent():
+    """16,384 GPUs, 54 days.
+
+    The rate of the preset is from this run: the count checks the arithmetic only. Goodput needs assumptions:
+    10 min from a failure to the next step, 2.4 s per save (1 GB/s per node), as many spares as are worth it.
+    """
+    found = llama3().simulate_failures(54, runs=500, seed=1)
+    assert found.interruptions.low < 419 < found.interruptions.high
+    assert found.interruptions.mean == pytest.approx(54 * 24 * 16_384 / 5e4, rel=0.01)
+    assert found.goodput.low > 0.90
+    assert found.goodput.mean == pytest.approx(found.first_order_goodput, abs=0.01)
+
+
+def test_goodput_of_llama3_depends_on_the_cost_of_a_save():
+    """More than 90% with saves of 10 s, less with saves of 30 s."""
+    costs = [FailureSettings(save_s=save_s) for save_s in (10.0, 30.0)]
+    found = [llama3().simulate_failures(54, runs=300, settings=one).goodput.mean for one in costs]
+    assert found[0] > 0.90 > found[1]
+
+
+def test_opt_175b_downtime_is_inferred():
+    """992 GPUs, 15.6 failures per 1,000 node-days, 59% up: 5.1 h lost per failure."""
+    job = load_job("gpt3-175b", f"cluster.failure_hours={8 * 24_000 / 15.6}", on="124x8xa100-80g-sxm")
+    found = job.simulate_failures(30, runs=10)
+    assert found.lost_per_failure_s(0.59) / 3600 == pytest.approx(0.41 * 24 / (124 * 0.0156), rel=1e-6)
+    with pytest.raises(UserError, match="simulate-goodput"):
+        found.lost_per_failure_s(1.2)
+
+
+def test_given_rates_replace_those_of_the_cluster():
+    rates = {"device": 1000.0, "software": 0.0}
+    found = load_job("tiny", on="4x8xh100-sxm").simulate_failures(
+        10, runs=10, settings=FailureSettings(rates=rates)
+    )
+    assert found.model.rates_per_s["device"] == pytest.approx(4 / 86_400)
+    assert found.model.rates_per_s["software"] == 0
+    assert found.model.rates_per_s["node"] == pytest.approx(55 / 419 * 32 / (5e4 * 3600))
+
+
+def test_nothing_fails_with_rates_of_zero():
+    settings = FailureSettings(rates=dict.fromkeys(KINDS, 0.0), save_s=10.0, every_minutes=10.0)
+    found = load_job("tiny", on="1x8xh100-sxm").simulate_failures(7, runs=5, settings=settings)
+    share = found.lost_hours["checkpoints"].mean / (7 * 24)
+    assert found.goodput.mean == pytest.approx(1 - share, rel=1e-12)
+    assert share == pytest.approx(10 / 610, rel=0.01)
+    assert (found.model.spares, found.interruptions.high) == (0, 0)
+    assert max(found.intervals, key=lambda point: point.goodput) == found.intervals[-1]  # the longest
+    with pytest.raises(UserError, match="simulate-goodput"):
+        found.lost_per_failure_s(0.5)
+
+
+def test_the_cost_pays_the_spares():
+    settings = FailureSettings(spares=2)
+    found = load_job("tiny", on="4x8xh100-sxm").simulate_failures(10, runs=5, settings=settings)
+    assert found.cost == pytest.approx(3.0 * 6 * 8 * 240)
+    assert load_job("tiny").simulate_failures(10, runs=5).cost is None
+
+
+def test_an_interval_longer_than_the_time_between_failures_is_a_warning():
+    settings = FailureSettings(every_minutes=600.0)
+    found = llama3().simulate_failures(5, runs=5, settings=settings)
+    assert "longer than the mean time between failures" in found.warnings[0]
+    assert llama3().simulate_failures(5, runs=5).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("days", "settings", "code"),
+    [
+        (0, {}, "simulate-days"),
+        (-3, {}, "simulate-days"),
+        (float("nan"), {}, "simulate-days"),
+        (1e6, {}, "simulate-days"),
+        (5, {"rates": {"device": -1.0}}, "simulate-rate"),
+        (5, {"rates": {"device": float("nan")}}, "simulate-rate"),
+        (5, {"rates": {"cable": 1.0}}, "simulate-rate"),
+        (5, {"rates": {"device": 1e12}}, "simulate-rate"),
+        (5, {"every_minutes": 0.0}, "simulate-setting"),
+        (5, {"spares": -1}, "simulate-setting"),
+        (5, {"save_s": 0.0}, "simulate-setting"),
+        (5, {"restart_s": float("inf")}, "simulate-setting"),
+        (5, {"repair_hours": -1.0}, "simulate-setting"),
+    ],
+)
+def test_bad_settings_are_refused(days, settings, code):
+    with pytest.raises(UserError) as caught:
+        load_job("tiny").simulate_failures(days, runs=5, settings=FailureSettings(**settings))
+    assert [problem.code for problem in caught.value.problems] == [code]
+
+
+def test_all_mistakes_are_reported_at_once():
+    settings = FailureSettings(rates={"node": -1.0}, spares=-2)
+    with pytest.raises(UserError) as caught:
+        load_job("tiny").simulate_failures(0, runs=0, settings=settings)
+    codes = [problem.code for problem in caught.value.problems]
+    assert codes == ["simulate-days", "simulate-setting", "simulate-setting", "simulate-rate"]
