@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from checkpoint_files import TENSORS, manifest_of, save, split_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from checkpoint_files import TENSORS, manifest_of, save, split_rows
 from meshwright.checkpoint.manifest import MANIFEST, encode_checked, read_manifest
 from meshwright.checkpoint.saved_tensors import SavedTensors, TensorPart, parse_key, write_tensors
 from meshwright.core.errors import UserError
