@@ -233,12 +233,12 @@ def record_saving_memory(run_dir, listener):
     """Probe: each rank writes its memory before a checkpoint and its peak during the save."""
     original = saver.CheckpointSaver._save
 
-    def save(self, eval_loss, best):
+    def save(self, eval_loss):
         state = self.state
         moments = [v for values in state.optimizer.state.values() for v in values.values()]
         with PeakTracker([*state.sharded.local_parameters(), *moments]) as tracker:
             before = tracker.live_bytes
-            original(self, eval_loss, best)
+            original(self, eval_loss)
         note = Path(run_dir, f"saving-{self._rank}.json")
         note.write_text(json.dumps({"before": before, "peak": tracker.peak_bytes}))
 
@@ -509,7 +509,7 @@ def save_what_was_resumed(run_dir, listener):
 
     def save(trainer):
         if trainer.step == trainer.state.first_step:
-            trainer.saver._save(None, False)
+            trainer.saver._save(None)
             trainer.saver._collect(wait=True)
 
     _before_update(save)
