@@ -14,8 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.checkpoint.draft import Draft
-from meshwright.checkpoint.manifest import FileFacts, Manifest, list_checkpoints, read_manifest
-from meshwright.core.errors import Problem, UserError
+from meshwright.checkpoint.manifest import (
+    FileFacts,
+    Manifest,
+    broken_checkpoint,
+    list_checkpoints,
+    read_manifest,
+)
+from meshwright.core.errors import UserError
 from meshwright.core.object_path import AnyPath, ObjectPath, open_new
 
 BLOCK_BYTES = 2**24
@@ -86,5 +92,4 @@ def _copy_file(
             writer.write(block)
             on_bytes(len(block))
     if digest.hexdigest() != facts.sha256:
-        rule = f"is damaged: the checksum of {name} differs from the manifest"
-        raise UserError(Problem("checkpoint-broken", rule, path=str(source), fix="Use an older checkpoint"))
+        raise broken_checkpoint(source, f"is damaged: the checksum of {name} differs from the manifest")

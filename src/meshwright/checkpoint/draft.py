@@ -37,7 +37,6 @@ from meshwright.checkpoint.manifest import (
     decode_checked,
     encode_checked,
     find_wrong_file,
-    list_checkpoints,
     parse_manifest,
     parse_name,
 )
@@ -268,9 +267,9 @@ def add_files(manifest: Manifest, votes: Mapping[int, Vote]) -> Manifest:
 def list_drafts(root: AnyPath) -> list[Draft]:
     """The drafts next to the finished checkpoints; in an object store, what has no manifest."""
     if isinstance(root, ObjectPath):
-        names = {path.split("/")[0] for path in root.list_sizes() if "/" in path}
-        done = {path.name for path in list_checkpoints(root)}
-        folders: list[AnyPath] = [root / name for name in sorted(names - done)]
+        paths = list(root.list_sizes())
+        names = {path.split("/")[0] for path in paths if "/" in path}
+        folders: list[AnyPath] = [root / name for name in sorted(names) if f"{name}/{MANIFEST}" not in paths]
     else:
         folders = sorted(root.glob(".step-*.part"))
     return [draft for folder in folders if (draft := Draft.parse(folder)) is not None]

@@ -291,13 +291,13 @@ def read_manifest(checkpoint: AnyPath, verify: bool = True) -> Manifest:
     except StoreError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise _broken(checkpoint, f"has a manifest that cannot be used: {error}") from None
+        raise broken_checkpoint(checkpoint, f"has a manifest that cannot be used: {error}") from None
     if (name := find_wrong_file(checkpoint, manifest)) is not None:
-        raise _broken(checkpoint, f"is incomplete: {name} is missing or has another size")
+        raise broken_checkpoint(checkpoint, f"is incomplete: {name} is missing or has another size")
     if (name := _find_unlisted_file(checkpoint, manifest)) is not None:
-        raise _broken(checkpoint, f"has a file that its manifest does not list: {name}")
+        raise broken_checkpoint(checkpoint, f"has a file that its manifest does not list: {name}")
     if not _has_room_for_tensors(manifest):
-        raise _broken(checkpoint, "has a manifest of more tensors than its files can hold")
+        raise broken_checkpoint(checkpoint, "has a manifest of more tensors than its files can hold")
     if verify:
         _verify_files(checkpoint, manifest)
     return manifest
@@ -348,11 +348,13 @@ def _verify_files(checkpoint: AnyPath, manifest: Manifest) -> None:
         try:
             for (name, facts), sha256 in zip(manifest.files.items(), found, strict=True):
                 if sha256 != facts.sha256:
-                    raise _broken(checkpoint, f"is damaged: the checksum of {name} differs from the manifest")
+                    raise broken_checkpoint(
+                        checkpoint, f"is damaged: the checksum of {name} differs from the manifest"
+                    )
         except StoreError:
             raise
         except OSError as error:
-            raise _broken(checkpoint, f"has a file that cannot be read: {error}") from None
+            raise broken_checkpoint(checkpoint, f"has a file that cannot be read: {error}") from None
     _verify_tensors(checkpoint, manifest)
 
 
@@ -365,10 +367,12 @@ def _verify_tensors(checkpoint: AnyPath, manifest: Manifest) -> None:
         except StoreError:
             raise
         except (OSError, ValueError) as error:
-            raise _broken(checkpoint, f"has a file that cannot be read: {name}: {error}") from None
+            raise broken_checkpoint(checkpoint, f"has a file that cannot be read: {name}: {error}") from None
     needed = sum(facts.bytes for facts in manifest.tensors.values())
     if manifest.version > 1 and held != needed:
-        raise _broken(checkpoint, f"has {held} bytes of tensors in its files and {needed} in its manifest")
+        raise broken_checkpoint(
+            checkpoint, f"has {held} bytes of tensors in its files and {needed} in its manifest"
+        )
 
 
 def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: AnyPath) -> None:
@@ -433,7 +437,8 @@ def describe_sharding(job: Job) -> str:
     return " ".join(parts)
 
 
-def _broken(checkpoint: AnyPath, rule: str) -> UserError:
+def broken_checkpoint(checkpoint: AnyPath, rule: str) -> UserError:
+    """The error of a checkpoint that cannot be used."""
     return UserError(Problem("checkpoint-broken", rule, path=str(checkpoint), fix="Use an older checkpoint"))
 
 

@@ -17,8 +17,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import FileFacts, Manifest, TensorFacts, read_manifest
-from meshwright.core.errors import Problem, UserError
+from meshwright.checkpoint.manifest import FileFacts, Manifest, TensorFacts, broken_checkpoint, read_manifest
+from meshwright.core.errors import UserError
 from meshwright.core.object_path import AnyPath, open_new, read_range
 from meshwright.core.tensor_header import TensorInfo, build_tensor_header, read_tensor_header
 from meshwright.layout.parameters import list_parameters
@@ -253,6 +253,4 @@ class SavedTensors:
         return values.view(box.shape[0], *shape[1:])[(slice(None), *box.slices[1:])]
 
     def _broken(self, rule: str) -> UserError:
-        return UserError(
-            Problem("checkpoint-broken", rule, path=str(self.checkpoint), fix="Use an older checkpoint")
-        )
+        return broken_checkpoint(self.checkpoint, rule)

@@ -141,8 +141,7 @@ class CheckpointStores:
         if len(self.roots) > 1:
             missing = f"{len(unreached)} of {len(self.roots)} stores"
             rule = f"is one of {missing} that cannot be used; the quorum is {self.quorum}: {reason}"
-        fix = "Make it reachable; credentials and the address come from the environment (AWS_...)"
-        return UserError(Problem("store-unreachable", rule, path=str(self.roots[store]), fix=fix))
+        return unreachable_store(self.roots[store], rule)
 
     def has_drafts(self) -> bool:
         """Whether an earlier process has left a draft."""
@@ -224,6 +223,12 @@ class CheckpointStores:
             rank = {number: float(number) for number in range(len(self.roots))}
         by_store = sorted(listing.copies, key=lambda copy: rank[copy.store])
         return sorted(by_store, key=lambda copy: copy.order, reverse=True)
+
+
+def unreachable_store(root: AnyPath, rule: str) -> UserError:
+    """The error of a store that cannot be used."""
+    fix = "Make it reachable; credentials and the address come from the environment (AWS_...)"
+    return UserError(Problem("store-unreachable", rule, path=str(root), fix=fix))
 
 
 def find_newest(root: AnyPath) -> tuple[AnyPath, list[str]] | None:

@@ -12,7 +12,7 @@ from meshwright.checkpoint.copying import copy_checkpoint
 from meshwright.checkpoint.inventory import PruneResult, StoredCheckpoint, find_root, list_stored, prune
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.stores import CheckpointStores, find_newest
+from meshwright.checkpoint.stores import CheckpointStores, find_newest, unreachable_store
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE
 from meshwright.core.object_path import AnyPath, ObjectPath, StoreError
@@ -70,9 +70,9 @@ def require_folder(path: AnyPath) -> Path:
 def list_all(path: AnyPath, verify: bool, reporter: Reporter) -> list[StoredCheckpoint]:
     """The checkpoints at a path, oldest first; with a progress bar where their files are read."""
     with _reading(path):
-        if not verify:
-            return list_stored(path, verify=False)
         found = list_stored(path, verify=False)
+        if not verify:
+            return found
         verified = []
         with reporter.bar(len(found)) as show:
             for number, stored in enumerate(found):
@@ -153,10 +153,7 @@ def _reading(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        fix = "Make it reachable; credentials and the address come from the environment (AWS_...)"
-        raise UserError(
-            Problem("store-unreachable", f"cannot be used: {error}", path=str(path), fix=fix)
-        ) from None
+        raise unreachable_store(path, f"cannot be used: {error}") from None
 
 
 def export_to(
