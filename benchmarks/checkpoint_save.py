@@ -36,10 +36,10 @@ import torch.distributed.checkpoint as dcp
 
 from meshwright.checkpoint.draft import Draft
 from meshwright.checkpoint.manifest import Manifest, TensorFacts
-from meshwright.checkpoint.owned_state import StagingBuffer
-from meshwright.checkpoint.saved_tensors import TensorPart
+from meshwright.checkpoint.staging import StagingBuffer
+from meshwright.checkpoint.tensor_files import WriteItem
 from meshwright.checkpoint.writer import CheckpointWrite
-from meshwright.layout.state_chunks import Box
+from meshwright.layout.state_chunks import TensorSlice
 
 TARGET_COPY = 1.3
 LAYERS = 24
@@ -74,7 +74,7 @@ def start_ours(
         step=step, position=0, world_size=1, model={}, train={}, seq_len=1, data_sha256="", buckets=[],
         tensors=facts,
     )  # fmt: skip
-    parts = [TensorPart(n, Box.whole(tuple(t.shape)), tuple(t.shape), t) for n, t in state.items()]
+    parts = [WriteItem(n, TensorSlice.full(tuple(t.shape)), tuple(t.shape), t) for n, t in state.items()]
     write = CheckpointWrite(Draft(root, step, 0), 0, staging.copy(parts), manifest)
     write.start()
     return write

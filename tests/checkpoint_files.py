@@ -11,12 +11,12 @@ import torch
 from meshwright.checkpoint import saver
 from meshwright.checkpoint.draft import Draft
 from meshwright.checkpoint.manifest import Manifest, TensorFacts
-from meshwright.checkpoint.saved_tensors import DTYPES, TensorPart
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
 from meshwright.checkpoint.stores import CheckpointStores
+from meshwright.checkpoint.tensor_files import DTYPES, WriteItem
 from meshwright.checkpoint.writer import CheckpointWrite
-from meshwright.layout.state_chunks import Box
+from meshwright.layout.state_chunks import TensorSlice
 from meshwright.spec.job import Checkpoint
 
 TENSORS = {
@@ -38,18 +38,18 @@ def manifest_of(tensors=TENSORS, step: int = 1, world_size: int = 1) -> Manifest
     )  # fmt: skip
 
 
-def split_rows(tensors, rank: int, ranks: int) -> list[TensorPart]:
-    """The parts of a rank: an equal share of the rows; scalars and short tensors are rank 0's."""
-    parts = []
+def split_rows(tensors, rank: int, ranks: int) -> list[WriteItem]:
+    """The items of a rank: an equal share of the rows; scalars and short tensors are rank 0's."""
+    items = []
     for name, tensor in tensors.items():
-        shape, whole = tuple(tensor.shape), Box.whole(tuple(tensor.shape))
+        shape, whole = tuple(tensor.shape), TensorSlice.full(tuple(tensor.shape))
         if not shape or shape[0] < ranks:
             if rank == 0:
-                parts.append(TensorPart(name, whole, shape, tensor))
+                items.append(WriteItem(name, whole, shape, tensor))
             continue
         first, stop = shape[0] * rank // ranks, shape[0] * (rank + 1) // ranks
-        parts.append(TensorPart(name, whole.rows(first, stop), shape, tensor[first:stop]))
-    return parts
+        items.append(WriteItem(name, whole.rows(first, stop), shape, tensor[first:stop]))
+    return items
 
 
 def build_write(
@@ -86,7 +86,7 @@ def build_saver(root: Path, monkeypatch, events: list, generation: int = 0, **se
         small_files={},
     )
     log = SimpleNamespace(generation=generation, write=lambda name, **fields: events.append((name, fields)))
-    monkeypatch.setattr(saver, "list_owned_parts", lambda state, rank: split_rows(TENSORS, rank, 1))
+    monkeypatch.setattr(saver, "list_write_items", lambda state, rank: split_rows(TENSORS, rank, 1))
     monkeypatch.setattr(
         saver,
         "build_manifest",

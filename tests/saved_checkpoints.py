@@ -7,12 +7,12 @@ from pathlib import Path
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.saved_tensors import SavedTensors
+from meshwright.checkpoint.tensor_files import CheckpointReader
 
 
 def load_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All full tensors of a checkpoint, by name: parameters, optimizer state, buffers."""
-    saved = SavedTensors(checkpoint)
+    saved = CheckpointReader(checkpoint)
     return {name: saved.read(name) for name in saved.names()}
 
 

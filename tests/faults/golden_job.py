@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpoint_files import build_write
 from meshwright.checkpoint.manifest import TensorFacts, read_manifest
-from meshwright.checkpoint.saved_tensors import DTYPES
+from meshwright.checkpoint.tensor_files import DTYPES
 from meshwright.data.growth import data_sha256
 from saved_checkpoints import load_tensors
 

@@ -30,8 +30,8 @@ from meshwright.checkpoint.manifest import (
     rotate,
 )
 from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.checkpoint.stores import find_newest
+from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import UserError
 
 RANKS = 4
@@ -57,7 +57,7 @@ def tensors_of(value: float, rows: int = 64) -> dict[str, torch.Tensor]:
 
 def value_of(checkpoint: Path) -> float:
     """Verify and load a checkpoint; returns the one value of all its elements."""
-    saved = SavedTensors(checkpoint, read_manifest(checkpoint))
+    saved = CheckpointReader(checkpoint, read_manifest(checkpoint))
     found = {value for name in saved.names() for value in saved.read(name).unique().tolist()}
     assert len(found) == 1, f"{checkpoint.name} mixes the states {found}"
     return found.pop()

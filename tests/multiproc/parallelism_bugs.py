@@ -507,7 +507,7 @@ second_moment_not_loaded = with_loaded_moments(_keep_second_moment)
 
 def moment_rows_swapped_in_file(run_dir, listener):
     """Saving and loading reverse the rows of moments: this layout restores them, another would not."""
-    list_parts, load = checkpoint_saver.list_owned_parts, checkpoint_resume._load_chunks
+    list_parts, load = checkpoint_saver.list_write_items, checkpoint_resume._load_chunks
 
     def list_reversed(state, rank):
         return [
@@ -520,7 +520,7 @@ def moment_rows_swapped_in_file(run_dir, listener):
         if ":" in name and target.ndim:
             target.copy_(target.flip(0))
 
-    checkpoint_saver.list_owned_parts, checkpoint_resume._load_chunks = list_reversed, load_reversed
+    checkpoint_saver.list_write_items, checkpoint_resume._load_chunks = list_reversed, load_reversed
     return run_rank(run_dir, listener)
 
 
@@ -542,7 +542,7 @@ def _save_stale(original, state, rank):
     ]
 
 
-stale_weights_saved = with_function(checkpoint_saver, "list_owned_parts", _save_stale)
+stale_weights_saved = with_function(checkpoint_saver, "list_write_items", _save_stale)
 
 
 def _zero_row(model, mesh):

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder ``step-00000100`` with a file of tensors per rank, the tokenizer, and
 ``manifest.json``, which holds size and SHA-256 of the others and a checksum of itself. A folder without a
-valid manifest is not a checkpoint. ``draft`` writes checkpoints, ``saved_tensors`` reads their tensors. In
+valid manifest is not a checkpoint. ``draft`` writes checkpoints, ``tensor_files`` reads their tensors. In
 format 1 ``model.safetensors`` and ``optimizer.safetensors`` hold all tensors, and the manifest has no
 checksum. It is still read.
 """

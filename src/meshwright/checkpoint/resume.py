@@ -16,8 +16,8 @@ from meshwright.checkpoint.manifest import (
     describe_sharding,
     read_manifest,
 )
-from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.checkpoint.state import CheckpointedState
+from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.object_path import AnyPath
 from meshwright.data.growth import describe_growth
@@ -46,7 +46,7 @@ def resume(state: CheckpointedState, checkpoint: AnyPath, rank: int) -> list[str
         Why the loss curve will not continue bit by bit; empty if it will.
     """
     manifest = read_manifest(checkpoint, verify=False)
-    saved = SavedTensors(checkpoint, manifest, prefer=rank)
+    saved = CheckpointReader(checkpoint, manifest, prefer=rank)
     job = state.plan.job
     shapes = {parameter.name: parameter.shape for parameter in list_parameters(job.model)}
     weights = state.sharded.local_parameters()
@@ -72,19 +72,19 @@ def resume(state: CheckpointedState, checkpoint: AnyPath, rank: int) -> list[str
     return list_differences(manifest, state)
 
 
-def load_selection_bias(saved: SavedTensors) -> Tensor | None:
+def load_selection_bias(saved: CheckpointReader) -> Tensor | None:
     """The biases of expert selection (layers with experts, experts), if the checkpoint has them."""
     return saved.read(SELECTION_BIAS) if SELECTION_BIAS in saved.names() else None
 
 
-def _load_chunks(saved: SavedTensors, name: str, target: Tensor, chunks: tuple[Chunk, ...]) -> None:
+def _load_chunks(saved: CheckpointReader, name: str, target: Tensor, chunks: tuple[Chunk, ...]) -> None:
     """Fill a tensor of this rank; rows after the last chunk are padding, which is zero."""
     if target.ndim == 0:
         target.copy_(saved.read(name))
         return
     target[sum(chunk.rows for chunk in chunks) :].zero_()
     for chunk in chunks:
-        values = saved.read(name, chunk.box)
+        values = saved.read(name, chunk.tensor_slice)
         if ":" not in name:  # optimizer state may be infinite: a run that is not interrupted goes on with it
             require_finite(saved.checkpoint, name, values)
         target[chunk.first : chunk.first + chunk.rows].copy_(values)

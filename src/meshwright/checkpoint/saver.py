@@ -1,6 +1,6 @@
 """Decides when a checkpoint is saved, and lets a thread write it while training goes on.
 
-Every rank writes its part of the state (``owned_state``) from staging memory; rank 0 commits the checkpoint
+Every rank writes its part of the state from staging memory (``staging``); rank 0 commits the checkpoint
 (``writer``, ``draft``). At most one checkpoint is in flight: the next save waits for it.
 """
 
@@ -23,14 +23,14 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
     rotate,
 )
-from meshwright.checkpoint.owned_state import StagingBuffer, describe_tensors, list_owned_parts
 from meshwright.checkpoint.replicated_write import ReplicatedWrite
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_cost import AutoInterval, StepTimes
-from meshwright.checkpoint.saved_tensors import TensorPart
+from meshwright.checkpoint.staging import StagingBuffer, describe_tensors, list_write_items
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
 from meshwright.checkpoint.stores import CheckpointStores
+from meshwright.checkpoint.tensor_files import WriteItem
 from meshwright.checkpoint.writer import CheckpointWrite, WeightNotFiniteError
 from meshwright.core.errors import UserError
 from meshwright.core.events import Commit, EventWriter
@@ -158,18 +158,18 @@ class CheckpointSaver:
         """Copy the state and start to write it."""
         waited_s = self._wait_for_previous()
         started = time.perf_counter()
-        parts = list_owned_parts(self.state, self._rank)
+        items = list_write_items(self.state, self._rank)
         if self._staging is not None:
-            parts = self._staging.copy(parts)
+            items = self._staging.copy(items)
         manifest = build_manifest(self.state, eval_loss) if self._rank == 0 else None
-        writes = [self._prepare_write(root, parts, manifest) for root in self._stores.roots]
+        writes = [self._prepare_write(root, items, manifest) for root in self._stores.roots]
         write = ReplicatedWrite(writes, self._stores.quorum)
         write.start()
         self._in_flight, self._waited_s = write, waited_s
         self._blocked_s = time.perf_counter() - started + waited_s
 
     def _prepare_write(
-        self, root: AnyPath, parts: list[TensorPart], manifest: Manifest | None
+        self, root: AnyPath, items: list[WriteItem], manifest: Manifest | None
     ) -> CheckpointWrite:
         """The write into one store; after its commit older checkpoints there are removed."""
         draft = Draft(root, self.state.counters.step, self._events.generation, self._attempt)
@@ -186,7 +186,7 @@ class CheckpointSaver:
             remove_older_drafts(draft)
             rotate(root, self._retention, path)
 
-        write = CheckpointWrite(draft, self._rank, parts, guard=self._commit, on_commit=mark_and_rotate)
+        write = CheckpointWrite(draft, self._rank, items, guard=self._commit, on_commit=mark_and_rotate)
         if manifest is not None:
             write.manifest, write.small_files = manifest, self.state.small_files
         return write

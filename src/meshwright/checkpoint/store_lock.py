@@ -58,7 +58,7 @@ class StoreLock:
         self._ended.set()
         self._thread.join()
         try:
-            if self._is_mine():
+            if self._holds_lock():
                 self._path.unlink(missing_ok=True)
         except OSError:
             pass  # it is taken over after LEASE_S
@@ -101,12 +101,12 @@ class StoreLock:
             try:
                 self._tag = self._path.replace_version(self._content(), self._tag)
             except FileExistsError:
-                if not self._is_mine():
+                if not self._holds_lock():
                     return  # it was taken over: this process had not renewed it for LEASE_S
             except OSError:
                 continue  # the store does not answer now
 
-    def _is_mine(self) -> bool:
+    def _holds_lock(self) -> bool:
         """Whether a renewal has arrived whose answer was lost."""
         try:
             content, tag = self._path.read_with_tag()

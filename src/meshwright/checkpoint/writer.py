@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.draft import Draft, DraftError, add_files
 from meshwright.checkpoint.manifest import PROPOSAL, TENSORS_SUFFIX, FileFacts, Manifest, find_wrong_file
-from meshwright.checkpoint.saved_tensors import TensorPart, write_tensors
+from meshwright.checkpoint.tensor_files import WriteItem, write_tensors
 from meshwright.core.events import Commit
 from meshwright.core.object_path import AnyPath, ObjectPath
 
@@ -43,7 +43,7 @@ class CheckpointWrite:
 
     draft: Draft
     rank: int
-    parts: list[TensorPart]
+    items: list[WriteItem]
     manifest: Manifest | None = None
     """On rank 0, which commits: the manifest without its files."""
     small_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class CheckpointWrite:
         except BaseException as error:  # the training loop handles it
             self.error = self.error or error
         self.seconds = time.perf_counter() - started
-        self.parts = []  # views of the live state would keep it alive
+        self.items = []  # views of the live state would keep it alive
 
     def _write_and_vote(self) -> bool:
         """Write the files of this rank and vote, for it or against it; returns whether it could vote."""
@@ -103,7 +103,7 @@ class CheckpointWrite:
                 self.draft.propose(self.manifest)
                 for small, content in self.small_files.items():
                     files[small] = self.draft.write_small_file(small, content)
-            files[name] = write_tensors(self.draft.folder / name, self.parts, self._check)
+            files[name] = write_tensors(self.draft.folder / name, self.items, self._check)
             is_complete = True
             self.draft.vote(self.rank, files)
         except (OSError, WeightNotFiniteError) as error:
@@ -117,14 +117,14 @@ class CheckpointWrite:
                 return False
         return True
 
-    def _check(self, part: TensorPart, values: Tensor) -> None:
+    def _check(self, item: WriteItem, values: Tensor) -> None:
         if self._cancelled.is_set():
             raise _CancelledError
-        if ":" not in part.name and values.is_floating_point() and values.numel():
+        if ":" not in item.name and values.is_floating_point() and values.numel():
             for piece in values.reshape(-1).split(FINITE_ELEMENTS):
                 extremes = torch.stack(torch.aminmax(piece))  # NaN if one is; 10 times as fast as isfinite
                 if not bool(torch.isfinite(extremes).all()):
-                    raise WeightNotFiniteError(part.name)
+                    raise WeightNotFiniteError(item.name)
 
     def _commit(self, manifest: Manifest) -> None:
         """Commit the draft if all ranks have voted for it; else remove it."""

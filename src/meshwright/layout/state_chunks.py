@@ -3,12 +3,12 @@
 A full tensor is a parameter of the whole model, or a tensor of its optimizer state, such as
 ``embed.weight:exp_avg``. Tensor and expert parallelism give a rank a **local tensor**: some rows or columns
 of the full one. ZeRO gives it some rows of the local tensor. Both are described as :class:`Chunk`:
-consecutive rows of the rank's tensor, and the box of the full tensor that they are. Usually it is one chunk.
-With ``etp`` a rank has some rows of every expert, and each expert is a chunk. Padding of the vocabulary is in
-no chunk.
+consecutive rows of the rank's tensor, and their slice of the full tensor. Usually there is one chunk per
+tensor. With ``etp`` a rank has some rows of every expert, and each expert is a chunk. Padding of the
+vocabulary is in no chunk.
 
 Ranks with equal chunks are **replicas**. They share the writing: the rows of all their tensors, one tensor
-after the other, are cut into parts of equal size. So the chunks that all ranks write are a partition of every
+after the other, are split into equal shares. So the chunks that all ranks write are a partition of every
 full tensor, in every layout (a test proves it), and each byte is written once.
 """
 
@@ -37,14 +37,14 @@ STAGING_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, order=True)
-class Box:
-    """A part of a full tensor: its first index and its length in every dim."""
+class TensorSlice:
+    """A slice of a full tensor: its offset and its length in every dim."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def full(cls, shape: tuple[int, ...]) -> TensorSlice:
         """All of a tensor."""
         return cls((0,) * len(shape), shape)
 
@@ -54,13 +54,13 @@ class Box:
         return math.prod(self.shape)
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index of the full tensor."""
+    def index(self) -> tuple[slice, ...]:
+        """The slices that index the full tensor."""
         return tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
 
-    def rows(self, first: int, stop: int) -> Box:
-        """Some of its rows, counted from its first."""
-        return Box((self.start[0] + first, *self.start[1:]), (stop - first, *self.shape[1:]))
+    def rows(self, first: int, stop: int) -> TensorSlice:
+        """Some of its rows, counted from its first row."""
+        return TensorSlice((self.start[0] + first, *self.start[1:]), (stop - first, *self.shape[1:]))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape has all of its elements."""
@@ -68,19 +68,19 @@ class Box:
             start + size <= limit for start, size, limit in zip(self.start, self.shape, shape, strict=True)
         )
 
-    def intersect(self, other: Box) -> Box | None:
-        """What both have in common."""
+    def intersect(self, other: TensorSlice) -> TensorSlice | None:
+        """The elements of both; None if there are none."""
         starts = tuple(map(max, self.start, other.start))
         stops = [
             min(a + n, b + m)
             for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
         ]
         shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        return Box(starts, shape) if all(size > 0 for size in shape) else None
+        return TensorSlice(starts, shape) if all(size > 0 for size in shape) else None
 
-    def relative_to(self, outer: Box) -> Box:
-        """The same elements, counted from the first of an outer box."""
-        return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
+    def relative_to(self, outer: TensorSlice) -> TensorSlice:
+        """The same elements, counted from the first of an outer slice."""
+        return TensorSlice(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,18 @@ class Chunk:
     """Name of the full tensor."""
     first: int
     """The first of the rows in the rank's tensor."""
-    box: Box
-    """Which elements of the full tensor they are."""
+    tensor_slice: TensorSlice
+    """Their slice of the full tensor."""
 
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return self.box.shape[0] if self.box.shape else 1
+        return self.tensor_slice.shape[0] if self.tensor_slice.shape else 1
 
     @property
     def bytes(self) -> int:
         """Their size; all state is float32."""
-        return self.box.count * FLOAT32_BYTES
+        return self.tensor_slice.count * FLOAT32_BYTES
 
 
 def list_state(job: Job, parameter: Parameter) -> dict[str, tuple[int, ...]]:
@@ -144,12 +144,12 @@ def shard_chunks(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> tupl
     local = _local_tensor(job, rank, name, shape)
     axis = state_axis(job, name)
     rows = chunk_rows(local.rows, axis.size, axis_rank(job.layout, rank, axis.name))
-    return tuple(_cut(local.chunks, rows.start, rows.stop))
+    return tuple(_select_rows(local.chunks, rows.start, rows.stop))
 
 
 @functools.lru_cache(maxsize=4)
-def owned_chunks(job: Job, rank: int) -> tuple[Chunk, ...]:
-    """What a rank writes into a checkpoint: its share of the chunks that it has in common with its replicas.
+def written_chunks(job: Job, rank: int) -> tuple[Chunk, ...]:
+    """The chunks that a rank writes into a checkpoint: its share of the chunks that its replicas also have.
 
     Args:
         job: With a complete layout.
@@ -165,13 +165,13 @@ def owned_chunks(job: Job, rank: int) -> tuple[Chunk, ...]:
             if shape == parameter.shape:
                 by_replicas.setdefault(_replicas_of(job, name), []).append(shard.named(tensor))
             else:  # a step count: every rank that has a part of the parameter has it
-                scalar = _ShardedTensor(tensor, (Chunk(tensor, 0, Box.whole(shape)),))
+                scalar = _ShardedTensor(tensor, (Chunk(tensor, 0, TensorSlice.full(shape)),))
                 by_replicas.setdefault(_Replicas("", 1, ""), []).append(scalar)
-    owned: list[Chunk] = []
+    written: list[Chunk] = []
     for replicas, tensors in by_replicas.items():
         ranks = _group_replicas(job.layout, replicas)[_coordinates(job.layout, rank, replicas)]
-        owned += _share(tensors, ranks.index(rank), len(ranks))
-    return tuple(owned)
+        written += _share(tensors, ranks.index(rank), len(ranks))
+    return tuple(written)
 
 
 def staging_bytes(sizes: Iterable[int]) -> int:
@@ -207,7 +207,7 @@ class _ShardedTensor:
 
     def named(self, name: str) -> _ShardedTensor:
         """A tensor that is sharded in the same way."""
-        return _ShardedTensor(name, tuple(Chunk(name, c.first, c.box) for c in self.chunks))
+        return _ShardedTensor(name, tuple(Chunk(name, c.first, c.tensor_slice) for c in self.chunks))
 
 
 class _Replicas(NamedTuple):
@@ -258,23 +258,25 @@ def _group_replicas(layout: Layout, replicas: _Replicas) -> dict[tuple[int, int,
 def _share(tensors: list[_ShardedTensor], index: int, replicas: int) -> Iterator[Chunk]:
     """The chunks of one replica: those rows that begin in its part of all elements."""
     chunks = [chunk for tensor in tensors for chunk in tensor.chunks]
-    ends = list(itertools.accumulate(chunk.box.count for chunk in chunks))
+    ends = list(itertools.accumulate(chunk.tensor_slice.count for chunk in chunks))
     total = ends[-1] if ends else 0
     begin, stop = total * index // replicas, total * (index + 1) // replicas
     for chunk, end in zip(chunks, ends, strict=True):
-        start, row = end - chunk.box.count, chunk.box.count // max(chunk.rows, 1)
+        start, row = end - chunk.tensor_slice.count, chunk.tensor_slice.count // max(chunk.rows, 1)
         rows = [min(max(-(-(limit - start) // row), 0), chunk.rows) for limit in (begin, stop)]
         if rows[0] < rows[1]:
-            part = chunk.box if not chunk.box.shape else chunk.box.rows(*rows)
+            part = chunk.tensor_slice if not chunk.tensor_slice.shape else chunk.tensor_slice.rows(*rows)
             yield Chunk(chunk.tensor, chunk.first + rows[0], part)
 
 
-def _cut(chunks: tuple[Chunk, ...], start: int, stop: int) -> Iterator[Chunk]:
+def _select_rows(chunks: tuple[Chunk, ...], start: int, stop: int) -> Iterator[Chunk]:
     """Some rows of a tensor; the first of them becomes row 0."""
     for chunk in chunks:
         first, last = max(start, chunk.first), min(stop, chunk.first + chunk.rows)
         if first < last:
-            yield Chunk(chunk.tensor, first - start, chunk.box.rows(first - chunk.first, last - chunk.first))
+            yield Chunk(
+                chunk.tensor, first - start, chunk.tensor_slice.rows(first - chunk.first, last - chunk.first)
+            )
 
 
 def _local_tensor(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> _LocalTensor:
@@ -282,20 +284,20 @@ def _local_tensor(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> _Lo
         return _expert_tensor(job, rank, name, shape)
     dim = tp_dim(name)
     if job.layout.tp == 1 or dim is None:
-        return _LocalTensor((Chunk(name, 0, Box.whole(shape)),), shape[0])
+        return _LocalTensor((Chunk(name, 0, TensorSlice.full(shape)),), shape[0])
     replicas = _tp_replicas(job, name)
     index, shards = axis_rank(job.layout, rank, "tp") // replicas, job.layout.tp // replicas
     length = -(-shape[dim] // shards)
     part = chunk_rows(shape[dim], shards, index)
-    box = _split_dim(Box.whole(shape), dim, part.start, len(part))
-    chunks = (Chunk(name, 0, box),) if box.count else ()
+    tensor_slice = _split_dim(TensorSlice.full(shape), dim, part.start, len(part))
+    chunks = (Chunk(name, 0, tensor_slice),) if tensor_slice.count else ()
     return _LocalTensor(chunks, length if dim == 0 else shape[0])
 
 
-def _split_dim(box: Box, dim: int, first: int, size: int) -> Box:
-    start, shape = list(box.start), list(box.shape)
+def _split_dim(tensor_slice: TensorSlice, dim: int, first: int, size: int) -> TensorSlice:
+    start, shape = list(tensor_slice.start), list(tensor_slice.shape)
     start[dim], shape[dim] = start[dim] + first, size
-    return Box(tuple(start), tuple(shape))
+    return TensorSlice(tuple(start), tuple(shape))
 
 
 def expert_dim(name: str) -> int | None:
@@ -312,16 +314,16 @@ def _expert_tensor(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> _L
     assert isinstance(job.model, DecoderModel), "only decoders have experts"
     ep_rank, etp_rank = divmod(axis_rank(layout, rank, EXPERT_AXIS), layout.etp)
     rows, experts = shape[0] // layout.ep, (job.model.num_experts or 0) // layout.ep
-    box = Box.whole(shape).rows(ep_rank * rows, (ep_rank + 1) * rows)
+    tensor_slice = TensorSlice.full(shape).rows(ep_rank * rows, (ep_rank + 1) * rows)
     dim = expert_dim(name)
     if dim is None or layout.etp == 1:
-        return _LocalTensor((Chunk(name, 0, box),), rows)
+        return _LocalTensor((Chunk(name, 0, tensor_slice),), rows)
     if dim == 2:  # columns
         columns = shape[1] // layout.etp
-        return _LocalTensor((Chunk(name, 0, _split_dim(box, 1, etp_rank * columns, columns)),), rows)
+        return _LocalTensor((Chunk(name, 0, _split_dim(tensor_slice, 1, etp_rank * columns, columns)),), rows)
     each, part = rows // experts, rows // experts // layout.etp
     chunks = [
-        Chunk(name, expert * part, box.rows(start := expert * each + etp_rank * part, start + part))
+        Chunk(name, expert * part, tensor_slice.rows(start := expert * each + etp_rank * part, start + part))
         for expert in range(experts)
     ]
     return _LocalTensor(tuple(chunks), experts * part)

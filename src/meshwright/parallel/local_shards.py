@@ -85,7 +85,7 @@ class LocalShards:
             return full
         shape = self._shapes[name]
         rows = local_rows(self._job, self._rank, name, shape)
-        parts = [full[chunk.box.slices] for chunk in local_chunks(self._job, self._rank, name, shape)]
+        parts = [full[chunk.tensor_slice.index] for chunk in local_chunks(self._job, self._rank, name, shape)]
         columns = parts[0].shape[1:] if parts else shape[1:]
         missing = rows - sum(len(part) for part in parts)
         return torch.cat([*parts, *([full.new_zeros(missing, *columns)] if missing else ())])

@@ -131,7 +131,7 @@ class FiniteChecks:
         def check_input(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             self._hook_parameters(module, enter)
             if self._phase == FORWARD:
-                owner, near = (parent, f"before {leaf}") if name else _input_owner(root)
+                owner, near = (parent, f"before {leaf}") if name else _input_module(root)
                 self._check(_tensors(inputs[0]) if inputs else (), enter, owner, "input", near)
 
         def split_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -145,7 +145,7 @@ class FiniteChecks:
         def check_output(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self._phase != FORWARD:
                 return
-            owner = _output_owner(name, module)
+            owner = _output_module(name, module)
             self._check(_tensors(output), leave, owner, "output")
             behind, near = (parent, f"after {leaf}") if name not in ("", "norm") else (owner, "")
             for tensor in _tensors(output):
@@ -232,14 +232,14 @@ def _find_layers(name: str, root: nn.Module) -> tuple[int, int]:
     return enter, LAST_LAYER if root.last else 2 * max(layers, default=0) + 1
 
 
-def _input_owner(stage: nn.Module) -> tuple[str, str]:
+def _input_module(stage: nn.Module) -> tuple[str, str]:
     """What gives the input of the whole model, or of a pipeline stage."""
     if isinstance(stage, Decoder) and not stage.first:
         return f"blocks.{next(iter(stage.blocks), '')}", "as received from the previous stage"
     return "data", ""
 
 
-def _output_owner(name: str, module: nn.Module) -> str:
+def _output_module(name: str, module: nn.Module) -> str:
     """The module that computes an output; the decoder's own output is the loss, by its head."""
     return "head" if not name and isinstance(module, Decoder) and module.last else name
 

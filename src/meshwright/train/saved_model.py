@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.checkpoint.resume import load_selection_bias, require_finite
-from meshwright.checkpoint.saved_tensors import SavedTensors
+from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import UserError
 from meshwright.data.chat_templates import TOKENIZER_TEMPLATE, has_template
 from meshwright.models.decoder import Decoder
@@ -81,7 +81,7 @@ def _read_tables(folder: Path) -> tuple[Tree, Tree]:
     """The tables ``[model]`` and ``[data]`` of a saved model."""
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder, verify=False)  # the caller has verified it
-        SavedTensors(folder, manifest).read_model()  # before anything of its size is allocated
+        CheckpointReader(folder, manifest).read_model()  # before anything of its size is allocated
         model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
         keys = ("seq_len", "mask", "prompt_masking", "template", "eval_fraction")
         return model, {key: getattr(manifest, key) for key in keys}
@@ -95,7 +95,7 @@ class _CheckpointWeights:
     """Reads the weights of a checkpoint, one at a time."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self.saved = SavedTensors(checkpoint)
+        self.saved = CheckpointReader(checkpoint)
 
     def full_tensor(self, name: str) -> Tensor:
         """A full parameter."""

@@ -102,11 +102,11 @@ class StepAudit:
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass begins."""
         self._rows.begin()
-        self._before_forward = self._own_bytes()
+        self._before_forward = self._ungathered_bytes()
 
     def after_forward(self, border_bytes: int = 0) -> None:
         """Tensors allocated in the forward pass that are still alive are kept for the backward pass."""
-        self._kept.append(self._own_bytes() - self._before_forward + border_bytes)
+        self._kept.append(self._ungathered_bytes() - self._before_forward + border_bytes)
         self._rows.end()
 
     def before_backward(self, micro_batch: int) -> None:
@@ -148,7 +148,7 @@ class StepAudit:
             return self._tracker.live_bytes
         return torch.cuda.memory_allocated(self._device) if self._on_gpu else None
 
-    def _own_bytes(self) -> int:
+    def _ungathered_bytes(self) -> int:
         """The same without all-gathered parameters; with a profile, which is read later, only these."""
         if self._tracker is not None:
             return self._tracker.live_bytes - self._tracker.gathered_bytes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.checkpoint.resume import resume
-from meshwright.checkpoint.saved_tensors import SavedTensors
+from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.layout.optimizer_state import STEP_COUNT
 from meshwright.parallel.full_tensors import is_dtensor
 from meshwright.train.trainer import Trainer
@@ -115,7 +115,7 @@ def compare_checkpoints(checkpoint: Path, reference: Path, step: int) -> Iterato
     record, theirs = ReferenceRecord.read(reference), reference / CHECKPOINTS / checkpoint_name(step)
     norms = record.gradient_norms["1"]
     noise = NOISE_GRADIENT * math.hypot(*norms.values())
-    found, expected = SavedTensors(checkpoint), SavedTensors(theirs)
+    found, expected = CheckpointReader(checkpoint), CheckpointReader(theirs)
     with safe_open(reference / WEIGHTS_FILE, framework="pt") as initial:
         for name in record.parameters:
             if norms.get(name, 0.0) < noise:
@@ -133,7 +133,7 @@ def compare_checkpoints(checkpoint: Path, reference: Path, step: int) -> Iterato
 
 
 def _compare_saved(
-    name: str, what: str, found: SavedTensors, wanted: Tensor, limit: float, size: float
+    name: str, what: str, found: CheckpointReader, wanted: Tensor, limit: float, size: float
 ) -> Iterator[StateDifference]:
     key = name if what == WEIGHT else f"{name}:{what}"
     tensor = found.read(key)

@@ -46,10 +46,10 @@ from meshwright.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from meshwright.checkpoint.saved_tensors import SavedTensors, write_tensors
 from meshwright.checkpoint.stores import find_newest
+from meshwright.checkpoint.tensor_files import CheckpointReader, write_tensors
 from meshwright.core.errors import UserError
-from meshwright.layout.state_chunks import Box
+from meshwright.layout.state_chunks import TensorSlice
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_async_save_does_not_see_later_updates_torchtitan_930(tmp_path, monkeypa
     disk.set()
     saver._collect(wait=True)
     (path,) = list_checkpoints(tmp_path)
-    saved = SavedTensors(path, read_manifest(path))
+    saved = CheckpointReader(path, read_manifest(path))
     assert (path.name, read_manifest(path).step) == ("step-00000001", 1)
     assert all(torch.equal(saved.read(name), tensor) for name, tensor in TENSORS.items())
 
@@ -189,15 +189,17 @@ def test_any_number_of_ranks_loads_what_any_other_saved_megatron_659(tmp_path, r
     for readers in (1, 2, 3, 5, 7):
         for rank in range(readers):
             first, stop = 7 * rank // readers, 7 * (rank + 1) // readers
-            box = Box.whole((7, 3)).rows(first, stop)
-            assert torch.equal(SavedTensors(path, prefer=rank).read("w", box), tensor[first:stop])
+            tensor_slice = TensorSlice.full((7, 3)).rows(first, stop)
+            assert torch.equal(
+                CheckpointReader(path, prefer=rank).read("w", tensor_slice), tensor[first:stop]
+            )
 
 
 def test_missing_moments_are_an_error_areal_1468(tmp_path):
     """Not a fresh optimizer."""
     path = save(tmp_path, tensors={"w": torch.ones(4), "w:exp_avg": torch.ones(4)})
     with pytest.raises(UserError, match="lacks the tensor w:exp_avg_sq"):
-        SavedTensors(path).read("w:exp_avg_sq")
+        CheckpointReader(path).read("w:exp_avg_sq")
 
 
 def test_a_shard_that_was_dropped_is_found_by_verification_megatron_4378(tmp_path):

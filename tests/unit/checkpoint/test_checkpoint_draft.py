@@ -20,14 +20,14 @@ from meshwright.checkpoint import writer as writer_module
 from meshwright.checkpoint.draft import Draft, DraftError, finish_drafts, remove_older_drafts
 from meshwright.checkpoint.manifest import FileFacts, list_checkpoints, read_manifest, rotate
 from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.saved_tensors import SavedTensors, write_tensors
 from meshwright.checkpoint.stores import find_newest
+from meshwright.checkpoint.tensor_files import CheckpointReader, write_tensors
 
 RANKS = 3
 
 
 def assert_whole(path):
-    saved = SavedTensors(path, read_manifest(path))
+    saved = CheckpointReader(path, read_manifest(path))
     assert all(torch.equal(saved.read(name), tensor) for name, tensor in TENSORS.items())
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from checkpoint_files import manifest_of, save
 from meshwright.checkpoint.draft import Draft
 from meshwright.checkpoint.manifest import MANIFEST, encode_checked, parse_manifest, read_manifest
-from meshwright.checkpoint.saved_tensors import SavedTensors
+from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import UserError
 from meshwright.core.tensor_header import read_tensor_header
 
@@ -96,7 +96,7 @@ def test_any_content_with_a_right_checksum_is_a_manifest_or_a_value_error(checkp
     except (ValueError, RecursionError):
         return
     try:
-        saved = SavedTensors(checkpoint, manifest)
+        saved = CheckpointReader(checkpoint, manifest)
         assert all(saved.read(name) is not None for name in saved.names() if saved.facts(name).bytes < 2**20)
         saved.read_model()
     except UserError as error:

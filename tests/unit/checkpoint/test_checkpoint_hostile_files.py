@@ -22,8 +22,8 @@ from meshwright.checkpoint.manifest import (
     encode_checked,
     read_manifest,
 )
-from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.checkpoint.stores import find_newest
+from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import UserError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"
@@ -170,10 +170,10 @@ def test_numbers_that_no_checkpoint_has_are_refused(checkpoint, change, says):
 def test_a_model_that_is_not_that_of_the_tensors_is_refused(section, says):
     """It is built from the manifest: an embedding of 2^40 columns must not be allocated first."""
     manifest = read_manifest(GOLDEN)
-    SavedTensors(GOLDEN, manifest).read_model()
+    CheckpointReader(GOLDEN, manifest).read_model()
     replaced = replace(manifest, model={**manifest.model, **section} if section else {})
     with pytest.raises(UserError) as caught:
-        SavedTensors(GOLDEN, replaced).read_model()
+        CheckpointReader(GOLDEN, replaced).read_model()
     assert caught.value.problems[0].code == "checkpoint-broken"
     assert says in caught.value.problems[0].rule
 
@@ -232,7 +232,7 @@ def test_a_file_of_tensors_with_any_content_is_refused(checkpoint, monkeypatch, 
     replace_file(checkpoint, content)
     assert "bytes of tensors" in refusal(checkpoint) or says in refusal(checkpoint)
     with pytest.raises(UserError) as caught:
-        SavedTensors(checkpoint).read("low")
+        CheckpointReader(checkpoint).read("low")
     assert caught.value.problems[0].code == "checkpoint-broken"
     assert says in caught.value.problems[0].rule
     assert RANK_0 in caught.value.problems[0].rule
@@ -246,7 +246,7 @@ def test_elements_that_are_there_twice_are_refused(checkpoint):
     edit_manifest(checkpoint, set_value("tensors", value={"low": {"dtype": "BF16", "shape": [3]}}))
     read_manifest(checkpoint)  # as many bytes as it must have
     with pytest.raises(UserError, match="has elements of low twice, in rank-00001"):
-        SavedTensors(checkpoint).read("low")
+        CheckpointReader(checkpoint).read("low")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"../../step-00000004\n", b""])

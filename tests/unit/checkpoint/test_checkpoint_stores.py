@@ -27,9 +27,9 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.replicated_write import ReplicatedWrite
 from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.saved_tensors import SavedTensors
 from meshwright.checkpoint.store_lock import StoreLock
 from meshwright.checkpoint.stores import CheckpointStores, find_newest
+from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import UserError
 from meshwright.core.object_path import ObjectPath, StoreError, parse_location
 
@@ -56,7 +56,7 @@ def save_again(root, step, attempt):
 
 
 def require_equal(checkpoint):
-    saved = SavedTensors(checkpoint)
+    saved = CheckpointReader(checkpoint)
     for name, tensor in TENSORS.items():
         assert torch.equal(saved.read(name), tensor), name
 
@@ -357,10 +357,10 @@ def test_a_renewal_whose_answer_was_lost_does_not_lose_the_lock(bucket, monkeypa
     monkeypatch.setattr(store_lock, "RENEW_S", 3600)
     with StoreLock.take(bucket) as held:
         held._path.replace_version(held._content(), held._tag)  # the tag of the answer is not kept
-        assert held._is_mine()
+        assert held._holds_lock()
         held._path.replace_version(held._content(), held._tag)
         held._path.write_bytes(b'{"nonce": "of another process"}')
-        assert not held._is_mine()
+        assert not held._holds_lock()
 
 
 def test_the_lock_of_another_machine_that_is_renewed_is_kept(bucket, monkeypatch):

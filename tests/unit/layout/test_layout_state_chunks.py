@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from legal_layouts import list_legal_jobs
 from meshwright.layout.parameters import list_parameters
 from meshwright.layout.state_chunks import (
-    Box,
+    TensorSlice,
     list_full_tensors,
     local_chunks,
     local_rows,
-    owned_chunks,
     shard_chunks,
+    written_chunks,
 )
 from meshwright.spec.load import build_job
 
@@ -75,8 +75,8 @@ def test_the_chunks_of_all_ranks_are_a_partition_of_every_tensor(job):
     """Every element is written by exactly one rank."""
     written = {name: np.zeros(shape, np.int64) for name, shape in list_full_tensors(job).items()}
     for rank in range(job.layout.world_size):
-        for chunk in owned_chunks(job, rank):
-            written[chunk.tensor][chunk.box.slices] += 1
+        for chunk in written_chunks(job, rank):
+            written[chunk.tensor][chunk.tensor_slice.index] += 1
     assert all((count == 1).all() for count in written.values())
 
 
@@ -88,15 +88,19 @@ def test_a_rank_writes_only_what_it_holds(job):
     tensors = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in shapes.items()}
     for rank in range(job.layout.world_size):
         local: dict[str, np.ndarray] = {}
-        for chunk in owned_chunks(job, rank):
+        for chunk in written_chunks(job, rank):
             name, _, key = chunk.tensor.partition(":")
             if key == "step":
                 continue
             full = tensors[name]
             if name not in local:
-                parts = [full[held.box.slices] for held in shard_chunks(job, rank, name, shapes[name])]
+                parts = [
+                    full[held.tensor_slice.index] for held in shard_chunks(job, rank, name, shapes[name])
+                ]
                 local[name] = np.concatenate(parts)
-            assert (local[name][chunk.first : chunk.first + chunk.rows] == full[chunk.box.slices]).all()
+            assert (
+                local[name][chunk.first : chunk.first + chunk.rows] == full[chunk.tensor_slice.index]
+            ).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,15 +121,15 @@ def test_shards_are_rows_of_the_local_tensor(job):
 def test_replicas_share_the_bytes(layout):
     """No rank writes more than its share by more than a row of each tensor."""
     job = build("dense", layout={"micro_batch": 1, **layout})
-    sizes = [sum(chunk.bytes for chunk in owned_chunks(job, rank)) for rank in range(4)]
+    sizes = [sum(chunk.bytes for chunk in written_chunks(job, rank)) for rank in range(4)]
     rows = sum(4 * shape[-1] for shape in list_full_tensors(job).values() if shape)
     assert max(sizes) - min(sizes) <= rows
-    assert sum(sizes) == sum(4 * Box.whole(shape).count for shape in list_full_tensors(job).values())
+    assert sum(sizes) == sum(4 * TensorSlice.full(shape).count for shape in list_full_tensors(job).values())
 
 
 def test_boxes_intersect():
-    one, other = Box((2, 0), (4, 3)), Box((4, 2), (9, 9))
-    assert one.intersect(other) == Box((4, 2), (2, 1))
-    assert Box((4, 2), (2, 1)).relative_to(one) == Box((2, 2), (2, 1))
-    assert one.intersect(Box((6, 0), (1, 1))) is None
-    assert Box.whole(()).intersect(Box.whole(())) == Box((), ())
+    one, other = TensorSlice((2, 0), (4, 3)), TensorSlice((4, 2), (9, 9))
+    assert one.intersect(other) == TensorSlice((4, 2), (2, 1))
+    assert TensorSlice((4, 2), (2, 1)).relative_to(one) == TensorSlice((2, 2), (2, 1))
+    assert one.intersect(TensorSlice((6, 0), (1, 1))) is None
+    assert TensorSlice.full(()).intersect(TensorSlice.full(())) == TensorSlice((), ())

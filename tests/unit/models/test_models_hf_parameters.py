@@ -23,12 +23,12 @@ from meshwright.checkpoint.draft import Draft  # noqa: E402
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
 from meshwright.checkpoint.hf.source import SOURCE_FILE, read_hf_folder  # noqa: E402
 from meshwright.checkpoint.manifest import Manifest, TensorFacts  # noqa: E402
-from meshwright.checkpoint.saved_tensors import TensorPart  # noqa: E402
+from meshwright.checkpoint.tensor_files import WriteItem  # noqa: E402
 from meshwright.checkpoint.writer import CheckpointWrite  # noqa: E402
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.data.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer  # noqa: E402
-from meshwright.layout.state_chunks import Box  # noqa: E402
+from meshwright.layout.state_chunks import TensorSlice  # noqa: E402
 from meshwright.models.init import find_weight_source  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
@@ -158,7 +158,8 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     facts = {name: TensorFacts("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
     parts = [
-        TensorPart(name, Box.whole(facts[name].shape), facts[name].shape, t) for name, t in tensors.items()
+        WriteItem(name, TensorSlice.full(facts[name].shape), facts[name].shape, t)
+        for name, t in tensors.items()
     ]
     write = CheckpointWrite(Draft(root, 7, 0), 0, parts, dataclasses.replace(manifest, tensors=facts), files)
     write.start()

@@ -34,13 +34,13 @@ from meshwright.checkpoint.hf.names import (
 )
 from meshwright.checkpoint.hf.source import SOURCE_FILE, HfSource, load_source
 from meshwright.checkpoint.manifest import SELECTION_BIAS, read_manifest
-from meshwright.checkpoint.saved_tensors import SavedTensors
+from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import sync_path
 from meshwright.core.object_path import AnyPath
 from meshwright.data.hf_tokenizer import TOKENIZER_CONFIG_FILE, hf_tokenizer_config, hf_tokenizer_text
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from meshwright.layout.state_chunks import Box
+from meshwright.layout.state_chunks import TensorSlice
 from meshwright.spec.hf_config import INDEX_FILE, WEIGHTS_FILE, read_config
 from meshwright.spec.hf_config_reader import CONFIG_FILE
 from meshwright.spec.model import DecoderModel
@@ -86,7 +86,7 @@ def export_checkpoint(
     if (kind := manifest.model.get("architecture")) != "llama":
         rule = "cannot be exported; only decoders can"
         raise UserError(Problem("export-no-hf-form", rule, path="model.architecture", value=kind))
-    model = SavedTensors(checkpoint, manifest).read_model()
+    model = CheckpointReader(checkpoint, manifest).read_model()
     assert isinstance(model, DecoderModel), "selected by its architecture"
     require_hf_form(model)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -262,14 +262,14 @@ def _iter_hf_tensors(
         for name in location.names:
             holders.setdefault(name, []).append((own, location))
     shapes = list_hf_shapes(model)
-    saved = SavedTensors(checkpoint)
+    saved = CheckpointReader(checkpoint)
     _require_no_bias(checkpoint, set(saved.names()))
     for name, dtype in dtypes.items():
         full, parts = _stored_as(name, model), []
         rows = shapes[full][0]
         for own, location in holders[full]:
             if location.parts:
-                whole, first = Box.whole(saved.facts(own).shape), location.parts.index(full) * rows
+                whole, first = TensorSlice.full(saved.facts(own).shape), location.parts.index(full) * rows
                 parts.append(saved.read(own, whole.rows(first, first + rows)))
             else:
                 parts.append(saved.read(own).T if location.transposed else saved.read(own))

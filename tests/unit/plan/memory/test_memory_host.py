@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from meshwright.layout.snapshot_size import predict_snapshot_bytes, slot_bytes
-from meshwright.layout.state_chunks import owned_chunks, predict_staging_bytes, staging_bytes
+from meshwright.layout.state_chunks import predict_staging_bytes, staging_bytes, written_chunks
 from meshwright.plan.build import build_plan, summarize_plan
 from meshwright.plan.contract import read_plan, write_plan
 
@@ -89,7 +89,7 @@ def test_checkpoints_are_synchronous_where_a_copy_of_the_state_does_not_fit(make
 def test_staging_memory_is_that_of_the_chunks_that_a_rank_writes(make_job, layout):
     job = make_job(layout={"micro_batch": 1, **layout}, cluster=ON_CPU)
     for rank in range(job.layout.world_size):
-        written = staging_bytes(chunk.bytes for chunk in owned_chunks(job, rank))
+        written = staging_bytes(chunk.bytes for chunk in written_chunks(job, rank))
         assert predict_staging_bytes(job, rank) == pytest.approx(written, rel=0.02)
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_files import TENSORS, manifest_of, save, split_rows
 from meshwright.checkpoint.manifest import MANIFEST, encode_checked, read_manifest
-from meshwright.checkpoint.saved_tensors import SavedTensors, TensorPart, parse_key, write_tensors
+from meshwright.checkpoint.tensor_files import CheckpointReader, WriteItem, parse_key, write_tensors
 from meshwright.core.errors import UserError
-from meshwright.layout.state_chunks import Box
+from meshwright.layout.state_chunks import TensorSlice
 
 
 def test_a_file_of_full_tensors_is_that_of_safetensors(tmp_path):
@@ -30,7 +30,7 @@ def test_a_file_of_full_tensors_is_that_of_safetensors(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_full_tensors_are_read_from_the_chunks_of_all_ranks(tmp_path, ranks):
-    saved = SavedTensors(save(tmp_path, ranks), prefer=ranks - 1)
+    saved = CheckpointReader(save(tmp_path, ranks), prefer=ranks - 1)
     assert sorted(saved.names()) == sorted(TENSORS)
     for name, tensor in TENSORS.items():
         assert torch.equal(saved.read(name), tensor)
@@ -44,12 +44,12 @@ def test_any_box_is_read_from_any_chunks(tmp_path_factory, data):
     tensor = torch.arange(float(shape[0] * shape[1])).reshape(shape)
     cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=3))}) for n in shape]
     boxes = [
-        Box((top, left), (bottom - top, right - left))
+        TensorSlice((top, left), (bottom - top, right - left))
         for top, bottom in zip(cuts[0], cuts[0][1:], strict=False)
         for left, right in zip(cuts[1], cuts[1][1:], strict=False)
     ]
     folder = tmp_path_factory.mktemp("c")
-    parts = [TensorPart("w", box, shape, tensor[box.slices]) for box in boxes]
+    parts = [WriteItem("w", tensor_slice, shape, tensor[tensor_slice.index]) for tensor_slice in boxes]
     files = {
         f"rank-{number:05d}.safetensors": write_tensors(
             folder / f"rank-{number:05d}.safetensors", parts[number::2], lambda *_: None
@@ -60,9 +60,10 @@ def test_any_box_is_read_from_any_chunks(tmp_path_factory, data):
     (folder / MANIFEST).write_bytes(encode_checked(content))
     first = [data.draw(st.integers(0, n - 1)) for n in shape]
     size = [data.draw(st.integers(1, n - start)) for n, start in zip(shape, first, strict=True)]
-    box = Box(tuple(first), tuple(size))
+    tensor_slice = TensorSlice(tuple(first), tuple(size))
     assert torch.equal(
-        SavedTensors(folder, prefer=data.draw(st.integers(0, 3))).read("w", box), tensor[box.slices]
+        CheckpointReader(folder, prefer=data.draw(st.integers(0, 3))).read("w", tensor_slice),
+        tensor[tensor_slice.index],
     )
 
 
@@ -71,9 +72,9 @@ def test_a_rank_that_finds_all_it_needs_in_its_own_file_opens_no_other(tmp_path)
     (path / "rank-00000.safetensors").unlink()  # read_manifest would refuse it
     manifest = manifest_of(world_size=3)
     manifest = replace(manifest, files=dict.fromkeys(f"rank-0000{n}.safetensors" for n in range(3)))
-    saved = SavedTensors(path, manifest, prefer=2)
+    saved = CheckpointReader(path, manifest, prefer=2)
     (part,) = [part for part in split_rows(TENSORS, 2, 3) if part.name == "low"]
-    assert torch.equal(saved.read("low", part.box), part.values)
+    assert torch.equal(saved.read("low", part.tensor_slice), part.values)
 
 
 def test_missing_elements_are_named(tmp_path):
@@ -83,14 +84,14 @@ def test_missing_elements_are_named(tmp_path):
     del content["files"]["rank-00001.safetensors"]
     (path / MANIFEST).write_bytes(encode_checked(content))
     with pytest.raises(UserError, match="lacks 1 of the 3 elements of low") as caught:
-        SavedTensors(path).read("low")
+        CheckpointReader(path).read("low")
     assert caught.value.problems[0].code == "checkpoint-broken"
 
 
 def test_another_shape_and_an_unknown_name_are_refused(tmp_path):
-    saved = SavedTensors(save(tmp_path))
+    saved = CheckpointReader(save(tmp_path))
     with pytest.raises(UserError, match="has low with the shape"):
-        saved.read("low", Box((2,), (2,)))
+        saved.read("low", TensorSlice((2,), (2,)))
     with pytest.raises(UserError, match=r"lacks the tensor head\.weight"):
         saved.read("head.weight")
 
@@ -98,7 +99,7 @@ def test_another_shape_and_an_unknown_name_are_refused(tmp_path):
 @pytest.mark.parametrize("key", ["w@1", "w@1,2,3", "w@-1,0", "w@x,0", "w@"])
 def test_keys_that_do_not_fit_their_shape_are_refused(key):
     if key == "w@":
-        assert parse_key(key, (2, 3)) == ("w", Box((0, 0), (2, 3)))
+        assert parse_key(key, (2, 3)) == ("w", TensorSlice((0, 0), (2, 3)))
         return
     with pytest.raises(ValueError):  # noqa: PT011
         parse_key(key, (2, 3))

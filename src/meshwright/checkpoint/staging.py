@@ -1,8 +1,8 @@
-"""The state that this rank writes into a checkpoint, and its copy in staging memory.
+"""The tensors that this rank writes into a checkpoint, and their copy in staging memory.
 
-The chunks are those of ``layout.state_chunks``: views of the rank's own tensors, without any communication.
-Rank 0 also writes what is equal on all ranks: running statistics of batch norms, and the biases of expert
-selection.
+The chunks are those of ``layout.state_chunks``: views of the rank's local tensors, without any communication.
+Rank 0 also writes the tensors that are equal on all ranks: running statistics of batch norms, and the biases
+of expert selection.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import SELECTION_BIAS, TensorFacts
-from meshwright.checkpoint.saved_tensors import DTYPES, TensorPart
 from meshwright.checkpoint.state import CheckpointedState
-from meshwright.layout.state_chunks import Box, list_full_tensors, owned_chunks, staging_bytes
+from meshwright.checkpoint.tensor_files import DTYPES, WriteItem
+from meshwright.layout.state_chunks import TensorSlice, list_full_tensors, staging_bytes, written_chunks
 
 
 @torch.no_grad()
-def list_owned_parts(state: CheckpointedState, rank: int) -> list[TensorPart]:
-    """The parts of all full tensors that this rank writes, as views of the live state."""
+def list_write_items(state: CheckpointedState, rank: int) -> list[WriteItem]:
+    """The chunks that this rank writes, as views of the live state."""
     job = state.plan.job
     shapes = list_full_tensors(job)
     named = dict(state.sharded.named_parameters())
-    parts = []
-    for chunk in owned_chunks(job, rank):
+    items = []
+    for chunk in written_chunks(job, rank):
         name, _, key = chunk.tensor.partition(":")
         parameter = named[name]
         tensor = state.optimizer.state[parameter][key] if key else parameter.detach()
         values = tensor[chunk.first : chunk.first + chunk.rows] if tensor.ndim else tensor
-        parts.append(TensorPart(chunk.tensor, chunk.box, shapes[chunk.tensor], values))
+        items.append(WriteItem(chunk.tensor, chunk.tensor_slice, shapes[chunk.tensor], values))
     if rank == 0:
         for name, tensor in list_extra_tensors(state).items():
             shape = tuple(tensor.shape)
-            parts.append(TensorPart(name, Box.whole(shape), shape, tensor))
-    return parts
+            items.append(WriteItem(name, TensorSlice.full(shape), shape, tensor))
+    return items
 
 
 def list_extra_tensors(state: CheckpointedState) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def describe_tensors(state: CheckpointedState) -> dict[str, TensorFacts]:
 
 
 class StagingBuffer:
-    """Memory for one copy of the parts: a checkpoint is written from it while training goes on.
+    """Memory for one copy of the write items: a checkpoint is written from it while training goes on.
 
     It is allocated once. On a GPU it is pinned.
     """
@@ -73,24 +73,24 @@ class StagingBuffer:
         """Its size."""
         return self._memory.nbytes
 
-    def reserve(self, parts: list[TensorPart]) -> None:
-        """Allocate the memory for parts of these sizes, and touch it."""
-        size = staging_bytes(part.values.nbytes for part in parts)
+    def reserve(self, items: list[WriteItem]) -> None:
+        """Allocate the memory for items of these sizes, and touch it."""
+        size = staging_bytes(item.values.nbytes for item in items)
         if self.bytes < size:
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     @torch.no_grad()
-    def copy(self, parts: list[TensorPart]) -> list[TensorPart]:
-        """Copy the parts; returns when the copy is complete."""
-        self.reserve(parts)
+    def copy(self, items: list[WriteItem]) -> list[WriteItem]:
+        """Copy the items; returns when the copy is complete."""
+        self.reserve(items)
         copies, offset = [], 0
-        for part in parts:
-            size = part.values.nbytes
-            flat = self._memory[offset : offset + size].view(part.values.dtype)
-            copy = flat.view(part.values.shape)
-            copy.copy_(part.values, non_blocking=self._pinned)
-            copies.append(part._replace(values=copy))
+        for item in items:
+            size = item.values.nbytes
+            flat = self._memory[offset : offset + size].view(item.values.dtype)
+            copy = flat.view(item.values.shape)
+            copy.copy_(item.values, non_blocking=self._pinned)
+            copies.append(item._replace(values=copy))
             offset += staging_bytes([size])
         if self._pinned:
             torch.cuda.current_stream().synchronize()
