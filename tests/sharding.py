@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--resume-file") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(PassedTests(config.getoption("--resume-file")))
+        config.pluginmanager.register(PassedTests(config.getoption("--resume-file").resolve()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

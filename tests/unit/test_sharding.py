@@ -13,6 +13,10 @@ from sharding import read_shard, shard_of
 THREE = """
 import pytest
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
 @pytest.mark.parametrize("number", range(12))
 def test_number(number):
     assert number != {failing}
@@ -34,6 +38,7 @@ def run_tests(tmp_path: Path):
             capture_output=True,
             text=True,
             check=False,
+            cwd=tmp_path,
             env={"PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         )
         assert done.returncode == (failing >= 0), done.stdout
@@ -53,6 +58,12 @@ def test_resumed_run_skips_passed_tests_and_repeats_failed_ones(run_tests, tmp_p
     assert run_tests(*resume, failing=5).startswith("1 failed, 11 passed")
     assert run_tests(*resume).startswith("1 passed, 11 deselected")
     assert run_tests(*resume).startswith("12 deselected")
+
+
+def test_a_relative_resume_file_is_that_of_the_folder_where_pytest_started(run_tests, tmp_path):
+    """The tests change the folder."""
+    assert run_tests("--resume-file", ".cache/passed").startswith("12 passed")
+    assert len((tmp_path / ".cache" / "passed").read_text().splitlines()) == 1 + 12
 
 
 def test_results_of_other_sources_are_ignored(run_tests, tmp_path):

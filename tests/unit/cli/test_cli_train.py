@@ -28,7 +28,9 @@ def text_job(good, tmp_path):
         (["data.tokenizer=nonsense"], "data-tokenizer-unknown"),
         (["cluster.device=cuda", "cluster.nodes=2"], "cluster-not-here"),
         pytest.param(
-            ["cluster.preset=h100-sxm", "cluster.device=cuda"], "cluster-not-here", marks=pytest.mark.slow
+            ["cluster.preset=h100-sxm", "cluster.device=cuda", "layout.dp_replicate=8"],
+            "cluster-not-here",
+            marks=pytest.mark.slow,
         ),
         (["--resume"], "resume-nothing"),
         pytest.param(["--resume", "run_dir=gone"], "resume-nothing", marks=pytest.mark.slow),
