@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from meshwright.checkpoint import saver
-from meshwright.checkpoint.draft import Draft
+from meshwright.checkpoint.drafts import new_draft
 from meshwright.checkpoint.manifest import Manifest, TensorFacts
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
@@ -56,7 +56,7 @@ def build_write(
     root: Path, rank: int = 0, ranks: int = 1, step: int = 1, tensors=TENSORS, **more
 ) -> CheckpointWrite:
     """One rank's write of a checkpoint."""
-    write = CheckpointWrite(Draft(root, step, 0), rank, split_rows(tensors, rank, ranks), **more)
+    write = CheckpointWrite(new_draft(root, step, 0), rank, split_rows(tensors, rank, ranks), **more)
     if rank == 0:
         write.manifest = manifest_of(tensors, step, ranks)
     return write

@@ -21,11 +21,10 @@ import pytest
 import torch
 
 from checkpoint_files import build_write, save
-from meshwright.checkpoint.draft import finish_drafts
+from meshwright.checkpoint.drafts import finish_drafts, list_leftovers
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     list_checkpoints,
-    list_leftovers,
     read_manifest,
     rotate,
 )

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from golden_job import tree
 
+from meshwright.checkpoint.drafts import list_leftovers
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     list_checkpoints,
-    list_leftovers,
     read_manifest,
 )
 from meshwright.checkpoint.stores import CheckpointStores, find_newest

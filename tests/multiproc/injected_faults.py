@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.checkpoint import draft, saver, writer
+from meshwright.checkpoint import drafts, saver, writer
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import decoder_sharding
 from meshwright.models.decoder import Decoder
@@ -460,8 +460,8 @@ def stuck_in_data_in_step_4(run_dir, listener):
 
 def stuck_in_checkpoint(run_dir, listener):
     """Rank 0 never returns from the flush of a checkpoint's files."""
-    assert draft.sync_path
-    draft.sync_path = lambda _: time.sleep(1000)
+    assert drafts.sync_path
+    drafts.sync_path = lambda _: time.sleep(1000)
     return run_rank(run_dir, listener)
 
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from meshwright.checkpoint.drafts import list_leftovers
 from meshwright.checkpoint.manifest import (
     checkpoint_name,
     list_checkpoints,
-    list_leftovers,
     read_manifest,
 )
 from meshwright.checkpoint.stores import find_newest

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.checkpoint.draft import Draft
+from meshwright.checkpoint.drafts import new_draft
 from meshwright.checkpoint.manifest import (
     FileFacts,
     Manifest,
@@ -52,7 +52,7 @@ def copy_checkpoint(
                 return None
         except UserError:
             continue  # a broken one is no copy
-    draft = Draft(root, manifest.step, 0, time.time_ns() // 10**6)
+    draft = new_draft(root, manifest.step, 0, time.time_ns() // 10**6)
     draft.discard()  # what a copy that was killed has left
     try:
         draft.open()

@@ -3,16 +3,11 @@
 1. Rank 0 writes ``proposal.json``: the manifest without its files, and the number of ranks.
 2. Every rank writes its files, flushes them, and then writes its **vote**, with their sizes and checksums. A
    rank that cannot write votes against, with the reason.
-3. When all ranks have voted for it, the coordinator writes ``manifest.json`` and renames the draft. A rename
-   is atomic: the checkpoint is there as a whole, or not at all. After a vote against, it removes the draft.
+3. When all ranks have voted for it, the coordinator commits it. The commit is atomic, in a folder and in an
+   object store (``drafts``). After a vote against, the coordinator removes the draft.
 
-An object store has no rename. There a draft has its final name from the start, with a revision that no other
-attempt uses, and the manifest is the commit: it is created by a conditional put.
-
-All of it is in the folder. So a coordinator that dies is replaced by any later process: :func:`finish_drafts`
-commits a draft in which all ranks have voted, and removes any other.
-
-No file is ever replaced. A step that is saved again becomes another revision of its checkpoint.
+All files are in the draft. So any later process can replace a coordinator that dies: it commits a draft in
+which all ranks have voted, and removes any other (:meth:`Draft.finish`).
 """
 
 from __future__ import annotations
@@ -21,10 +16,10 @@ import hashlib
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,32 +28,18 @@ from meshwright.checkpoint.manifest import (
     PROPOSAL,
     FileFacts,
     Manifest,
-    checkpoint_name,
     decode_checked,
     encode_checked,
     find_wrong_file,
     parse_manifest,
-    parse_name,
 )
 from meshwright.core.events import Commit
-from meshwright.core.files import replace_bytes, sync_path
-from meshwright.core.object_path import AnyPath, ObjectPath, remove_tree, tree_bytes, write_whole
+from meshwright.core.object_path import AnyPath, remove_tree, tree_bytes, write_whole
 
 VOTE_SUFFIX = ".vote"
 REFUSED_SUFFIX = ".refused"
 """Of an empty file: a vote against by a rank that cannot write any content. Its name has the error number."""
-STALLED_S = 60.0
-"""The coordinator gives up when no file of the draft has grown for so long."""
-UPLOAD_S = 3600.0
-"""The same in an object store, which does not show an upload before it is complete."""
-POLL_S = (0.002, 0.1)
-"""First and longest interval between two looks at the votes."""
 _REFUSED_NAME = re.compile(rf"rank-(\d{{5,}})\.(\d{{1,4}}){re.escape(REFUSED_SUFFIX)}")
-OBJECT_POLL_S = (0.05, 1.0)
-"""The same in an object store: each look is a request."""
-GENERATIONS = 10_000
-"""In an object store the revision of a draft is its attempt times this number plus its generation."""
-_DRAFT_NAME = re.compile(r"\.step-(\d{8,})\.(\d+)\.part")
 
 
 class DraftError(OSError):
@@ -67,48 +48,41 @@ class DraftError(OSError):
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank says of its part of a draft."""
+    """The files that one rank has written into a draft, or the reason why it could not."""
 
     rank: int
     files: dict[str, FileFacts]
     refused: str = ""
-    """Why it could not write them; empty for a vote in favour."""
+    """The reason; empty for a vote in favour."""
 
 
 _VOTE: TypeAdapter[Vote] = TypeAdapter(Vote)
 
 
-class Draft:
-    """A checkpoint that is being written: a hidden folder next to the finished ones."""
+class Draft(ABC):
+    """A checkpoint that is being written."""
 
-    def __init__(self, root: AnyPath, step: int, generation: int, attempt: int = 0) -> None:
+    stalled_s: float
+    """The coordinator gives up when no file of the draft has grown for so long."""
+    poll_s: tuple[float, float]
+    """First and longest interval between two looks at the votes."""
+
+    def __init__(self, folder: AnyPath, step: int, generation: int, attempt: int) -> None:
         """Name the draft; nothing is written.
 
         Args:
-            root: Folder of the checkpoints.
+            folder: Of its files.
             step: Steps done.
             generation: Of the run; every generation has its own drafts.
-            attempt: When the attempt of the run began, in milliseconds; in an object store no other attempt
-                may have the same.
+            attempt: When the attempt of the run began, in milliseconds.
         """
-        self.root, self.step, self.generation, self.attempt = root, step, generation, attempt
-        self.folder: AnyPath
-        if isinstance(root, ObjectPath):
-            self.folder = root / checkpoint_name(step, attempt * GENERATIONS + generation)
-        else:
-            self.folder = root / f".{checkpoint_name(step)}.{generation}.part"
+        self.folder, self.step, self.generation, self.attempt = folder, step, generation, attempt
         self._votes: dict[str, Vote] = {}
 
-    @classmethod
-    def parse(cls, folder: AnyPath) -> Draft | None:
-        """The draft of a folder; None if its name is not that of a draft."""
-        if isinstance(folder, ObjectPath):
-            if (named := parse_name(folder.name)) is None:
-                return None
-            attempt, generation = divmod(named[1], GENERATIONS)
-            return cls(folder.parent, named[0], generation, attempt)
-        found = _DRAFT_NAME.fullmatch(folder.name)
-        return cls(folder.parent, int(found[1]), int(found[2])) if found else None
+    @property
+    def root(self) -> AnyPath:
+        """Folder of the checkpoints."""
+        return self.folder.parent
 
     def open(self) -> None:
         """Create the folder; every rank calls it."""
@@ -163,9 +137,7 @@ class Draft:
         Raises:
             DraftError: Nothing was written for a long time, or ``wait`` gave up.
         """
-        is_object = isinstance(self.folder, ObjectPath)
-        stalled_s, poll_s = (UPLOAD_S, OBJECT_POLL_S) if is_object else (STALLED_S, POLL_S)
-        missing, size, grown_at, pause = sorted(ranks), -1, time.monotonic(), poll_s[0]
+        missing, size, grown_at, pause = sorted(ranks), -1, time.monotonic(), self.poll_s[0]
         while True:
             with suppress(OSError):  # a store that does not answer now may answer later
                 votes = self.read_votes()
@@ -173,53 +145,22 @@ class Draft:
                     return votes
                 if (now_bytes := tree_bytes(self.folder)) != size:
                     size, grown_at = now_bytes, time.monotonic()
-            if time.monotonic() > grown_at + stalled_s:
-                raise DraftError(f"no vote of ranks {missing}, and nothing written for {stalled_s:.0f} s")
+            if time.monotonic() > grown_at + self.stalled_s:
+                raise DraftError(
+                    f"no vote of ranks {missing}, and nothing written for {self.stalled_s:.0f} s"
+                )
             if wait(pause):
                 raise DraftError("the generation ended before all ranks had voted")
-            pause = min(2 * pause, poll_s[1])
+            pause = min(2 * pause, self.poll_s[1])
 
+    @abstractmethod
     def commit(self, manifest: Manifest, guard: Commit = nullcontext) -> AnyPath:
-        """Write the manifest and give the draft its name.
+        """Write the manifest and make the draft a checkpoint.
 
         Args:
             manifest: With all files, which are written and flushed.
             guard: Entered around the commit; raises where this process must commit no more.
         """
-        content = encode_checked(asdict(manifest))
-        if isinstance(self.folder, ObjectPath):
-            return self._put_manifest(self.folder, content, guard)
-        assert isinstance(self.root, Path), "as its folder"
-        return self._rename(self.root, self.folder, content, guard)
-
-    def _put_manifest(self, folder: ObjectPath, content: bytes, guard: Commit) -> ObjectPath:
-        """Commit by a conditional put: a coordinator and its successor cannot both do it."""
-        with guard():
-            try:
-                (folder / MANIFEST).create(content)
-            except FileExistsError:
-                if (folder / MANIFEST).read_bytes() != content:  # else a request that was sent twice
-                    raise
-        with suppress(OSError):  # it is committed; readers ignore what stays
-            for path in folder.glob("*"):
-                if path.name == PROPOSAL or path.name.endswith(VOTE_SUFFIX):
-                    path.unlink(missing_ok=True)
-        return folder
-
-    def _rename(self, root: Path, folder: Path, content: bytes, guard: Commit) -> Path:
-        """Commit by a rename; a step that was saved before gets a new revision."""
-        replace_bytes(folder / MANIFEST, content)
-        for path in (*folder.glob(f"*{VOTE_SUFFIX}"), folder / PROPOSAL):
-            path.unlink(missing_ok=True)
-        sync_path(folder)
-        named = [parse_name(path.name) for path in root.glob(f"{checkpoint_name(self.step)}*")]
-        # After the last one: the number of an older revision may be free again, and counts as older.
-        revision = max((1 + number for step, number in filter(None, named) if step == self.step), default=0)
-        final = root / checkpoint_name(self.step, revision)
-        with guard():
-            folder.rename(final)
-            sync_path(root)
-        return final
 
     def finish(self, guard: Commit = nullcontext) -> AnyPath | None:
         """Commit the draft of a coordinator that died, if all ranks had voted for it; else remove it.
@@ -249,10 +190,9 @@ class Draft:
         return None
 
     def discard(self) -> None:
-        """Remove the draft; what has a manifest in an object store is a checkpoint, and stays."""
+        """Remove the draft."""
         with suppress(OSError):
-            if not (isinstance(self.folder, ObjectPath) and (self.folder / MANIFEST).is_file()):
-                remove_tree(self.folder)
+            remove_tree(self.folder)
 
     def _write_vote(self, vote: Vote) -> None:
         write_whole(self.folder / f"rank-{vote.rank:05d}{VOTE_SUFFIX}", encode_checked(asdict(vote)))
@@ -262,32 +202,3 @@ def add_files(manifest: Manifest, votes: Mapping[int, Vote]) -> Manifest:
     """The manifest with the files that all ranks have written."""
     files = {name: facts for _, vote in sorted(votes.items()) for name, facts in vote.files.items()}
     return replace(manifest, files=files)
-
-
-def list_drafts(root: AnyPath) -> list[Draft]:
-    """The drafts next to the finished checkpoints; in an object store, what has no manifest."""
-    if isinstance(root, ObjectPath):
-        paths = list(root.list_sizes())
-        names = {path.split("/")[0] for path in paths if "/" in path}
-        folders: list[AnyPath] = [root / name for name in sorted(names) if f"{name}/{MANIFEST}" not in paths]
-    else:
-        folders = sorted(root.glob(".step-*.part"))
-    return [draft for folder in folders if (draft := Draft.parse(folder)) is not None]
-
-
-def finish_drafts(root: AnyPath, guard: Commit = nullcontext) -> list[AnyPath]:
-    """Commit or remove the drafts that earlier processes left. Only with the folder's lock.
-
-    Returns:
-        The checkpoints that were committed.
-    """
-    finished = [draft.finish(guard) for draft in list_drafts(root)]
-    return [path for path in finished if path is not None]
-
-
-def remove_older_drafts(newest: Draft) -> None:
-    """Remove what failed saves of the same generation left; the ranks may be writing the next one already."""
-    for draft in list_drafts(newest.root):
-        same = (draft.attempt, draft.generation) == (newest.attempt, newest.generation)
-        if same and draft.step < newest.step:
-            draft.discard()

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.checkpoint.draft import list_drafts
+from meshwright.checkpoint.drafts import list_leftovers
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     best_checkpoint,
     list_checkpoints,
-    list_leftovers,
     parse_name,
     read_manifest,
     remove_checkpoint,
@@ -45,7 +44,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What was removed and what was kept."""
+    """The checkpoints that were kept and removed."""
 
     kept: tuple[StoredCheckpoint, ...]
     removed: tuple[StoredCheckpoint, ...]
@@ -102,7 +101,7 @@ def prune(root: AnyPath, retention: Retention, sweep: bool) -> PruneResult:
     gone = retention.choose_removed(numbers, numbers[-1], best)
     removed = tuple(stored for number, stored in zip(numbers, intact, strict=True) if number in gone)
     kept = tuple(stored for stored in intact if stored not in removed)
-    leftovers = tuple(_list_leftovers(root)) if sweep else ()
+    leftovers = tuple(list_leftovers(root)) if sweep else ()
     freed = sum(stored.bytes for stored in removed) + sum(map(tree_bytes, leftovers))
     for path in (*leftovers, *(stored.path for stored in removed)):
         try:
@@ -118,12 +117,6 @@ def _folders(root: AnyPath) -> list[AnyPath]:
     if isinstance(root, ObjectPath):  # what has no manifest is a draft
         return list_checkpoints(root)
     return sort_by_step(path for path in root.glob("step-*") if path.is_dir())
-
-
-def _list_leftovers(root: AnyPath) -> list[AnyPath]:
-    if isinstance(root, ObjectPath):
-        return [draft.folder for draft in list_drafts(root)]
-    return list_leftovers(root)
 
 
 def _inspect(folder: AnyPath, verify: bool) -> StoredCheckpoint:

@@ -174,11 +174,6 @@ def rotate(root: AnyPath, retention: Retention, newest: AnyPath) -> None:
             remove_checkpoint(root / checkpoint_name(*old))
 
 
-def list_leftovers(root: AnyPath) -> list[AnyPath]:
-    """What killed processes left: drafts, and checkpoints that were being removed."""
-    return [*root.glob(".step-*.part"), *root.glob(".step-*.old")]
-
-
 def remove_checkpoint(path: AnyPath) -> None:
     """Remove a checkpoint or a leftover; renamed first, so that a partial one is never used.
 

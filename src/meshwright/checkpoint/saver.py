@@ -1,7 +1,7 @@
 """Decides when a checkpoint is saved, and lets a thread write it while training goes on.
 
 Every rank writes its part of the state from staging memory (``staging``); rank 0 commits the checkpoint
-(``writer``, ``draft``). At most one checkpoint is in flight: the next save waits for it.
+(``writer``, ``drafts``). At most one checkpoint is in flight: the next save waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import asdict
 import torch
 
 from meshwright.checkpoint.divergence import non_finite_error
-from meshwright.checkpoint.draft import Draft, DraftError, remove_older_drafts
+from meshwright.checkpoint.draft import DraftError
+from meshwright.checkpoint.drafts import new_draft, remove_older_drafts
 from meshwright.checkpoint.manifest import (
     Manifest,
     beats_best,
@@ -172,7 +173,7 @@ class CheckpointSaver:
         self, root: AnyPath, items: list[WriteItem], manifest: Manifest | None
     ) -> CheckpointWrite:
         """The write into one store; after its commit older checkpoints there are removed."""
-        draft = Draft(root, self.state.counters.step, self._events.generation, self._attempt)
+        draft = new_draft(root, self.state.counters.step, self._events.generation, self._attempt)
 
         def mark_and_rotate(path: AnyPath) -> None:
             with self._commit():  # raises where another process has this rank

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.checkpoint.draft import finish_drafts, list_drafts
+from meshwright.checkpoint.drafts import finish_drafts, list_drafts
 from meshwright.checkpoint.manifest import list_checkpoints, parse_name, read_manifest
 from meshwright.checkpoint.store_lock import StoreLock
 from meshwright.core.errors import Problem, UserError

@@ -38,7 +38,7 @@ import torch
 import checkpoint_files
 from checkpoint_files import TENSORS, build_saver, build_write, manifest_of, save, split_rows
 from meshwright.checkpoint import writer as writer_module
-from meshwright.checkpoint.draft import Draft, finish_drafts
+from meshwright.checkpoint.drafts import finish_drafts, new_draft
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     best_checkpoint,
@@ -170,7 +170,7 @@ def test_every_file_is_flushed_before_the_rename_diffusion_pipe_159(tmp_path, mo
 
 def test_a_draft_without_the_files_of_a_rank_is_not_committed_deepspeed_5405(tmp_path):
     for rank in (1, 0):
-        draft = Draft(tmp_path, 4, 0)
+        draft = new_draft(tmp_path, 4, 0)
         draft.open()
         draft.propose(manifest_of(world_size=2, step=4))
         name = f"rank-{rank:05d}.safetensors"

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from checkpoint_files import TENSORS, build_write, manifest_of, save, split_rows
-from meshwright.checkpoint import draft as draft_module
+from meshwright.checkpoint import drafts as drafts_module
 from meshwright.checkpoint import writer as writer_module
-from meshwright.checkpoint.draft import Draft, DraftError, finish_drafts, remove_older_drafts
+from meshwright.checkpoint.draft import Draft, DraftError
+from meshwright.checkpoint.drafts import finish_drafts, new_draft, remove_older_drafts
 from meshwright.checkpoint.manifest import FileFacts, list_checkpoints, read_manifest, rotate
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.stores import find_newest
@@ -43,7 +44,7 @@ def write_part(draft: Draft, rank: int) -> None:
 
 
 def test_a_coordinator_that_dies_after_the_votes_is_completed_by_its_successor(tmp_path):
-    draft = Draft(tmp_path, 4, 0)
+    draft = new_draft(tmp_path, 4, 0)
     for rank in range(RANKS):
         write_part(draft, rank)
     assert not list_checkpoints(tmp_path)
@@ -54,7 +55,7 @@ def test_a_coordinator_that_dies_after_the_votes_is_completed_by_its_successor(t
 
 def test_a_draft_without_all_votes_is_removed(tmp_path):
     save(tmp_path, RANKS, step=2)
-    draft = Draft(tmp_path, 4, 0)
+    draft = new_draft(tmp_path, 4, 0)
     for rank in range(RANKS - 1):
         write_part(draft, rank)
     assert finish_drafts(tmp_path) == []
@@ -62,7 +63,7 @@ def test_a_draft_without_all_votes_is_removed(tmp_path):
 
 
 def test_a_vote_against_ends_the_save_and_names_the_rank(tmp_path):
-    draft = Draft(tmp_path, 4, 0)
+    draft = new_draft(tmp_path, 4, 0)
     write_part(draft, 0)
     write_part(draft, 2)
     draft.refuse(1, "No space left on device")
@@ -96,14 +97,14 @@ def test_a_rank_with_a_full_disk_costs_the_checkpoint_and_leaves_nothing(tmp_pat
 @pytest.mark.parametrize("call", ["replace_bytes", "sync_path"])
 def test_a_commit_that_fails_leaves_nothing(tmp_path, monkeypatch, call):
     """All ranks have voted, and the manifest cannot be written, or the folder not be flushed."""
-    original = getattr(draft_module, call)
+    original = getattr(drafts_module, call)
 
     def fail(path, *args, **kwargs):
         if path.name == "manifest.json" or call == "sync_path":
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(path, *args, **kwargs)
 
-    monkeypatch.setattr(draft_module, call, fail)
+    monkeypatch.setattr(drafts_module, call, fail)
     write = build_write(tmp_path)
     write._run()
     assert write.path is None
@@ -122,7 +123,7 @@ def test_a_folder_that_cannot_be_written_costs_no_wait_for_votes(tmp_path):
 
 
 def test_a_coordinator_that_waits_gives_up_when_told(tmp_path):
-    draft = Draft(tmp_path, 4, 0)
+    draft = new_draft(tmp_path, 4, 0)
     write_part(draft, 0)
     with pytest.raises(DraftError, match="generation ended"):
         draft.wait_for_votes(range(RANKS), lambda seconds: True)
@@ -130,8 +131,8 @@ def test_a_coordinator_that_waits_gives_up_when_told(tmp_path):
 
 
 def test_a_coordinator_gives_up_when_nothing_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr(draft_module, "STALLED_S", 0.0)
-    draft = Draft(tmp_path, 4, 0)
+    draft = new_draft(tmp_path, 4, 0)
+    monkeypatch.setattr(draft, "stalled_s", 0.0)
     write_part(draft, 1)
     with pytest.raises(DraftError, match=r"no vote of ranks \[0, 2\]"):
         draft.wait_for_votes(range(RANKS), lambda seconds: False)
@@ -158,7 +159,7 @@ def test_a_revision_comes_after_all_others_of_its_step(tmp_path):
 
 def test_a_truncated_file_of_a_complete_draft_is_not_committed(tmp_path):
     """Power loss after the votes: a file may be shorter than its vote says."""
-    draft = Draft(tmp_path, 4, 0)
+    draft = new_draft(tmp_path, 4, 0)
     for rank in range(RANKS):
         write_part(draft, rank)
     with (draft.folder / "rank-00001.safetensors").open("r+b") as file:
@@ -168,9 +169,10 @@ def test_a_truncated_file_of_a_complete_draft_is_not_committed(tmp_path):
 
 def test_drafts_of_later_saves_and_of_other_generations_stay(tmp_path):
     """A rank may be writing the next checkpoint while rank 0 commits this one."""
+    attempt = 1_763_433_600_000
     for step, generation in ((2, 1), (4, 1), (6, 1), (2, 0)):
-        Draft(tmp_path, step, generation).open()
-    remove_older_drafts(Draft(tmp_path, 4, 1))
+        new_draft(tmp_path, step, generation, attempt).open()
+    remove_older_drafts(new_draft(tmp_path, 4, 1, attempt))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".step-00000002.0.part", ".step-00000004.1.part", ".step-00000006.1.part"]
 
@@ -236,7 +238,7 @@ def test_a_rank_that_is_killed_at_any_step_leaves_whole_checkpoints_only(tmp_pat
 
 
 def test_a_vote_that_was_changed_does_not_count(tmp_path):
-    draft = Draft(tmp_path, 4, 0)
+    draft = new_draft(tmp_path, 4, 0)
     write_part(draft, 0)
     (path,) = draft.folder.glob("*.vote")
     content = path.read_bytes()
@@ -250,7 +252,7 @@ def test_a_draft_that_is_a_link_is_removed_and_not_followed(tmp_path):
     """A folder that somebody else made must not choose where ranks write."""
     outside = tmp_path / "outside"
     for rank in range(RANKS):
-        write_part(Draft(outside, 4, 0), rank)
+        write_part(new_draft(outside, 4, 0), rank)
     root, (draft,) = tmp_path / "root", outside.iterdir()
     root.mkdir()
     (root / draft.name).symlink_to(draft)
@@ -261,7 +263,7 @@ def test_a_draft_that_is_a_link_is_removed_and_not_followed(tmp_path):
 
 
 def test_a_name_outside_the_folder_is_not_committed(tmp_path):
-    draft = Draft(tmp_path / "root", 4, 0)
+    draft = new_draft(tmp_path / "root", 4, 0)
     draft.open()
     draft.propose(manifest_of(world_size=1, step=4))
     (tmp_path / "secret").write_bytes(b"1")

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint_files import manifest_of, save
-from meshwright.checkpoint.draft import Draft
+from meshwright.checkpoint.drafts import new_draft
 from meshwright.checkpoint.manifest import MANIFEST, encode_checked, parse_manifest, read_manifest
 from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import UserError
@@ -132,7 +132,7 @@ def test_any_file_of_tensors_is_read_or_a_value_error(checkpoint, tmp_path_facto
 @given(data=st.data())
 def test_any_vote_counts_as_it_was_written_or_not_at_all(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("d")
-    draft = Draft(root, 4, 0)
+    draft = new_draft(root, 4, 0)
     draft.open()
     draft.propose(manifest_of(world_size=2))
     draft.vote(1, {})
@@ -140,7 +140,7 @@ def test_any_vote_counts_as_it_was_written_or_not_at_all(tmp_path_factory, data)
     before = draft.read_votes()
     written = path.read_bytes()
     path.write_bytes(data.draw(edits(written)))
-    draft = Draft(draft.root, 4, 0)  # a draft reads a good vote once
+    draft = new_draft(draft.root, 4, 0)  # a draft reads a good vote once
     assert draft.read_votes() == ({} if path.read_bytes() != written else before)
     name = data.draw(st.text("rank-0123456789.efusd", min_size=1, max_size=20))
     (draft.folder / f"{name}x.refused").touch()

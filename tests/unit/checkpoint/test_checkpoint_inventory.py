@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint.drafts import list_leftovers
 from meshwright.checkpoint.inventory import list_stored, prune
-from meshwright.checkpoint.manifest import MANIFEST, list_leftovers, mark_best, remove_checkpoint
+from meshwright.checkpoint.manifest import MANIFEST, mark_best, remove_checkpoint
 from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import UserError
 

@@ -16,7 +16,7 @@ import torch
 from checkpoint_files import TENSORS, build_write, manifest_of, save
 from meshwright.checkpoint import store_lock
 from meshwright.checkpoint.copying import copy_checkpoint
-from meshwright.checkpoint.draft import Draft, finish_drafts, list_drafts
+from meshwright.checkpoint.drafts import finish_drafts, list_drafts, new_draft
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     best_checkpoint,
@@ -48,7 +48,7 @@ class Killed(BaseException):
 def save_again(root, step, attempt):
     """Save a step in another attempt of the run."""
     write = build_write(root, step=step)
-    write.draft = Draft(root, step, 0, attempt)
+    write.draft = new_draft(root, step, 0, attempt)
     write.start()
     write.wait()
     assert write.error is None
@@ -261,7 +261,7 @@ def test_a_store_that_does_not_answer_is_not_damage(bucket, monkeypatch):
 
 
 def test_a_draft_with_all_votes_stays_where_the_store_does_not_answer(bucket, monkeypatch):
-    draft = Draft(bucket, 3, 0)
+    draft = new_draft(bucket, 3, 0)
     draft.propose(manifest_of(step=3))
     draft.vote(0, {})
     with monkeypatch.context() as patched:

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-from meshwright.checkpoint.draft import Draft  # noqa: E402
+from meshwright.checkpoint.drafts import new_draft  # noqa: E402
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
 from meshwright.checkpoint.hf.source import SOURCE_FILE, read_hf_folder  # noqa: E402
 from meshwright.checkpoint.manifest import Manifest, TensorFacts  # noqa: E402
@@ -161,7 +161,9 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
         WriteItem(name, TensorSlice.full(facts[name].shape), facts[name].shape, t)
         for name, t in tensors.items()
     ]
-    write = CheckpointWrite(Draft(root, 7, 0), 0, parts, dataclasses.replace(manifest, tensors=facts), files)
+    write = CheckpointWrite(
+        new_draft(root, 7, 0), 0, parts, dataclasses.replace(manifest, tensors=facts), files
+    )
     write.start()
     write.wait()
     assert write.path is not None, write.error
