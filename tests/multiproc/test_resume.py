@@ -127,10 +127,10 @@ def test_a_checkpoint_folder_of_another_run_is_refused(train, job_file, tmp_path
 def test_a_checkpoint_tensor_that_is_not_finite_is_refused_by_name(tmp_path):
     """Weights, moments and step counts are read by this function; checksums of such a file may be right."""
     file = tmp_path / "step-00000001"
-    require_finite(file, "head.weight:exp_avg", torch.ones(2))
-    require_finite(file, "head.weight:step", torch.ones((), dtype=torch.int64))
+    require_finite(str(file), "head.weight:exp_avg", torch.ones(2))
+    require_finite(str(file), "head.weight:step", torch.ones((), dtype=torch.int64))
     with pytest.raises(UserError) as caught:
-        require_finite(file, "head.weight:exp_avg", torch.tensor([1.0, float("inf")]))
+        require_finite(str(file), "head.weight:exp_avg", torch.tensor([1.0, float("inf")]))
     (problem,) = caught.value.problems
     assert problem.code == "checkpoint-not-finite"
     assert "head.weight:exp_avg" in problem.rule

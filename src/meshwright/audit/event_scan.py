@@ -110,13 +110,13 @@ class Attempt:
         step = event.get("step")
         if name == "started" and rank == 0:
             self.host, self.torch = str(event.get("host", "")), str(event.get("torch", ""))
-        elif name == "resumed" and isinstance(step, int):
+        elif name in ("resumed", "resharded") and isinstance(step, int):
             self.resumed_at = step
         elif name == "ready" and isinstance(event.get("steps"), int):
             self.steps = event["steps"]
         elif name == "error":
             self._on_error(event)
-        if name in ("step", "resumed", "finished") and isinstance(step, int):
+        if name in ("step", "resumed", "resharded", "finished") and isinstance(step, int):
             self.last_step = max(self.last_step, step)
 
     def _on_error(self, event: Event) -> None:

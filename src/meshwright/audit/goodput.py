@@ -1,7 +1,7 @@
 """Goodput: the time of the steps that count, as a share of the whole time, and what the rest was spent on.
 
-The whole time is that of all attempts, each from the first event of its ranks to the last. The time between
-two attempts, in which nothing ran, does not count. Times are those of rank 0's events.
+The whole time is that of all commands, each from the first event of its ranks to the last. The time between
+two commands, in which nothing ran, does not count. Times are those of rank 0's events.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GenerationTimes:
     """Unix times of one generation, as its events have them."""
 
     generation: int
-    attempt: int
-    """Number of its attempt, from 0."""
+    command: int
+    """Number of the command that ran it, from 0."""
     began: float
     ended: float
     """Time of its last event."""
@@ -77,13 +77,13 @@ class RunClock:
     checkpoint_s: float = 0.0
     evaluation_s: float = 0.0
 
-    def feed(self, event: Event, generation: int, attempt: int) -> None:
+    def feed(self, event: Event, generation: int, command: int) -> None:
         """Take in an event."""
         when = event.get("time")
         if not isinstance(when, int | float):
             return
         if generation not in self.generations:
-            self.generations[generation] = GenerationTimes(generation, attempt, when, when)
+            self.generations[generation] = GenerationTimes(generation, command, when, when)
         self.generations[generation].feed(event, when)
         if event.get("rank") == 0 and event["event"] == "checkpoint":
             self.checkpoint_s += blocked_s(event)
@@ -99,8 +99,8 @@ class RunClock:
         """
         found = [self.generations[number] for number in sorted(self.generations)]
         wall_s = start_up_s = recovery_s = 0.0
-        for attempt in sorted({times.attempt for times in found}):
-            parts = [times for times in found if times.attempt == attempt]
+        for command in sorted({times.command for times in found}):
+            parts = [times for times in found if times.command == command]
             wall_s += max(times.ended for times in parts) - parts[0].began
             start_up_s += (parts[0].ended if parts[0].ready is None else parts[0].ready) - parts[0].began
             for before, after in itertools.pairwise(parts):

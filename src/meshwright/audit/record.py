@@ -25,7 +25,7 @@ from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.units import format_plural
 from meshwright.plan.contract import CollectiveTraffic, PlanContract
 
-BY_GENERATION = frozenset({"state", "collectives", "rank_lost"})
+BY_GENERATION = frozenset({"state", "collectives", "rank_lost", "layout_changed"})
 """Events that count in their own generation, however late they are."""
 
 
@@ -130,7 +130,8 @@ _RECORDED: TypeAdapter[RecordedTimeline] = TypeAdapter(RecordedTimeline)
 class Recovery:
     """A failure of a rank after which the run went on."""
 
-    failed_rank: int
+    failed_rank: int | None
+    """None if no rank failed: the layout changed because devices came back."""
     how: str
     """How the rank failed."""
     seconds: float
@@ -163,6 +164,22 @@ class Recovery:
 _RECOVERY: TypeAdapter[Recovery] = TypeAdapter(Recovery)
 
 
+@dataclass(frozen=True)
+class LayoutChanged:
+    """The run went on in another layout."""
+
+    reason: str
+    layout: dict[str, Any]
+    """The new one."""
+    ranks_before: int
+    ranks: int
+    step: int
+    """Steps that were done."""
+
+
+_LAYOUT_CHANGE: TypeAdapter[LayoutChanged] = TypeAdapter(LayoutChanged)
+
+
 @dataclass
 class GenerationRecord:
     """What the ranks measured in one generation."""
@@ -172,6 +189,8 @@ class GenerationRecord:
     """First generation of its attempt."""
     attempt: int = 0
     """Number of its attempt, from 0."""
+    command: int = 0
+    """Number of the command that ran it, from 0; a command that changes the layout makes several attempts."""
     state: dict[int, MeasuredMemory] = field(default_factory=dict)
     """Memory by rank."""
     collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
@@ -180,6 +199,8 @@ class GenerationRecord:
     """Ranks that found too little memory for in-memory snapshots."""
     lost: bool = False
     """Whether a rank failed, and the run went on in the next generation."""
+    layout_changed: bool = False
+    """Whether the next generation has another layout."""
 
 
 @dataclass
@@ -207,10 +228,12 @@ class RunRecord:
     """Steps done before the newest attempt."""
     generations: dict[int, GenerationRecord] = field(default_factory=dict)
     """By number."""
-    newest: GenerationRecord = field(default_factory=lambda: GenerationRecord(-1, -1, -1))
+    newest: GenerationRecord = field(default_factory=lambda: GenerationRecord(-1, -1, -1, -1))
     clock: RunClock = field(default_factory=RunClock)
     recoveries: list[Recovery] = field(default_factory=list)
     """Failures of ranks after which the run went on."""
+    layout_changes: list[LayoutChanged] = field(default_factory=list)
+    """Changes of the layout by which the run went on with fewer devices, or with more."""
     changed_curves: set[int] = field(default_factory=set)
     """Generations that resumed with a change of the loss curve: another layout, another learning rate."""
     timelines: dict[int, RecordedTimeline] = field(default_factory=dict)
@@ -230,27 +253,33 @@ class RunRecord:
     def feed(self, event: Event) -> None:
         """Take in one event. Late events of an older generation count in that generation only."""
         generation = self._enter(event.get("generation", 0))
-        self.clock.feed(event, generation.generation, generation.attempt)
+        self.clock.feed(event, generation.generation, generation.command)
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None and (generation is self.newest or event["event"] in BY_GENERATION):
             handler(event, generation)
 
     def feed_step(self, generation: int, when: float, step: int, loss: float, seconds: float) -> None:
         """Take in a step of rank 0 of which only these values were read."""
-        attempt = self._enter(generation).attempt
-        self.clock.feed({"event": "step", "rank": 0, "step": step, "time": when}, generation, attempt)
+        command = self._enter(generation).command
+        self.clock.feed({"event": "step", "rank": 0, "step": step, "time": when}, generation, command)
         self.steps.add(step, generation, loss, seconds, 0.0)
 
     def _enter(self, number: int) -> GenerationRecord:
-        """The record of a generation. A new one begins an attempt, unless the one before it lost a rank."""
+        """The record of a generation. A new one begins an attempt, unless the one before it lost a rank.
+
+        An attempt has one layout. A command that changes the layout begins another attempt.
+        """
         known = self.generations.get(number)
         if known is not None:
             return known
         before = self.newest
-        if before.lost and number > before.generation:
-            known = GenerationRecord(number, before.attempt_start, before.attempt)
+        if before.lost and number > before.generation and not before.layout_changed:
+            known = GenerationRecord(number, before.attempt_start, before.attempt, before.command)
         else:
-            known = GenerationRecord(number, number, before.attempt + 1)
+            command = before.command if before.layout_changed else before.command + 1
+            known = GenerationRecord(number, number, before.attempt + 1, command)
+        if before.layout_changed:
+            self.changed_curves.add(number)
         self.generations[number] = known
         if number > before.generation:
             self.newest = known
@@ -339,6 +368,10 @@ class RunRecord:
 
     def _on_rank_lost(self, event: Event, generation: GenerationRecord) -> None:
         generation.lost = True
+
+    def _on_layout_changed(self, event: Event, generation: GenerationRecord) -> None:
+        generation.layout_changed = True
+        self.layout_changes.append(_LAYOUT_CHANGE.validate_python(event))
 
     def _on_recovered(self, event: Event, generation: GenerationRecord) -> None:
         self.recoveries.append(_RECOVERY.validate_python(event))

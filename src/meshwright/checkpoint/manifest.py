@@ -37,8 +37,6 @@ CHECKPOINT_VERSION = 2
 MANIFEST = "manifest.json"
 PROPOSAL = "proposal.json"
 """The manifest of a draft, before its files are known."""
-SELECTION_BIAS = "routers.selection_bias"
-"""Name of the biases of expert selection, (layers with experts, experts)."""
 TENSORS_SUFFIX = ".safetensors"
 FORMAT_1_FILES = ("model.safetensors", "optimizer.safetensors")
 CHECKSUM_KEY = "sha256"

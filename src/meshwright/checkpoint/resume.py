@@ -6,23 +6,19 @@ The layout may differ from the one that saved. What then changes the loss curve 
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import (
-    SELECTION_BIAS,
-    Manifest,
-    describe_sharding,
-    read_manifest,
-)
+from meshwright.checkpoint.manifest import Manifest, describe_sharding, read_manifest
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.object_path import AnyPath
 from meshwright.data.growth import describe_growth
 from meshwright.layout.parameters import list_parameters
-from meshwright.layout.state_chunks import Chunk, local_chunks, shard_chunks
+from meshwright.layout.state_chunks import SELECTION_BIAS, Chunk, TensorSlice, local_chunks, shard_chunks
 from meshwright.spec.execution import autotunes_gemms
 from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import fill_defaults
@@ -46,7 +42,40 @@ def resume(state: CheckpointedState, checkpoint: AnyPath, rank: int) -> list[str
         Why the loss curve will not continue bit by bit; empty if it will.
     """
     manifest = read_manifest(checkpoint, verify=False)
-    saved = CheckpointReader(checkpoint, manifest, prefer=rank)
+    load_tensors(state, CheckpointReader(checkpoint, manifest, prefer=rank), rank)
+    counters = state.counters
+    counters.step = counters.first_step = manifest.step
+    counters.position, counters.grad_norms = manifest.position, list(manifest.grad_norms)
+    if manifest.best_eval_loss is not None:
+        counters.best_eval_loss = manifest.best_eval_loss
+    if manifest.train.get("loss_scale") == state.plan.job.train.loss_scale:  # a new initial scale starts over
+        state.loss_scaler.load_state_dict(manifest.loss_scale)
+    return list_differences(manifest, state)
+
+
+class TensorSource(Protocol):
+    """Where full tensors are read from: a checkpoint, or in-memory snapshots of another layout."""
+
+    @property
+    def location(self) -> str:
+        """For errors."""
+
+    def names(self) -> list[str]:
+        """The names of all full tensors."""
+
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
+        """Read a full tensor, or a part of it, into new memory."""
+
+
+@torch.no_grad()
+def load_tensors(state: CheckpointedState, saved: TensorSource, rank: int) -> None:
+    """Fill the parameters, the optimizer state and the buffers of a rank.
+
+    Args:
+        state: Of this rank; overwritten.
+        saved: Has all full tensors.
+        rank: Of this process.
+    """
     job = state.plan.job
     shapes = {parameter.name: parameter.shape for parameter in list_parameters(job.model)}
     weights = state.sharded.local_parameters()
@@ -62,22 +91,14 @@ def resume(state: CheckpointedState, checkpoint: AnyPath, rank: int) -> list[str
     if state.expert_biases is not None and (biases := load_selection_bias(saved)) is not None:
         # Part of the model: with train.balance_rate=0 they stay fixed and still select experts.
         state.expert_biases.use_biases(state.model, biases)
-    counters = state.counters
-    counters.step = counters.first_step = manifest.step
-    counters.position, counters.grad_norms = manifest.position, list(manifest.grad_norms)
-    if manifest.best_eval_loss is not None:
-        counters.best_eval_loss = manifest.best_eval_loss
-    if manifest.train.get("loss_scale") == state.plan.job.train.loss_scale:  # a new initial scale starts over
-        state.loss_scaler.load_state_dict(manifest.loss_scale)
-    return list_differences(manifest, state)
 
 
-def load_selection_bias(saved: CheckpointReader) -> Tensor | None:
+def load_selection_bias(saved: TensorSource) -> Tensor | None:
     """The biases of expert selection (layers with experts, experts), if the checkpoint has them."""
     return saved.read(SELECTION_BIAS) if SELECTION_BIAS in saved.names() else None
 
 
-def _load_chunks(saved: CheckpointReader, name: str, target: Tensor, chunks: tuple[Chunk, ...]) -> None:
+def _load_chunks(saved: TensorSource, name: str, target: Tensor, chunks: tuple[Chunk, ...]) -> None:
     """Fill a tensor of this rank; rows after the last chunk are padding, which is zero."""
     if target.ndim == 0:
         target.copy_(saved.read(name))
@@ -86,11 +107,11 @@ def _load_chunks(saved: CheckpointReader, name: str, target: Tensor, chunks: tup
     for chunk in chunks:
         values = saved.read(name, chunk.tensor_slice)
         if ":" not in name:  # optimizer state may be infinite: a run that is not interrupted goes on with it
-            require_finite(saved.checkpoint, name, values)
+            require_finite(saved.location, name, values)
         target[chunk.first : chunk.first + chunk.rows].copy_(values)
 
 
-def require_finite(checkpoint: AnyPath, name: str, values: Tensor) -> None:
+def require_finite(location: str, name: str, values: Tensor) -> None:
     """Check a tensor that was read from a checkpoint.
 
     Raises:
@@ -98,7 +119,7 @@ def require_finite(checkpoint: AnyPath, name: str, values: Tensor) -> None:
     """
     if values.is_floating_point() and not torch.isfinite(values).all():
         rule, fix = f"has a NaN or an Inf in the tensor {name}", "Use an older checkpoint"
-        raise UserError(Problem("checkpoint-not-finite", rule, path=str(checkpoint), fix=fix))
+        raise UserError(Problem("checkpoint-not-finite", rule, path=location, fix=fix))
 
 
 def list_differences(manifest: Manifest, state: CheckpointedState) -> list[str]:

@@ -10,10 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import SELECTION_BIAS, TensorFacts
+from meshwright.checkpoint.manifest import TensorFacts
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.checkpoint.tensor_files import DTYPES, WriteItem
-from meshwright.layout.state_chunks import TensorSlice, list_full_tensors, staging_bytes, written_chunks
+from meshwright.layout.state_chunks import (
+    SELECTION_BIAS,
+    TensorSlice,
+    list_full_tensors,
+    staging_bytes,
+    written_chunks,
+)
 
 
 @torch.no_grad()

@@ -22,12 +22,14 @@ from meshwright.core.events import Commit
 from meshwright.launch.snapshot_slots import EMPTY, SnapshotSlots
 from meshwright.layout.snapshot_size import (
     COUNTER_BYTES,
-    HEADER_BYTES,
     TENSOR_ALIGNMENT,
     align,
     reserved_bytes,
     slot_bytes,
+    slot_start,
 )
+from meshwright.layout.snapshot_tensors import fingerprint
+from meshwright.layout.state_chunks import SELECTION_BIAS
 
 
 class StateSnapshots:
@@ -52,7 +54,9 @@ class StateSnapshots:
             OSError: There is not enough memory.
         """
         self._memory, self._state, self._every, self._commit = memory, state, every_steps, commit
-        self.slot_bytes = slot_bytes(tensor.nbytes for tensor in _list_tensors(state))
+        named = _list_tensors(state)
+        self.slot_bytes = slot_bytes(tensor.nbytes for _, tensor in named)
+        self._fingerprint = fingerprint((name, tensor.numel()) for name, tensor in named)
         if memory.slot_bytes != self.slot_bytes:
             memory.reserve(self.slot_bytes)
         self._map = mmap.mmap(memory.fd, reserved_bytes(self.slot_bytes))
@@ -79,6 +83,7 @@ class StateSnapshots:
         counters = {
             "counters": asdict(self._state.counters),
             "loss_scale": self._state.loss_scaler.state_dict(),
+            "tensors": self._fingerprint,
         }
         content = json.dumps(counters).encode()
         assert len(content) < COUNTER_BYTES, f"counters of {len(content)} bytes"
@@ -94,33 +99,42 @@ class StateSnapshots:
         for tensor, copy in self._pairs(slot):
             tensor.copy_(copy)
         start = self._start(slot)
-        content: dict[str, Any] = json.loads(self._map[start : start + COUNTER_BYTES])
-        for name, value in content["counters"].items():
-            setattr(self._state.counters, name, value)
-        self._state.counters.first_step = step
-        self._state.loss_scaler.load_state_dict(content["loss_scale"])
+        restore_counters(self._state, json.loads(self._map[start : start + COUNTER_BYTES]))
 
     def _start(self, slot: int) -> int:
-        return HEADER_BYTES + slot * self.slot_bytes
+        return slot_start(slot, self.slot_bytes)
 
     def _pairs(self, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Every tensor of the state, and its copy in a slot."""
         offset = self._start(slot) + COUNTER_BYTES
-        for tensor in _list_tensors(self._state):
+        for _, tensor in _list_tensors(self._state):
             if tensor.numel():
                 copy = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
                 yield tensor, copy.view(tensor.shape)
             offset += align(tensor.nbytes, TENSOR_ALIGNMENT)
 
 
-def _list_tensors(state: CheckpointedState) -> list[Tensor]:
-    """The tensors that change in training, in an order that every generation repeats."""
-    tensors = [tensor.detach() for tensor in state.sharded.local_parameters()]
-    for _, parameter in state.sharded.named_parameters():
+def restore_counters(state: CheckpointedState, content: dict[str, Any]) -> None:
+    """Set counters and loss scale to those of a snapshot."""
+    for name, value in content["counters"].items():
+        setattr(state.counters, name, value)
+    state.counters.first_step = state.counters.step
+    state.loss_scaler.load_state_dict(content["loss_scale"])
+
+
+def _list_tensors(state: CheckpointedState) -> list[tuple[str, Tensor]]:
+    """The tensors that change in training, in an order that every generation repeats.
+
+    ``layout.snapshot_tensors`` lists the same without torch.
+    """
+    named = list(state.sharded.named_parameters())
+    weights = state.sharded.local_parameters()
+    tensors = [(name, weight.detach()) for (name, _), weight in zip(named, weights, strict=True)]
+    for name, parameter in named:
         kept = state.optimizer.state.get(parameter, {})
-        tensors += [kept[key] for key in sorted(kept) if isinstance(kept[key], Tensor)]
+        tensors += [(f"{name}:{key}", kept[key]) for key in sorted(kept) if isinstance(kept[key], Tensor)]
     if state.plan.job.mixes_samples:
-        tensors += [buffer for _, buffer in state.model.named_buffers()]
+        tensors += list(state.model.named_buffers())
     if state.expert_biases is not None and state.expert_biases.bias_LE is not None:
-        tensors.append(state.expert_biases.bias_LE)
+        tensors.append((SELECTION_BIAS, state.expert_biases.bias_LE))
     return tensors

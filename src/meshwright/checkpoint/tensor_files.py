@@ -130,6 +130,11 @@ class CheckpointReader:
             while self._unread:
                 self._facts |= self._read_header()
 
+    @property
+    def location(self) -> str:
+        """The folder, for errors."""
+        return str(self.checkpoint)
+
     def names(self) -> list[str]:
         """The names of all full tensors."""
         return list(self._facts)

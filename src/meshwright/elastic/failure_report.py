@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.core.errors import Problem
+from meshwright.core.units import format_plural
 from meshwright.elastic.hang import WRONG_CALLS, Verdict
 from meshwright.elastic.policy import Failure
 from meshwright.elastic.rank_view import RankView
@@ -34,6 +35,22 @@ def report_lost_node(name: str) -> Message:
     """
     text = f"the agent of {name} is gone"
     return {"kind": NODE_LOST, "message": text, "problems": [], "peer_lost": False}
+
+
+def describe_missing_nodes(joined: int, nodes: int, limit_s: float, refused: int) -> Problem:
+    """The error of a run whose nodes did not all join at its start.
+
+    Args:
+        joined: Nodes that did.
+        nodes: Of the run.
+        limit_s: How long it waited.
+        refused: Connections that did not prove the token.
+    """
+    rule = f"{joined} of {nodes} nodes joined within elastic.join_timeout_s={limit_s:g}"
+    if refused:
+        rule += f"; {format_plural(refused, 'connection')} did not prove the token"
+    fix = "Run meshwright agent on the other nodes, and check address, firewall and token file"
+    return Problem("run-nodes-missing", rule, fix=fix)
 
 
 def describe_hang(found: Verdict, logs: Path, saved: bool) -> Problem:

@@ -19,7 +19,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +47,9 @@ class NodeSetup(Protocol):
 
     def prepare(self, order: Message) -> tuple[Path, Sequence[Problem]]:
         """Write the run folder of this node and check what it must reach."""
+
+    def update(self, files: Mapping[str, str]) -> None:
+        """Write plan and assignment of another layout into the run folder of this node."""
 
     def notify(self, text: str) -> None:
         """Show a line to the user."""
@@ -207,6 +210,16 @@ class NodeAgent:
         self._exits.pop(message["rank"], None)
         self._generation = max(self._generation, message["order"]["generation"])
         self._pass_on(message)
+
+    def _do_begin_layout(self, message: Message) -> None:
+        """The run goes on in another layout."""
+        if self._agent is None:
+            return
+        self.setup.update(message.pop("files"))
+        self._watch.close()
+        self._ranks, self._exits = set(), {}
+        self._unsent.clear()
+        self._agent.send(message)
 
     def _do_keep_spares(self, message: Message) -> None:
         self._pass_on(message)

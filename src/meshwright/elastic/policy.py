@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -42,6 +43,8 @@ class Budget:
     """``elastic.policy``."""
     node_wait_s: float = 0.0
     """How long another agent of a lost node may take to join."""
+    may_change: bool = False
+    """Whether the run may go on in another layout, with fewer devices."""
 
     @property
     def waits_for_node_s(self) -> float:
@@ -50,16 +53,17 @@ class Budget:
 
     def explain_missing_node(self) -> str:
         """Why a run ends whose lost node was not replaced."""
-        if self.on_lost_node == "give-up":
+        if self.on_lost_node == "give-up" and not self.may_change:
             return GIVES_UP
-        return f"no other agent joined within elastic.node_wait_s={self.node_wait_s:g}"
+        return f"no other agent joined within elastic.node_wait_s={self.waits_for_node_s:g}"
 
 
 @dataclass(frozen=True)
 class Decision:
     """The decision and its reason."""
 
-    action: Literal["regroup", "wait for a node", "give up"]
+    action: Literal["regroup", "wait for a node", "exclude", "give up"]
+    """``exclude``: go on in another layout, without the device of the failed rank."""
     reason: str
 
 
@@ -80,14 +84,13 @@ def decide(failure: Failure, earlier: Sequence[Failure], budget: Budget) -> Deci
         return _decide_rollback(earlier)
     if failure.kind == "raised" and any(_is_same(failure, before) for before in earlier):
         return Decision("give up", f"the same error as before, after {format_plural(failure.step, 'step')}")
-    in_a_row = 1
-    for before in reversed(earlier):
-        if before.step < failure.step:
-            break
-        in_a_row += 1
+    since_step = [failure, *itertools.takewhile(lambda f: f.step >= failure.step, reversed(earlier))]
+    in_a_row = len(since_step)
     if in_a_row > restarts:
-        return Decision("give up", f"{in_a_row} failures without a new step; elastic.restarts={restarts}")
-    if failure.kind == "node" and budget.on_lost_node == "give-up":
+        reason = f"{in_a_row} failures without a new step; elastic.restarts={restarts}"
+        same_device = all(f.rank == failure.rank and f.kind != "node" for f in since_step)
+        return Decision("exclude" if budget.may_change and same_device else "give up", reason)
+    if failure.kind == "node" and budget.on_lost_node == "give-up" and not budget.may_change:
         return Decision("give up", GIVES_UP)
     if failure.kind == "node":
         return Decision("wait for a node", f"another agent may join within {budget.node_wait_s:g} s")

@@ -26,6 +26,8 @@ class State(Enum):
     FAILED = "failed"
     """The ranks are told to exit."""
     FINISHED = "finished"
+    CHANGING = "changing"
+    """The ranks are told to exit: the run goes on in another layout."""
 
 
 @dataclass

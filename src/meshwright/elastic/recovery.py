@@ -24,7 +24,8 @@ class Recovery:
     """When the supervisor knew of the failure."""
     detect_s: float | None
     """From the last sign of life of the failed rank to that moment; None if it is not known."""
-    failed_rank: int = -1
+    failed_rank: int | None = None
+    """None if devices came back, and no rank failed."""
     how: str = ""
     source: str = ""
     """Where the state came from: ``snapshot``, ``checkpoint`` or ``start``."""
@@ -36,7 +37,7 @@ class Recovery:
     _setup_s: dict[int, Mapping[str, float]] = field(default_factory=dict)
     _restored_step: int = 0
 
-    def note_halted(self, failed_rank: int, how: str) -> None:
+    def note_halted(self, failed_rank: int | None, how: str) -> None:
         """All ranks have left their collectives."""
         self._halted_at, self.failed_rank, self.how = time.monotonic(), failed_rank, how
 

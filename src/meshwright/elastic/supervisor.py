@@ -3,7 +3,9 @@
 A failure of one rank ends the *generation*: all ranks leave their collectives and report. Then the policy
 decides. Either all ranks join a new generation, with a new process for each one that ended, from the newest
 step of which every rank has a snapshot. Or the run fails with the error of the rank that failed first. If the
-agent of a node is lost, its ranks and their snapshots are, too; the run waits for another agent to join.
+agent of a node is lost, its ranks and their snapshots are, too; the run waits for another agent to join. If
+none joins and the layout may change, all ranks end, and the run goes on with the devices that are left
+(``elastic.layout_change``). When devices come back, it changes its layout again.
 """
 
 from __future__ import annotations
@@ -13,32 +15,38 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, Event, EventWriter, warn
 from meshwright.core.flight_ring import FlightMemory, RemoteFlight
-from meshwright.core.units import format_plural
-from meshwright.elastic.failure_report import FailureReport, report_lost_node, report_wrong_call
+from meshwright.elastic.failure_report import (
+    FailureReport,
+    describe_missing_nodes,
+    report_lost_node,
+    report_wrong_call,
+)
 from meshwright.elastic.hang import WRONG_CALLS, Verdict
+from meshwright.elastic.layout_change import LayoutChange
 from meshwright.elastic.policy import Budget, Failure, decide
+from meshwright.elastic.rank_starter import LOGS, RankStarter
 from meshwright.elastic.rank_view import RankView, State, first_failed
 from meshwright.elastic.rank_watch import RankWatch
 from meshwright.elastic.recovery import Recovery
+from meshwright.elastic.settings import SupervisorSettings
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.caught_signals import caught_signals
 from meshwright.launch.channel import Message
-from meshwright.launch.environment import PEAK_VARIABLE, RELAYED_STORE
+from meshwright.launch.environment import RELAYED_STORE
 from meshwright.launch.exits import EXIT_OK
 from meshwright.launch.local import LocalAgent
+from meshwright.launch.placement import Placement
 from meshwright.launch.rank_process import Order
 from meshwright.launch.snapshot_slots import newest_common_step
 from meshwright.launch.store_server import StoreServer
 
-LOGS = "logs"
 ADOPT_WAIT_S = 15.0
 """How long a new supervisor waits for the agents of other nodes whose ranks it adopts."""
 LOCAL_START_S = 60.0
@@ -48,41 +56,8 @@ POLL_S = 0.5
 
 
 @dataclass
-class Supervisor:
-    """Runs all ranks of a job on this machine."""
-
-    entry: str
-    """``module:function``, called as ``function(run_dir, link)`` in each rank."""
-    run_dir: Path
-    world_size: int
-    generation: int
-    stop_grace_s: float
-    listener: Callable[[Event], None]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment of every rank, besides torchrun's variables."""
-    preload: Sequence[str] = ()
-    """Modules that the fork server imports."""
-    heartbeat_timeout_s: float = 0.0
-    """Time within which a silent or stuck rank is found; 0 for never."""
-    budget: Budget = field(default_factory=Budget)
-    """What the run may spend on failures."""
-    find_checkpoint: Callable[[], str | None] = lambda: None
-    """Finds the checkpoint to go on from, where there is no snapshot."""
-    orphan_s: float = 0.0
-    """How long the ranks go on when this process has died; 0: they are killed."""
-    spares: int = 0
-    """Warm processes without a rank to keep."""
-    keeps_silent: bool = True
-    """Whether a process that does not answer is fenced and may rejoin. On GPUs it is killed: it would hold
-    the device memory that its successor needs."""
-    agents: AgentPool | None = None
-    """The agents of all nodes; by default a new one on this machine."""
-    adopts: bool = False
-    """Whether the ranks of these agents train already."""
-    join_timeout_s: float = 300.0
-    """How long to wait for the agents of all nodes."""
-    furthest_step: int = 0
-    """Steps that ranks to adopt have done."""
+class Supervisor(SupervisorSettings):
+    """Runs all ranks of a job, on the nodes of its agents."""
 
     def __post_init__(self) -> None:
         self.state = State.WAITING
@@ -105,11 +80,16 @@ class Supervisor:
         self._store_dir = ""
         self._min_position = 0
         """Samples that a rollback skips."""
+        self.change: LayoutChange | None = None
+        """The next layout, if the run goes on in another one."""
+        self._outcome = ""
+        """``complete`` or ``interrupted``, when rank 0 has finished."""
         self._snapshots: dict[int, dict[str, list[int]]] = {}
         """The snapshots that each node has, while the ranks regroup: steps by rank."""
         self._recorders = RankWatch(self.heartbeat_timeout_s)
         self._hang: Verdict | None = None
         """The last hang of this generation."""
+        self._first_generation = self.generation
 
     def run(self) -> list[int]:
         """Run to the end; returns the signals that stopped it, in order.
@@ -122,22 +102,46 @@ class Supervisor:
             self._stop = stack.enter_context(caught_signals(self._show_waits))
             stack.callback(self._recorders.close)
             stack.callback(self._relayed.close)
-            self._agents = self.agents or AgentPool(LocalAgent.start(self.preload), self.world_size)
-            stack.callback(lambda: self._agents.close(ok=self.state is State.FINISHED))
+            self._agents = self.agents or AgentPool(
+                LocalAgent.start(self.preload), Placement.in_order(self.world_size, self.world_size)
+            )
+            stack.callback(self._close_agents)
+            self._starter = RankStarter(
+                self.entry,
+                self.run_dir,
+                self.world_size,
+                self.environment,
+                keep_snapshots=self.budget.restarts > 0,
+                agents=self._agents,
+            )
             for rank in self._ranks:
                 rank.alive = self.adopts  # until the agents report which ones have ended
-            if self._agents.count > 1:
+            if self.earlier is not None:
+                self._take_over(self.earlier.change)
+            elif self._agents.count > 1:
                 self._deadline = time.monotonic() + (ADOPT_WAIT_S if self.adopts else self.join_timeout_s)
             self._watch()
         failed = [rank for rank in self._ranks if rank.failed]
-        if failed and not self._stop:
+        if failed and not self._stop and self.change is None:
             raise RunFailedError(self._report_on(first_failed(failed)).problem(time.time()))
         return list(self._stop)
+
+    def _close_agents(self) -> None:
+        """End the agents, unless the next layout uses them."""
+        if self.change is None:
+            self._agents.close(ok=self.state is State.FINISHED)
+
+    def _take_over(self, change: LayoutChange) -> None:
+        """Begin with the agents of the layout before; its ranks have ended."""
+        self._ready, self._store_dir = set(change.ready), change.store_dir
+        self._recovery, self._min_position = change.recovery, change.min_position
+        self._go_on_if_complete()
 
     def _watch(self) -> None:
         """Handle messages, signals and deadlines until all ranks have exited."""
         stops_sent = 0
-        while self.state not in (State.FAILED, State.FINISHED) or any(rank.alive for rank in self._ranks):
+        ended = (State.FAILED, State.FINISHED, State.CHANGING)
+        while self.state not in ended or any(rank.alive for rank in self._ranks):
             for message in self._agents.wait(max(0.0, min(POLL_S, self._deadline - time.monotonic()))):
                 getattr(self, f"_on_{message['is']}")(message)
             if time.monotonic() >= self._deadline and self.state is State.WAITING:
@@ -150,6 +154,14 @@ class Supervisor:
                 self._forward_stop(stops_sent)
             if self.state in (State.STARTING, State.RUNNING, State.REGROUPING):
                 self._find_hang()
+            if self.state is State.RUNNING and self._recovery is None and not self._stop:
+                self._grow()
+        self._end_layout()
+
+    def _grow(self) -> None:
+        """If devices came back, let the ranks save a checkpoint and end after this step."""
+        if self.layouts is not None and self.layouts.grow(self._ready):
+            self._signal(signal.SIGTERM, self._ranks)
 
     def _find_hang(self) -> None:
         """Report a new hang. A process that does not answer loses its rank; a wrong call ends the run."""
@@ -192,7 +204,7 @@ class Supervisor:
         self._notify({"event": "hang", **self._recorders.judge().as_dict()})
 
     def _is_late(self, rank: RankView) -> bool:
-        return rank.alive and (self.state is State.FAILED or not rank.left)
+        return rank.alive and (self.state in (State.FAILED, State.CHANGING) or not rank.left)
 
     def _on_hello(self, message: Message) -> None:
         """The agent of a node can start ranks."""
@@ -207,9 +219,15 @@ class Supervisor:
 
     def _go_on_if_complete(self) -> None:
         """Start the ranks, or let them regroup, when all nodes are there."""
-        if self.state is not State.WAITING or len(self._ready) < self._agents.count:
+        if self.state is not State.WAITING or not self._agents.placement.nodes <= self._ready:
             return
         self._deadline = float("inf")
+        if self.earlier is not None and self.generation == self._first_generation:
+            files = dict(self.earlier.files)
+            for node in self._agents.placement.nodes:
+                message = {"do": "begin_layout", "generation": self.generation}
+                self._agents.send_to_node(node, message if node == 0 else {**message, "files": files})
+            return
         if self._recovery is not None:
             self._snapshots = {}
             self._agents.broadcast({"do": "list_snapshots"})
@@ -217,7 +235,7 @@ class Supervisor:
         self.state = State.STARTING
         self._store.begin(self.generation)
         for rank in self._ranks:
-            self._start(rank, self._join_order())
+            self._starter.start(rank, self._join_order())
 
     def _on_node_joined(self, message: Message) -> None:
         joined, nodes = len(self._agents.nodes), self._agents.count
@@ -239,8 +257,10 @@ class Supervisor:
     def _miss_nodes(self) -> None:
         """The agents of some nodes did not come in time."""
         self._deadline = float("inf")
-        missing = sorted(set(range(self._agents.count)) - self._ready)
-        if self._recovery is not None:
+        missing = sorted(self._agents.placement.nodes - self._ready)
+        if self._recovery is not None and self.layouts is not None and 0 in self._ready:
+            self._change_layout(self.budget.explain_missing_node())
+        elif self._recovery is not None:
             own = f"no agent started on this machine within {LOCAL_START_S:g} s"
             self._give_up(own if 0 in missing else self.budget.explain_missing_node())
         elif self.adopts:
@@ -249,12 +269,10 @@ class Supervisor:
             for node in missing:
                 self._on_agent_lost({"node": node})
         else:
-            joined = f"{len(self._ready)} of {self._agents.count} nodes joined"
-            rule = f"{joined} within elastic.join_timeout_s={self.join_timeout_s:g}"
-            if refused := self._agents.refused:
-                rule += f"; {format_plural(refused, 'connection')} did not prove the token"
-            fix = "Run meshwright agent on the other nodes, and check address, firewall and token file"
-            raise RunFailedError(Problem("run-nodes-missing", rule, fix=fix))
+            joined, count = len(self._ready), self._agents.count
+            raise RunFailedError(
+                describe_missing_nodes(joined, count, self.join_timeout_s, self._agents.refused)
+            )
 
     def _on_node(self, node: int) -> list[RankView]:
         return [rank for rank in self._ranks if self._agents.node_of(rank.rank) == node]
@@ -266,7 +284,7 @@ class Supervisor:
         self._ready.add(message["node"])
         self.generation = max(self.generation, message["generation"])
         self._write_event("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
-        if len(self._ready) == self._agents.count:
+        if self._agents.placement.nodes <= self._ready:
             self._agents.end_adoption()
             self.state, self._deadline = State.RUNNING, float("inf")
 
@@ -277,54 +295,6 @@ class Supervisor:
         order = Order("join", self.generation, store, restore_step, resume_from)
         return replace(order, min_position=self._min_position)
 
-    def _shared_environment(self) -> dict[str, str]:
-        """Of all ranks and spares."""
-        environment = {
-            **self.environment,
-            "WORLD_SIZE": str(self.world_size),
-        }
-        if self.world_size > 1:
-            environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self._agents.interface)
-        return environment
-
-    def _keep_spares(self) -> None:
-        self._agents.broadcast(
-            {
-                "do": "keep_spares",
-                "count": self.spares,
-                "entry": self.entry,
-                "run_dir": str(self.run_dir),
-                "environment": self._shared_environment(),
-                "log": str(self.run_dir / LOGS / "spares.log"),
-            }
-        )
-
-    def _start(self, rank: RankView, order: Order) -> None:
-        rank.alive = True
-        own = {
-            "RANK": str(rank.rank),
-            "LOCAL_RANK": str(self._agents.local_rank(rank.rank)),
-            "LOCAL_WORLD_SIZE": str(len(self._on_node(self._agents.node_of(rank.rank)))),
-        }
-        if rank.peak_flops_per_s is not None:
-            own[PEAK_VARIABLE] = repr(rank.peak_flops_per_s)
-        self._agents.send(
-            rank.rank,
-            {
-                "do": "start",
-                "rank": rank.rank,
-                "entry": self.entry,
-                "run_dir": str(self.run_dir),
-                "environment": {**self._shared_environment(), **own},
-                "log": str(self._log(rank.rank)),
-                "order": order.as_dict(),
-                "keep_snapshots": self.budget.restarts > 0,
-            },
-        )
-
-    def _log(self, rank: int) -> Path:
-        return self.run_dir / LOGS / f"rank-{rank}.log"
-
     def _on_event(self, message: Message) -> None:
         rank, event = self._ranks[message["rank"]], message["event"]
         rank.last_event = event
@@ -334,6 +304,8 @@ class Supervisor:
         self._notify(event)
         if event["event"] == "step":
             self._note_step(event["step"])
+        if event["event"] == "finished" and rank.rank == 0:
+            self._outcome = event["status"]
         if event["event"] == "ready":
             rank.peak_flops_per_s = event["peak_flops_per_s"]
         if event["event"] == "ready" and event["generation"] == self.generation:
@@ -355,9 +327,11 @@ class Supervisor:
         """All ranks are ready to train from a step."""
         if self.state is State.REGROUPING and self._recovery is not None:
             self._write_event("recovered", **self._recovery.finish(step))
+        if self.earlier is not None:
+            self._agents.broadcast({"do": "drop_retired"})
         self.state = State.RUNNING
         if self.spares:  # the first ones, or those that replaced ranks
-            self._keep_spares()
+            self._starter.keep_spares(self.spares)
 
     def _on_failed(self, message: Message) -> None:
         rank = self._ranks[message["rank"]]
@@ -371,6 +345,8 @@ class Supervisor:
         self._store.forget(rank.rank)
         if rank.failure is None:
             rank.failed_at = time.monotonic()
+        if self.state is State.CHANGING:
+            return
         if rank.exit_status != EXIT_OK or self.state is State.HALTING:
             self._halt()
         elif all(rank.exit_status == EXIT_OK for rank in self._ranks):
@@ -388,8 +364,10 @@ class Supervisor:
 
     def _halt(self) -> None:
         """End the generation; decide when all ranks have left it."""
-        if self.state in (State.FAILED, State.WAITING):
+        if self.state in (State.FAILED, State.WAITING, State.CHANGING):
             return
+        if self.layouts is not None:
+            self.layouts.next = None  # devices had come back
         if self.state is not State.HALTING:
             self.state = State.HALTING
             self._recovery = self._begin_recovery()
@@ -421,6 +399,9 @@ class Supervisor:
         assert self._recovery is not None, "it began with the failure"
         self._recovery.note_halted(first.rank, how)
         self._write_event("rank_lost", failed_rank=first.rank, how=how, reason=decision.reason)
+        if decision.action == "exclude":
+            self._exclude(first.rank, decision.reason)
+            return
         self.state, self._deadline = State.WAITING, time.monotonic() + self.budget.waits_for_node_s
         if 0 not in self._agents.nodes:
             self._agents.add(0, LocalAgent.start(self.preload))
@@ -446,10 +427,11 @@ class Supervisor:
     def _on_snapshots(self, message: Message) -> None:
         """Regroup when all nodes have answered: every rank joins the next generation."""
         self._snapshots[message["node"]] = message["steps"]
-        if self._snapshots.keys() != self._agents.nodes or len(self._ready) < self._agents.count:
+        nodes = self._agents.placement.nodes
+        if not nodes <= self._snapshots.keys() or not nodes <= self._ready:
             return
         self._hang = None
-        steps = {int(rank): kept for node in self._snapshots.values() for rank, kept in node.items()}
+        steps = {int(rank): kept for node in nodes for rank, kept in self._snapshots[node].items()}
         restore_step = newest_common_step(steps, self.world_size)
         resume_from = self.find_checkpoint() if restore_step is None else None
         self.generation += 1
@@ -466,7 +448,75 @@ class Supervisor:
             if alive:
                 self._order(rank, order)
             else:
-                self._start(rank, order)
+                self._starter.start(rank, order)
+
+    def _on_retired(self, message: Message) -> None:
+        """A node has kept the snapshots of the layout before. After the last one, start the ranks."""
+        if self.earlier is None or message["generation"] != self.generation:
+            return
+        self._snapshots[message["node"]] = message["steps"]
+        if self.state is not State.WAITING or not self._agents.placement.nodes <= self._snapshots.keys():
+            return
+        steps = {node: {int(r): s for r, s in kept.items()} for node, kept in self._snapshots.items()}
+        source = self.earlier.choose_state(steps)
+        self._store.begin(self.generation)
+        order = self._join_order(source.snapshot_step, source.checkpoint)
+        if source.snapshot_step is not None:
+            order = replace(order, reshard_from=self.earlier.plan_file)
+        name = "checkpoint" if source.checkpoint is not None else "start"
+        self.state, self._joined = State.REGROUPING, set()
+        assert self._recovery is not None, "it began with the change"
+        self._recovery.note_ordered(name if source.snapshot_step is None else "snapshot", self.furthest_step)
+        for rank in self._ranks:
+            self._starter.start(rank, order)
+
+    def _exclude(self, rank: int, reason: str) -> None:
+        """Go on without the device of a rank; all ranks have left the generation."""
+        assert self.layouts is not None, "the layout may change"
+        device = self._agents.placement.devices[rank]
+        self.layouts.devices.exclude(device, time.monotonic())
+        self._change_layout(f"{device} is left out: {reason}")
+
+    def _change_layout(self, reason: str) -> None:
+        """Let all ranks end and go on with the devices that are left.
+
+        If no layout fits them, the run waits for more devices, or fails if the policy is to give up.
+        """
+        assert self.layouts is not None, "the layout may change"
+        known = self.layouts.missing
+        if self.layouts.shrink(self._ready, reason):
+            self.state, self._deadline = State.CHANGING, time.monotonic() + self.stop_grace_s
+            for rank in self._ranks:
+                if rank.alive:
+                    self._order(rank, Order("leave", self.generation))
+        elif self.budget.on_lost_node == "give-up":
+            self._give_up(f"{reason}; {self.layouts.missing}")
+        else:
+            self.state, self._deadline = State.WAITING, time.monotonic() + self.budget.node_wait_s
+            if self.layouts.missing != known:
+                self._write_event("waiting_for_devices", reason=reason, missing=self.layouts.missing)
+
+    def _end_layout(self) -> None:
+        """All ranks have ended: pass on what the next layout needs, if the run goes on in one."""
+        grew = self.state is State.FINISHED and self._outcome == "interrupted"
+        following = None if self.layouts is None else self.layouts.next
+        if following is None or self._stop or not (grew or self.state is State.CHANGING):
+            return
+        recovery = self._recovery
+        if recovery is None:
+            recovery = Recovery(time.monotonic(), None)
+            recovery.note_halted(None, f"the layout changes: {following.reason}")
+        self.state = State.CHANGING
+        self.change = LayoutChange(
+            next=following,
+            generation=self.generation,
+            furthest_step=self.furthest_step,
+            min_position=self._min_position,
+            recovery=recovery,
+            agents=self._agents,
+            ready=frozenset(self._ready),
+            store_dir=self._store_dir,
+        )
 
     def _order(self, rank: RankView, order: Order) -> None:
         self._agents.send(rank.rank, {"do": "order", "rank": rank.rank, "order": order.as_dict()})
@@ -496,6 +546,8 @@ class Supervisor:
                 rank.failure = report_lost_node(self._agents.name(node))
         if cannot_start:
             self._give_up("another one could not be started")
+        elif node not in self._agents.placement.nodes:
+            return
         elif self.state is State.WAITING and self._recovery is not None:
             self._deadline = min(self._deadline, now + self.budget.waits_for_node_s)
         elif any(rank.failed for rank in self._ranks):
@@ -523,7 +575,7 @@ class Supervisor:
             self.furthest_step,
             node,
             host=socket.gethostname() if node == 0 else self._agents.name(node),
-            log=self._log(rank.rank),
+            log=self._starter.log(rank.rank),
             saved=self.saved,
             reason=self._ending,
         )

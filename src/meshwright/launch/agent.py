@@ -101,6 +101,10 @@ class Agent:
     processes: list[_Process] = field(default_factory=list)
     snapshots: dict[int, SnapshotSlots] = field(default_factory=dict)
     """By rank."""
+    retired: dict[int, SnapshotSlots] = field(default_factory=dict)
+    """Snapshots of the layout before, by its ranks, until the ranks of the new one have loaded them."""
+    attempt: int = 0
+    """First generation of the current layout."""
     recorders: dict[int, FlightMemory] = field(default_factory=dict)
     """The flight recorder of each rank's newest process."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -283,7 +287,8 @@ class Agent:
         self._report({"is": "recorder", "rank": rank, "path": recorder.path})
         environment = {**environment, FLIGHT_VARIABLE: recorder.path}
         fence, memory = Fence(), self.snapshots.get(rank)
-        setup = RankSetup(environment, log, fence.path, None if memory is None else memory.path)
+        retired = {str(rank): memory.path for rank, memory in self.retired.items()}
+        setup = RankSetup(environment, log, fence.path, None if memory is None else memory.path, retired)
         first = replace(Order.from_dict(order), setup=setup)
         process = next((p for p in self.processes if p.is_spare and not p.is_stopped), None)
         if process is None:
@@ -346,7 +351,7 @@ class Agent:
                 os.close(process.pidfd)
             if process.fence is not None:
                 process.fence.close()
-        for snapshots in self.snapshots.values():
+        for snapshots in (*self.snapshots.values(), *self.retired.values()):
             snapshots.close()
         for recorder in self.recorders.values():
             recorder.close()
@@ -397,6 +402,24 @@ class Agent:
     def _do_list_snapshots(self) -> None:
         steps = {str(rank): memory.steps() for rank, memory in self.snapshots.items()}
         self._report({"is": "snapshots", "steps": steps})
+
+    def _do_begin_layout(self, generation: int) -> None:
+        """All ranks have ended, and the run goes on in another layout: keep what they left for its ranks."""
+        if generation != self.attempt:
+            self._do_drop_retired()
+            self.attempt, self.retired, self.snapshots = generation, self.snapshots, {}
+            for recorder in self.recorders.values():
+                recorder.close()
+            self.recorders, self.exits = {}, {}
+            self.unreported.clear()
+        steps = {str(rank): memory.steps() for rank, memory in self.retired.items()}
+        self._report({"is": "retired", "generation": generation, "steps": steps})
+
+    def _do_drop_retired(self) -> None:
+        """Free the snapshots of the layout before."""
+        for memory in self.retired.values():
+            memory.close()
+        self.retired = {}
 
     def _do_end(self) -> None:
         raise EndedError

@@ -1,7 +1,7 @@
 """The agents of a run, one per node, and which of them has which rank.
 
-Ranks are assigned to nodes in order: the first ``ranks_per_node`` ranks to node 0, and so on. Node 0 is the
-machine of the supervisor.
+A placement says which node has which rank. Node 0 is the machine of the supervisor. An agent may have no
+rank: the layout needs fewer devices, or its node came back after the run had gone on without it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from meshwright.launch.channel import Message
 from meshwright.launch.environment import caller_environment, loopback_interface
+from meshwright.launch.placement import Placement
 from meshwright.launch.remote_nodes import RemoteAgent, RemoteNodes, name_node
 
 
@@ -34,16 +35,16 @@ class AgentPool:
     """Sends messages to the agents of ranks, and collects what the agents report."""
 
     def __init__(
-        self, local: AgentConnection, ranks_per_node: int, remote: RemoteNodes | None = None
+        self, local: AgentConnection, placement: Placement, remote: RemoteNodes | None = None
     ) -> None:
         """Begin with the agent of this machine.
 
         Args:
             local: Of node 0.
-            ranks_per_node: Ranks of each node; the last one may have fewer.
+            placement: Of the ranks.
             remote: Accepts the agents of the other nodes; None if there are none.
         """
-        self.ranks_per_node, self.remote = ranks_per_node, remote
+        self.placement, self.remote = placement, remote
         self._agents: dict[int, AgentConnection] = {}
         self._hosts: dict[int, str] = {}
         self._selector = selectors.DefaultSelector()
@@ -74,11 +75,7 @@ class AgentPool:
 
     def node_of(self, rank: int) -> int:
         """The node that a rank is assigned to."""
-        return rank // self.ranks_per_node
-
-    def local_rank(self, rank: int) -> int:
-        """The number of a rank on its node."""
-        return rank % self.ranks_per_node
+        return self.placement.devices[rank].node
 
     def name(self, node: int) -> str:
         """A node with its host, for messages."""

@@ -27,6 +27,10 @@ class Assignment:
     """Number of the attempt."""
     stores: list[str] | None = None
     """The stores of checkpoints that the run has locked; None for all that the job names."""
+    placement: list[list[int]] | None = None
+    """Node and device of each rank; None: in order, as many on each node as it has devices."""
+    full_plan: str | None = None
+    """The plan, in the run folder, for all devices of the run; None if it is the current one."""
     attempt: int = 0
     """When the attempt began, in milliseconds since 1970: names its drafts in object stores."""
 

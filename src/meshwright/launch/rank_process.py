@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import util
 from typing import Any, Literal
 
@@ -45,15 +45,17 @@ class RankSetup:
     fence: str
     snapshots: str | None = None
     """Of in-memory snapshots; None if there are none."""
+    retired: dict[str, str] = field(default_factory=dict)
+    """Of in-memory snapshots of the layout before, by rank."""
 
 
 @dataclass(frozen=True)
 class Order:
     """What the supervisor tells a rank to do."""
 
-    action: Literal["join", "halt", "fence", "exit"]
+    action: Literal["join", "halt", "fence", "exit", "leave"]
     """``join`` a generation, ``halt`` the current one, leave it because another process has taken the rank
-    (``fence``), or ``exit`` because the run has failed."""
+    (``fence``), ``exit`` because the run has failed, or ``leave`` because it goes on in another layout."""
     generation: int
     store: str | None = None
     """File of the rendezvous store; None for one process."""
@@ -65,6 +67,8 @@ class Order:
     """For a process that becomes a rank with this order."""
     min_position: int = 0
     """Samples that no rank reads again: a rollback skips them."""
+    reshard_from: str | None = None
+    """The plan, in the run folder, of the layout whose snapshots hold ``restore_step``; None for this one."""
 
     def as_dict(self) -> Message:
         """For a message."""

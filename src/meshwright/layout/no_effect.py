@@ -221,13 +221,25 @@ def _explain_one_node(job: Job) -> str | None:
 
 
 def _explain_policy(job: Job) -> str | None:
-    return _explain_one_node(job) or _explain_spares(job)
+    may_wait = job.elastic.may_change != "nothing" and job.layout.world_size > 1
+    return (None if may_wait else _explain_one_node(job)) or _explain_spares(job)
 
 
 def _explain_node_wait(job: Job) -> str | None:
     if job.elastic.policy == "give-up":
-        return "a lost node ends the run (elastic.policy=give-up)"
+        return "the run does not wait for a lost node (elastic.policy=give-up)"
     return _explain_policy(job)
+
+
+def _explain_may_change(job: Job) -> str | None:
+    alone = "the run has one device" if job.layout.world_size == 1 else None
+    return alone or _explain_spares(job)
+
+
+def _explain_device_times(job: Job) -> str | None:
+    if job.elastic.may_change == "nothing":
+        return "the layout does not change (elastic.may_change=nothing)"
+    return _explain_may_change(job)
 
 
 def _explain_preparation(job: Job) -> str | None:
@@ -265,6 +277,9 @@ REASONS: dict[str, Reason] = {
     "elastic.join_timeout_s": _explain_one_node,
     "elastic.policy": _explain_policy,
     "elastic.node_wait_s": _explain_node_wait,
+    "elastic.may_change": _explain_may_change,
+    "elastic.grow_after_s": _explain_device_times,
+    "elastic.retry_device_s": _explain_device_times,
     "data.cache": _explain_preparation,
     "data.text_field": _explain_text_field,
     "data.on_bad_records": _explain_preparation,

@@ -43,6 +43,16 @@ def slot_bytes(tensor_bytes: Iterable[int]) -> int:
     return align(COUNTER_BYTES + tensors, SLOT_ALIGNMENT)
 
 
+def slot_start(slot: int, size: int) -> int:
+    """Where a slot begins in the memory of a rank.
+
+    Args:
+        slot: Its number.
+        size: Bytes of each slot.
+    """
+    return HEADER_BYTES + slot * size
+
+
 def reserved_bytes(slot: int) -> int:
     """Bytes that a rank reserves for slots of this size."""
     return HEADER_BYTES + SLOTS * slot

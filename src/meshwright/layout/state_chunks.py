@@ -32,6 +32,8 @@ from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
 
+SELECTION_BIAS = "routers.selection_bias"
+"""Name of the biases of expert selection, (layers with experts, experts)."""
 STAGING_ALIGNMENT = 8
 """Each part begins at a multiple of this in staging memory: the widest element."""
 

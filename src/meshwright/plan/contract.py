@@ -323,6 +323,11 @@ def write_plan(plan: PlanContract, path: Path) -> None:
         raise UserError(Problem("plan-not-writable", rule, path=str(path), fix=fix)) from None
 
 
+def name_earlier_plan(generation: int) -> str:
+    """The file that keeps the plan of an attempt, by its first generation."""
+    return f"plan-{generation}.toml"
+
+
 def keep_earlier_plan(run_dir: Path, generation: int) -> None:
     """Keep the plan of an attempt, before a resume writes its own: ``plan-GENERATION.toml``.
 
@@ -331,7 +336,7 @@ def keep_earlier_plan(run_dir: Path, generation: int) -> None:
         generation: The first of the attempt.
     """
     with contextlib.suppress(UserError):  # a damaged plan: that attempt is not audited
-        write_plan(read_plan(run_dir / PLAN_FILE), run_dir / f"plan-{generation}.toml")
+        write_plan(read_plan(run_dir / PLAN_FILE), run_dir / name_earlier_plan(generation))
 
 
 def read_earlier_plans(run_dir: Path) -> dict[int, PlanContract]:

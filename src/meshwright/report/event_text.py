@@ -17,6 +17,7 @@ FROM_EVERY_RANK = frozenset(
         "checkpoint_failed",
         "events_lost",
         "hang",
+        "layout_changed",
         "rank_lost",
         "recovered",
         "replayed",
@@ -173,6 +174,14 @@ class EventText:
 
     def _describe_rank_lost(self, event: Event) -> str:
         return f"warning: rank {event['failed_rank']} failed ({event['how']}); regrouping: {event['reason']}"
+
+    def _describe_layout_changed(self, event: Event) -> str:
+        names = " ".join(f"{key}={value}" for key, value in event["layout"].items())
+        ranks = f"{event['ranks_before']} ranks before, {event['ranks']} now"
+        return f"warning: the layout changes after step {event['step']}: {event['reason']}; {ranks}: {names}"
+
+    def _describe_waiting_for_devices(self, event: Event) -> str:
+        return f"warning: {event['reason']}; waiting for more devices: {event['missing']}"
 
     def _describe_node_joined(self, event: Event) -> str:
         node = f"node {event['node']} ({event['host']})"

@@ -25,12 +25,12 @@ Span = tuple[str, float, float]
 
 
 def list_spans(generations: Sequence[GenerationTimes]) -> list[tuple[GenerationTimes, list[Span]]]:
-    """The spans of each generation, in seconds; the time between two attempts is left out."""
+    """The spans of each generation, in seconds; the time between two commands is left out."""
     found: list[tuple[GenerationTimes, list[Span]]] = []
     zero = reached = 0.0
     before: GenerationTimes | None = None
     for times in generations:
-        goes_on = before is not None and before.attempt == times.attempt
+        goes_on = before is not None and before.command == times.command
         begin = times.began
         if before is not None and goes_on:
             begin = before.ended if before.worked is None else before.worked
@@ -78,7 +78,7 @@ def draw_generations(generations: Sequence[GenerationTimes]) -> Figure:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.xaxis.set_major_formatter(lambda value, _: format_value(value))
-        axes.set_xlabel("seconds, without the time between attempts", loc="right")
+        axes.set_xlabel("seconds, without the time between commands", loc="right")
         axes.set_title("Generations", pad=8)
         used = {kind for _, spans in rows for kind, _, _ in spans}
         handles = [Patch(color=color, label=kind) for kind, color in SPAN_COLORS.items() if kind in used]

@@ -92,8 +92,9 @@ class History:
             at = attempt.resumed_at or 0
             places.append((float(at), f"restart {number} at step {at}"))
         for recovery in self.run.recoveries:
-            step = recovery.restored_step
-            places.append((float(step), f"rank {recovery.failed_rank} failed; resumed from step {step}"))
+            step, failed = recovery.restored_step, f"rank {recovery.failed_rank} failed"
+            cause = "more devices" if recovery.failed_rank is None else failed
+            places.append((float(step), f"{cause}; resumed from step {step}"))
         return tuple(places)
 
     def not_finite(self) -> tuple[tuple[float, str], ...]:

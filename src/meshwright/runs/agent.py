@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import replace_text
 from meshwright.core.object_path import AnyPath, parse_location
 from meshwright.core.packages import require_packages
 from meshwright.data.fingerprint import MISSING, fingerprint_folder
@@ -27,7 +28,6 @@ from meshwright.launch.lock import RunLock
 from meshwright.launch.network import Address
 from meshwright.launch.remote_nodes import name_node
 from meshwright.launch.token_file import read_token
-from meshwright.plan.contract import PLAN_FILE
 from meshwright.runs.ranks import PRELOAD, PRELOAD_SHARED
 from meshwright.runs.reporter import SILENT, Reporter
 
@@ -116,13 +116,20 @@ class _NodeFolder:
             return folder, error.problems
         return folder, []
 
+    def update(self, files: Mapping[str, str]) -> None:
+        """Write the files of another layout."""
+        assert self._locked is not None, "the node has joined"
+        self._write(self._locked, files)
+
     def _write(self, folder: Path, files: Mapping[str, str]) -> None:
         """Lock the folder, and write the files of its ranks."""
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         if self._locked != folder:
             self._stack.enter_context(RunLock.take(folder))
             self._locked = folder
-        (folder / PLAN_FILE).write_text(files[PLAN_FILE], encoding="utf-8")
+        for name, text in files.items():
+            if name != ASSIGNMENT_FILE and name == Path(name).name:
+                replace_text(folder / name, text)
         assignment = Assignment(**json.loads(files[ASSIGNMENT_FILE]))
         replace(assignment, run_dir=str(folder)).write()
 

@@ -12,7 +12,7 @@ from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.core.object_path import AnyPath
 from meshwright.core.packages import require_packages
-from meshwright.elastic.supervisor import LOGS
+from meshwright.elastic.rank_starter import LOGS
 from meshwright.launch.environment import prepare_environment
 from meshwright.runs.checkpoints import find_checkpoint, require_folder
 from meshwright.runs.ranks import build_launch, require_devices

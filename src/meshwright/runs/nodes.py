@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from meshwright.launch.assignment import ASSIGNMENT_FILE, Assignment
 from meshwright.launch.channel import Message
 from meshwright.launch.join import JoinListener
 from meshwright.launch.network import Address, ListenOptions
+from meshwright.launch.placement import Placement
 from meshwright.launch.remote_nodes import RemoteNodes
 from meshwright.launch.token_file import create_token
 from meshwright.plan.contract import PLAN_FILE, PlanContract
@@ -80,6 +80,17 @@ class NodeListener:
         return RemoteNodes(self.listener, count, order.run, order.describe, adopting, torch)
 
 
+def place_ranks(plan: PlanContract, assignment: Assignment | None = None) -> Placement:
+    """The device of each rank: as the assignment has it, or in order.
+
+    Raises:
+        UserError: A node would have no rank.
+    """
+    if assignment is not None and assignment.placement is not None:
+        return Placement.from_pairs(assignment.placement)
+    return Placement.in_order(plan.world_size, count_ranks_per_node(plan))
+
+
 def count_ranks_per_node(plan: PlanContract) -> int:
     """Ranks of each node; the last one may have fewer.
 
@@ -120,6 +131,11 @@ def _list_stores(assignment: Assignment) -> list[AnyPath]:
     return [parse_location(store) for store in assignment.stores or [assignment.checkpoint_dir]]
 
 
+def read_files(run_dir: Path, *names: str) -> dict[str, str]:
+    """Files of the run folder, for those of other nodes."""
+    return {name: (run_dir / name).read_text(encoding="utf-8") for name in names}
+
+
 class _NodeOrder:
     """What an agent gets when it joins: the files of its ranks, and what it must reach."""
 
@@ -134,7 +150,7 @@ class _NodeOrder:
         self._data = {folder: fingerprint_folder(Path(folder)) for folder in data}
 
     def describe(self, node: int) -> Message:
-        """The order for one node."""
+        """The order for one node, with the files as they are now."""
         run_dir = Path(self._assignment.run_dir)
         nonce, stores = secrets.token_hex(16), _list_stores(self._assignment)
         for store in stores:
@@ -147,10 +163,7 @@ class _NodeOrder:
             "node": node,
             "name": run_dir.resolve().name,
             "orphan_s": self._plan.job.elastic.orphan_s,
-            "files": {
-                PLAN_FILE: (run_dir / PLAN_FILE).read_text(encoding="utf-8"),
-                ASSIGNMENT_FILE: json.dumps(asdict(self._assignment)),
-            },
+            "files": read_files(run_dir, PLAN_FILE, ASSIGNMENT_FILE),
             "checkpoints": [
                 {"path": str(store), "file": f"{NONCE_FILE}-{node}", "nonce": nonce} for store in stores
             ],

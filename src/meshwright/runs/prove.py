@@ -13,7 +13,7 @@ from meshwright.core.errors import Problem, RunFailedError, UserError, name_inte
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_plural
-from meshwright.elastic.supervisor import LOGS
+from meshwright.elastic.rank_starter import LOGS
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
 from meshwright.layout.text import describe_layout

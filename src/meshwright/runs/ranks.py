@@ -69,6 +69,7 @@ def build_launch(
             0 if find_checkpoint is None else job.elastic.restarts,
             job.elastic.policy,
             job.elastic.node_wait_s,
+            job.elastic.may_change != "nothing",
         ),
         find_checkpoint=find_checkpoint or (lambda: None),
         spares=0 if find_checkpoint is None else job.elastic.spares,

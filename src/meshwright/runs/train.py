@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from meshwright.report.html import write_page
 from meshwright.report.run_report import PAGE_FILE, read_report
 from meshwright.report.tensorboard import TensorBoardSink
 from meshwright.report.trackers import RunOutcome, build_trackers
+from meshwright.runs.layouts import RunLayouts
 from meshwright.runs.loaded_job import LoadedJob
-from meshwright.runs.nodes import NodeListener, count_ranks_per_node, make_absolute, remove_nonces
+from meshwright.runs.nodes import NodeListener, make_absolute, place_ranks, remove_nonces
 from meshwright.runs.prepare import PreparedRun, find_orphans, prepare_run
 from meshwright.runs.ranks import build_launch, list_preload
 from meshwright.runs.reporter import Reporter
@@ -147,7 +149,7 @@ def _supervise_nodes(prepared: PreparedRun, nodes: NodeListener, reporter: Repor
     reporter.progress(f"waiting for {format_plural(others, 'agent')} to join, for at most {limit:g} s")
     local, remote = LocalAgent.start(list_preload(plan.job)), nodes.serve(plan, assignment)
     try:
-        return _supervise(plan, assignment, reporter, AgentPool(local, count_ranks_per_node(plan), remote))
+        return _supervise(plan, assignment, reporter, AgentPool(local, place_ranks(plan), remote))
     except UserError:
         if assignment.generation == 0 and not read_record(Path(assignment.run_dir)).furthest_step:
             shutil.rmtree(assignment.run_dir, ignore_errors=True)
@@ -170,7 +172,7 @@ def _adopt(
     plan, assignment = read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir)
     with _stores_of(plan, assignment).open(run_dir).locks:
         remote = None if nodes is None else nodes.serve(plan, assignment, adopting=True)
-        agents = AgentPool(agent, count_ranks_per_node(plan), remote)
+        agents = AgentPool(agent, place_ranks(plan, assignment), remote)
         return _supervise(plan, assignment, reporter, agents, adopts=True)
 
 
@@ -182,29 +184,39 @@ def _supervise(
     adopts: bool = False,
     entry: str | None = None,
 ) -> TrainedRun:
-    """Start the ranks, or adopt them, and follow them to the end."""
-    job, run_dir = plan.job, Path(assignment.run_dir)
-    listeners = EventListeners(job, run_dir, reporter)
-    supervisor = build_launch(
-        entry or ENTRY,
-        job,
-        run_dir,
-        listeners.on_event,
-        assignment.generation,
-        list_preload(job),
-        lambda: _find_checkpoint(plan, assignment, reporter),
-    )
-    supervisor.agents, supervisor.adopts = agents, adopts
-    if adopts:
-        before = read_record(run_dir)
-        supervisor.furthest_step = before.furthest_step
+    """Start the ranks, or adopt them, and follow them to the end, through all layouts of the run."""
+    adopted, earlier = adopts, None
+    run_dir, layouts = Path(assignment.run_dir), RunLayouts.of(plan, assignment)
+    listeners = EventListeners(plan.job, run_dir, reporter)
+    find_checkpoint = partial(_find_checkpoint, reporter)
     try:
         with listeners.attached():
-            stops = supervisor.run()
+            while True:
+                supervisor = build_launch(
+                    entry or ENTRY,
+                    plan.job,
+                    run_dir,
+                    listeners.on_event,
+                    assignment.generation,
+                    list_preload(plan.job),
+                    partial(find_checkpoint, plan, assignment),
+                )
+                supervisor.agents, supervisor.adopts, supervisor.earlier = agents, adopts, earlier
+                supervisor.layouts = None if layouts is None else layouts.choice
+                if adopts or earlier is not None:
+                    supervisor.furthest_step = listeners.record.furthest_step
+                stops = supervisor.run()
+                if supervisor.change is None or layouts is None:
+                    break
+                with _closing_on_error(agents := supervisor.change.agents):
+                    plan, assignment, earlier = layouts.change(
+                        plan, assignment, supervisor.change, listeners.on_event, find_checkpoint
+                    )
+                adopts = False
     except RunFailedError as error:
         raise fail_run(plan, error, listeners, run_dir, reporter) from None
     # Events of adopted ranks went to the file before.
-    record = read_record(run_dir) if adopts else listeners.record
+    record = read_record(run_dir) if adopted else listeners.record
     by_ctrl_c = signal.SIGINT in stops
     if stops and record.status == "unfinished":
         rule = "was stopped at once, before the step was finished and saved"
@@ -216,11 +228,21 @@ def _supervise(
     return replace(finish_run(plan, record, run_dir, listeners, reporter), by_ctrl_c=by_ctrl_c)
 
 
+@contextmanager
+def _closing_on_error(agents: AgentPool) -> Iterator[None]:
+    """End the agents if the next layout cannot be written."""
+    try:
+        yield
+    except BaseException:
+        agents.close(ok=False)
+        raise
+
+
 def _stores_of(plan: PlanContract, assignment: Assignment) -> CheckpointStores:
     return CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir, assignment.stores)
 
 
-def _find_checkpoint(plan: PlanContract, assignment: Assignment, reporter: Reporter) -> str | None:
+def _find_checkpoint(reporter: Reporter, plan: PlanContract, assignment: Assignment) -> str | None:
     """The newest whole checkpoint of a run, verified. All ranks of the generation have ended their writes.
 
     Raises:

@@ -24,6 +24,7 @@ from meshwright.spec.fields import (
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ResNetModel, TaggedModel
 
+MayChange = Literal["nothing", "data", "any"]
 LostNodePolicy = Literal["wait", "give-up"]
 ReadStrategy = Literal["primary", "any", "nearest"]
 Runtime = Literal[
@@ -292,9 +293,19 @@ class Elastic:
     """How long a run on several nodes waits for the agents of the other nodes to join."""
     policy: LostNodePolicy = "wait"
     """What a run does when the agent of a node is lost: `wait` for another one (`node_wait_s`), or `give-up`:
-    the run fails at once."""
+    it goes on at once with the devices that are left (`may_change`), or fails."""
     node_wait_s: Positive = 60.0
-    """How long a run waits for another agent of a lost node to join; then it fails."""
+    """How long a run waits for another agent of a lost node to join. Then it goes on with the devices that
+    are left (`may_change`), or fails."""
+    may_change: MayChange = "nothing"
+    """What a run may change to go on with fewer devices: `nothing`, the data-parallel degrees (`data`), or
+    the whole layout, which the planner searches again (`any`). Global batch and samples stay the same. When
+    devices come back, the run uses them again."""
+    grow_after_s: NonNegative = 30.0
+    """How long a device that came back must stay before the run changes its layout to use it."""
+    retry_device_s: NonNegative = 600.0
+    """A device whose rank failed more than `restarts` times in a row is left out, if `may_change` allows
+    it. After this time it is tried again; 0: never."""
     snapshot_every: Natural = 10
     """Steps between in-memory snapshots of the state, from which ranks go on after a failure; 0: none."""
 

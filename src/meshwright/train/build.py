@@ -12,6 +12,7 @@ from meshwright.checkpoint.copying import fetch_small_files
 from meshwright.checkpoint.hf.source import SOURCE_FILE, HfSource, load_source, read_hf_folder
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.resume import resume
+from meshwright.checkpoint.retired_snapshots import RetiredSnapshots, restore_resharded
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
 from meshwright.checkpoint.state_snapshots import StateSnapshots
@@ -79,7 +80,9 @@ def build_trainer(
     )
     snapshots = _build_snapshots(context, state)
     context.setup.end("rebuild")
-    if context.restore_step is not None:
+    if context.retired is not None:
+        _reshard(context, context.retired, state, snapshots)
+    elif context.restore_step is not None:
         assert snapshots is not None, "a snapshot to restore"
         snapshots.restore(context.restore_step)
     elif assignment.resume_from is not None:
@@ -97,6 +100,17 @@ def build_trainer(
     )
     stop = stop or StopSignal()
     return Trainer(context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop)
+
+
+def _reshard(
+    context: RankContext, retired: RetiredSnapshots, state: CheckpointedState, own: StateSnapshots | None
+) -> None:
+    """Load the state from the snapshots of another layout, and keep it as a snapshot of this one."""
+    restore_resharded(state, retired, context.mesh.rank)
+    retired.close()
+    if own is not None:
+        own.take()
+    context.events.write("resharded", step=state.counters.step)
 
 
 def skip_samples(context: RankContext, counters: TrainState) -> None:

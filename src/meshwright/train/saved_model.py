@@ -100,7 +100,7 @@ class _CheckpointWeights:
     def full_tensor(self, name: str) -> Tensor:
         """A full parameter."""
         values = self.saved.read(name)
-        require_finite(self.saved.checkpoint, name, values)
+        require_finite(self.saved.location, name, values)
         return values
 
 

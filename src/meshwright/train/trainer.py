@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.retired_snapshots import RetiredSnapshots
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
 from meshwright.core.events import Commit, EventWriter
@@ -70,6 +71,8 @@ class RankContext:
     """Entered around each commit; raises where this rank must write no more."""
     min_position: int = 0
     """Samples that are not read again: a rollback skips them."""
+    retired: RetiredSnapshots | None = None
+    """Snapshots of another layout to start from."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.checkpoint.retired_snapshots import RetiredSnapshots
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import EVENTS_FILE, Commit, EventWriter, Listener
 from meshwright.core.flight_ring import FLIGHT_VARIABLE
@@ -149,6 +150,8 @@ class _RankSession:
                     return None
                 if order.action == "exit":
                     return failure.write(events)
+                if order.action == "leave":
+                    return EXIT_OK
                 reset_process()
         except FencedError:
             return None
@@ -218,6 +221,7 @@ class _Generation:
                     setup,
                     nullcontext if self.link is None else self.link.commit,
                     self.order.min_position,
+                    self._open_retired(),
                 )
                 trainer = build_trainer(context, stop)
                 work(trainer)
@@ -242,6 +246,14 @@ class _Generation:
             return nullcontext()
         return self.link.aborting(self.order.generation, aborter.abort)
 
+    def _open_retired(self) -> RetiredSnapshots | None:
+        """The snapshots of the layout before, if the state is loaded from them."""
+        order = self.order
+        if order.reshard_from is None or order.restore_step is None or order.setup is None:
+            return None
+        paths = {int(rank): path for rank, path in order.setup.retired.items()}
+        return RetiredSnapshots(read_plan(self.folder / order.reshard_from).job, order.restore_step, paths)
+
     def _relayed_store(self, job: Job) -> dist.Store | None:
         """The rendezvous store of a run on several nodes; None on one."""
         if self.link is None or self.order.store != RELAYED_STORE:
@@ -254,9 +266,7 @@ class _Generation:
 
 
 def _reassign(assignment: Assignment, order: Order) -> Assignment:
-    """The assignment in a generation; the first one has it as it was written."""
-    if order.generation == assignment.generation:
-        return assignment
+    """The assignment in a generation."""
     resume_from = order.resume_from or assignment.resume_from
     return replace(assignment, generation=order.generation, resume_from=resume_from)
 

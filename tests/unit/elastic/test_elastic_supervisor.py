@@ -9,6 +9,7 @@ import pytest
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.elastic.policy import Budget
 from meshwright.elastic.supervisor import Supervisor
+from meshwright.launch.placement import Placement
 
 ADOPTED = {"is": "adopted", "store_dir": "store", "generation": 0, "ranks": [0]}
 LOST_PEER = {
@@ -27,6 +28,7 @@ class PlayedAgents:
     """The agent of two ranks on one node: replays messages, and records what it is sent."""
 
     nodes, count, interface = frozenset([0]), 1, "lo"
+    placement = Placement.in_order(world_size=2, ranks_per_node=2)
 
     def __init__(self, *batches: list[dict]) -> None:
         self.batches = list(batches)
@@ -34,8 +36,6 @@ class PlayedAgents:
 
     def node_of(self, rank):
         return 0
-
-    local_rank = node_of
 
     def wait(self, timeout_s):
         assert self.batches, "the supervisor waits for a message that never comes"

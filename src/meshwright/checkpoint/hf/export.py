@@ -33,14 +33,14 @@ from meshwright.checkpoint.hf.names import (
     list_hf_shapes,
 )
 from meshwright.checkpoint.hf.source import SOURCE_FILE, HfSource, load_source
-from meshwright.checkpoint.manifest import SELECTION_BIAS, read_manifest
+from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import sync_path
 from meshwright.core.object_path import AnyPath
 from meshwright.data.hf_tokenizer import TOKENIZER_CONFIG_FILE, hf_tokenizer_config, hf_tokenizer_text
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from meshwright.layout.state_chunks import TensorSlice
+from meshwright.layout.state_chunks import SELECTION_BIAS, TensorSlice
 from meshwright.spec.hf_config import INDEX_FILE, WEIGHTS_FILE, read_config
 from meshwright.spec.hf_config_reader import CONFIG_FILE
 from meshwright.spec.model import DecoderModel

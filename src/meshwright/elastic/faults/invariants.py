@@ -65,7 +65,7 @@ def read_history(events: Sequence[Event]) -> History:
 def _check_rollback(generation: int, start: int, furthest: int, events: Iterable[Event]) -> list[str]:
     """A generation starts where the one before ended, or where a recorded rollback says."""
     recorded = {e["restored_step"] for e in events if e["event"] == "recovered"}
-    recorded |= {e["step"] for e in events if e["event"] == "resumed"}
+    recorded |= {e["step"] for e in events if e["event"] in ("resumed", "resharded")}
     stepped = any(e["event"] == "step" for e in events)
     if start > furthest:
         return [f"generation {generation} starts after step {start}, but only {furthest} steps were done"]

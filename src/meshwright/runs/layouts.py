@@ -1,0 +1,151 @@
+"""The layouts of a run that may change: what is written when one follows another, and where its state is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import parse_name
+from meshwright.checkpoint.stores import CheckpointStores
+from meshwright.core.events import EVENTS_FILE, Event, EventWriter
+from meshwright.elastic.devices import DevicePool
+from meshwright.elastic.layout_change import (
+    EarlierLayout,
+    LayoutChange,
+    LayoutChoice,
+    Snapshots,
+    StateSource,
+    newest_covering_step,
+)
+from meshwright.launch.assignment import ASSIGNMENT_FILE, Assignment
+from meshwright.launch.placement import Placement
+from meshwright.layout.snapshot_tensors import covers_state
+from meshwright.plan.contract import (
+    PLAN_FILE,
+    PlanContract,
+    keep_earlier_plan,
+    layout_keys,
+    name_earlier_plan,
+    read_plan,
+    write_plan,
+)
+from meshwright.runs.nodes import place_ranks, read_files
+from meshwright.runs.replan import find_layout
+from meshwright.spec.layout import Layout
+
+FindCheckpoint = Callable[[PlanContract, Assignment], str | None]
+"""Finds the newest checkpoint that verifies."""
+
+
+@dataclass(frozen=True)
+class RunLayouts:
+    """Chooses the layouts of a run, and writes their plans."""
+
+    full: PlanContract
+    """The plan for all devices."""
+    choice: LayoutChoice
+
+    @classmethod
+    def of(cls, plan: PlanContract, assignment: Assignment) -> RunLayouts | None:
+        """The layouts of a run; None if its layout may not change.
+
+        Args:
+            plan: The current one.
+            assignment: Of the run; names the plan for all devices, if it is another one.
+        """
+        elastic = plan.job.elastic
+        if elastic.may_change == "nothing" or elastic.restarts == 0:
+            return None
+        full = plan
+        if assignment.full_plan is not None:
+            full = read_plan(Path(assignment.run_dir) / assignment.full_plan)
+        devices = DevicePool(
+            frozenset(place_ranks(full).devices),
+            elastic.grow_after_s,
+            elastic.retry_device_s,
+            frozenset(place_ranks(plan, assignment).devices),
+        )
+        return cls(full, LayoutChoice(devices, partial(find_layout, full)))
+
+    def change(
+        self,
+        before: PlanContract,
+        assignment: Assignment,
+        change: LayoutChange,
+        listener: Callable[[Event], None],
+        find_checkpoint: FindCheckpoint,
+    ) -> tuple[PlanContract, Assignment, EarlierLayout]:
+        """Write plan and assignment of the next layout, and the event of the change.
+
+        Args:
+            before: The plan of the layout that ended.
+            assignment: Of that layout.
+            change: The next layout, and what is left of the one before.
+            listener: Called with the event.
+            find_checkpoint: Finds the newest checkpoint.
+        """
+        run_dir, plan = Path(assignment.run_dir), change.next.plan
+        self.choice.devices.plan(change.next.devices)
+        self.choice.next = None
+        keep_earlier_plan(run_dir, assignment.generation)
+        earlier_file = name_earlier_plan(assignment.generation)
+        placement = Placement.on(change.next.devices, plan.world_size)
+        following = replace(
+            assignment,
+            generation=change.generation + 1,
+            placement=[list(device) for device in placement.devices],
+            full_plan=None if plan is self.full else assignment.full_plan or earlier_file,
+            attempt=time.time_ns() // 10**6,
+        )
+        write_plan(plan, run_dir / PLAN_FILE)
+        following.write()
+        events = EventWriter(run_dir / EVENTS_FILE, 0, change.generation, listener)
+        events.write(
+            "layout_changed",
+            reason=change.next.reason,
+            layout=_changed_keys(plan),
+            ranks_before=before.world_size,
+            ranks=plan.world_size,
+            step=change.furthest_step,
+        )
+        events.close()
+        change.agents.placement = placement
+        files = read_files(run_dir, PLAN_FILE, ASSIGNMENT_FILE, earlier_file)
+        choose = partial(
+            _choose_state, before, following, placement, lambda: find_checkpoint(plan, following)
+        )
+        return plan, following, EarlierLayout(change, earlier_file, files, choose)
+
+
+def _changed_keys(plan: PlanContract) -> dict[str, object]:
+    """The layout without the keys that have their default."""
+    default = {key: getattr(Layout(), key) for key in layout_keys(plan.job)}
+    keys = {k: v for k, v in layout_keys(plan.job).items() if v != default[k]}
+    return {key: value for key, value in keys.items() if key not in ("mode", "stage_layers")}
+
+
+def _choose_state(
+    before: PlanContract,
+    assignment: Assignment,
+    placement: Placement,
+    find_checkpoint: Callable[[], str | None],
+    snapshots: Snapshots,
+) -> StateSource:
+    """The newest state that all ranks of the next layout can load: snapshots, or a checkpoint."""
+    step = newest_covering_step(snapshots, placement.nodes, lambda ranks: covers_state(before.job, ranks))
+    stores = CheckpointStores.of(before.job.checkpoint, assignment.checkpoint_dir, assignment.stores)
+    stores.finish_drafts()
+    saved = max((_step_of(path.name) for path in stores.list_paths()), default=-1)
+    if step is not None and step >= saved:
+        return StateSource(snapshot_step=step)
+    checkpoint = find_checkpoint()
+    if checkpoint is None or (step is not None and step > _step_of(checkpoint.rpartition("/")[2])):
+        return StateSource(snapshot_step=step)
+    return StateSource(checkpoint=checkpoint)
+
+
+def _step_of(name: str) -> int:
+    return (parse_name(name) or (-1, 0))[0]

@@ -1,0 +1,137 @@
+"""Finds a layout for the devices that a run has left."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_plural
+from meshwright.launch.placement import Device
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import PlanContract
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job, MayChange
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality.table import with_layout
+
+MOST_TRIALS = 16
+"""Numbers of devices that are tried to say how many a run needs."""
+
+
+def find_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
+    """The best layout for some of a run's devices; for all of them, the first one.
+
+    Args:
+        full: The plan for all devices; its ``elastic.may_change`` says what may differ.
+        devices: Those that are left.
+
+    Raises:
+        UserError: No layout fits them; the error has the number that would do.
+    """
+    if len(devices) >= full.world_size:
+        return full
+    try:
+        plan = _try_layout(full, devices)
+    except UserError as error:
+        raise _no_layout(full, devices, error) from None
+    left = f"{len(devices)} of {full.world_size} devices are left (elastic.may_change)"
+    return dataclasses.replace(plan, reasons=(left, *plan.reasons))
+
+
+def _try_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
+    if not devices:
+        raise UserError(Problem("elastic-no-layout", "no device is left", "elastic.may_change"))
+    job = dataclasses.replace(full.job, cluster=shrink_cluster(full.job.cluster, devices))
+    may_change: MayChange = job.elastic.may_change
+    if may_change == "any":
+        return build_plan(with_layout(job, Layout()))[0]
+    refused: UserError | None = None
+    for layout in list_data_layouts(_unassigned(full), len(devices), job):
+        try:
+            return build_plan(with_layout(job, layout))[0]
+        except UserError as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    inner = full.job.layout.pp * full.job.layout.cp * full.job.layout.tp
+    rule = f"one replica needs {format_plural(inner, 'device')} (pp x cp x tp)"
+    raise UserError(Problem("elastic-no-layout", rule, "elastic.may_change", may_change))
+
+
+def _unassigned(full: PlanContract) -> Layout:
+    """The layout, without the layers that the planner assigned to stages: it assigns them anew."""
+    layout = full.job.layout
+    return dataclasses.replace(layout, stage_layers=None) if full.layers_assigned else layout
+
+
+def shrink_cluster(cluster: Cluster, devices: frozenset[Device]) -> Cluster:
+    """The cluster with these devices only.
+
+    If nodes have different numbers of them, it is planned as more nodes with the largest common divisor.
+    """
+    counts = Counter(device.node for device in devices)
+    per_node = math.gcd(*counts.values())
+    return dataclasses.replace(cluster, nodes=len(devices) // per_node, devices_per_node=per_node)
+
+
+def list_data_layouts(layout: Layout, devices: int, job: Job) -> Iterator[Layout]:
+    """Layouts with other data-parallel degrees, those with most ranks first.
+
+    ``pp``, ``cp`` and ``tp`` stay. ``ep``, which divides the data-parallel ranks, may become a divisor of
+    itself. The micro-batch stays, or the planner chooses another one.
+
+    Args:
+        layout: Of the whole run.
+        devices: That are left.
+        job: Of the run.
+    """
+    for degree in range(min(devices // (layout.pp * layout.cp * layout.tp), job.train.global_batch), 0, -1):
+        changed = _with_degree(layout, degree)
+        yield changed
+        if layout.micro_batch is not None:
+            yield dataclasses.replace(changed, micro_batch=None)
+
+
+def _with_degree(layout: Layout, degree: int) -> Layout:
+    """The layout with another number of data-parallel ranks."""
+    replicate, shard = degree, 1
+    if layout.dp_shard > 1:
+        replicate, shard = divmod(degree, layout.dp_shard)
+        if shard != 0 or replicate == 0:  # no whole shard groups
+            replicate, shard = 1, degree
+        else:
+            shard = layout.dp_shard
+    changed = dataclasses.replace(layout, dp_replicate=replicate, dp_shard=shard)
+    if shard * layout.cp == 1:
+        changed = dataclasses.replace(changed, zero=0, accumulate="sharded")
+    room = shard * layout.cp * layout.tp
+    ep = next(n for n in range(layout.ep, 0, -1) if layout.ep % n == 0 and room % (n * layout.etp) == 0)
+    return dataclasses.replace(changed, ep=ep)
+
+
+def _no_layout(full: PlanContract, devices: frozenset[Device], error: UserError) -> UserError:
+    """The error of devices that no layout fits, with the smallest number that would do."""
+    first, value = error.problems[0], full.job.elastic.may_change
+    left = format_plural(len(devices), "device")
+    rule = f"finds no layout for {left}: {first.path} {first.rule}".replace("elastic.may_change ", "")
+    needed = _count_needed(full, devices)
+    fix = f"{format_plural(needed, 'device')} would do"
+    return UserError(Problem("elastic-no-layout", rule, "elastic.may_change", value, fix))
+
+
+def _count_needed(full: PlanContract, devices: frozenset[Device]) -> int:
+    """The smallest number of devices for which there is a layout; those of the whole run at most."""
+    per_node = max(1, math.ceil(full.world_size / full.job.cluster.nodes))
+    everything = [Device(*divmod(number, per_node)) for number in range(full.world_size)]
+    between = range(len(devices) + 1, full.world_size)
+    stride = max(1, math.ceil(len(between) / MOST_TRIALS))
+    for count in between[::stride]:
+        try:
+            _try_layout(full, frozenset(everything[:count]))
+        except UserError:
+            continue
+        return count
+    return full.world_size
