@@ -10,8 +10,8 @@ import torch
 from prover import Prover
 
 from meshwright.checkpoint.hf.export import export_checkpoint
-from meshwright.layout.state_chunks import SELECTION_BIAS
 from meshwright.core.errors import UserError
+from meshwright.layout.state_chunks import SELECTION_BIAS
 from meshwright.report.html import draw_page
 from meshwright.report.run_report import read_report
 from meshwright.spec.load import load_job

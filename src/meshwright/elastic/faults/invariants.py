@@ -7,6 +7,7 @@ the global batch, mean that each sample was used exactly once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from meshwright.core.errors import UserError
 from meshwright.core.events import Event
 from meshwright.core.units import format_plural
 
+LAYOUT_ROUNDING = 1e-5
+"""Relative difference of the losses of a step in two layouts, in float32."""
 COMMITS = ("ready", "step", "eval", "checkpoint")
 
 
@@ -38,8 +41,10 @@ def read_history(events: Sequence[Event]) -> History:
     """Check the steps of all generations.
 
     In each generation a rank does each step once, in order, from where all ranks became ready. A later
-    generation goes back only by a recorded rollback. A step that is done again has the same loss.
+    generation goes back only by a recorded rollback. A step that is done again has the same loss; in another
+    layout, the same up to rounding.
     """
+    changed = [e["generation"] for e in events if e["event"] == "layout_changed"]
     found: list[str] = []
     losses: dict[int, Any] = {}
     generations = sorted({e["generation"] for e in events if e["event"] == "ready"})
@@ -51,8 +56,9 @@ def read_history(events: Sequence[Event]) -> History:
             found.append(f"generation {generation}: ranks start after different steps {starts}")
         found += _check_rollback(generation, start, max(losses, default=0), of)
         new = _follow_ranks(generation, starts, of, found)
+        rounding = LAYOUT_ROUNDING if generation - 1 in changed else 0.0
         for step, loss in new.items():
-            if step in losses and losses[step] != loss:
+            if step in losses and not _is_equal(loss, losses[step], rounding):
                 found.append(f"step {step} was done again with loss {loss} instead of {losses[step]}")
         losses |= new
     found += _check_fences(events)
@@ -60,6 +66,12 @@ def read_history(events: Sequence[Event]) -> History:
     if missing:
         found.append(f"steps {missing} are missing in the final history")
     return History(losses, tuple(found))
+
+
+def _is_equal(loss: Any, before: Any, rounding: float) -> bool:
+    if rounding and isinstance(loss, float) and isinstance(before, float):
+        return math.isclose(loss, before, rel_tol=rounding)
+    return bool(loss == before)
 
 
 def _check_rollback(generation: int, start: int, furthest: int, events: Iterable[Event]) -> list[str]:

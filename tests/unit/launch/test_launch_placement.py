@@ -1,0 +1,19 @@
+"""Which device each rank uses."""
+
+from __future__ import annotations
+
+from meshwright.launch.placement import Device, Placement
+
+
+def test_ranks_fill_node_after_node():
+    placement = Placement.in_order(world_size=5, ranks_per_node=2)
+    assert [tuple(device) for device in placement.devices] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert placement.nodes == {0, 1, 2}
+    assert [placement.ranks_on(node) for node in (0, 1, 2, 3)] == [[0, 1], [2, 3], [4], []]
+
+
+def test_ranks_use_the_devices_that_are_left_node_by_node():
+    left = frozenset({Device(3, 0), Device(0, 1), Device(3, 1), Device(0, 0)})
+    placement = Placement.on(left, world_size=3)
+    assert placement.devices == (Device(0, 0), Device(0, 1), Device(3, 0))
+    assert Placement.from_pairs([list(device) for device in placement.devices]) == placement
