@@ -96,7 +96,7 @@ class Attempt:
     @property
     def status(self) -> str:
         """How the attempt ended, according to its events."""
-        return self.record.outcome
+        return "layout changed" if self.record.layout_changes else self.record.outcome
 
     def feed(self, event: Event) -> None:
         """Take in one event of this attempt."""

@@ -176,6 +176,10 @@ class LayoutChanged:
     step: int
     """Steps that were done."""
 
+    def describe_layout(self) -> str:
+        """The new layout as keys."""
+        return " ".join(f"{key}={value}" for key, value in self.layout.items()) or "one process"
+
 
 _LAYOUT_CHANGE: TypeAdapter[LayoutChanged] = TypeAdapter(LayoutChanged)
 

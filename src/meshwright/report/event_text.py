@@ -176,7 +176,7 @@ class EventText:
         return f"warning: rank {event['failed_rank']} failed ({event['how']}); regrouping: {event['reason']}"
 
     def _describe_layout_changed(self, event: Event) -> str:
-        names = " ".join(f"{key}={value}" for key, value in event["layout"].items())
+        names = " ".join(f"{key}={value}" for key, value in event["layout"].items()) or "one process"
         ranks = f"{event['ranks_before']} ranks before, {event['ranks']} now"
         return f"warning: the layout changes after step {event['step']}: {event['reason']}; {ranks}: {names}"
 

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from meshwright.audit.compare import CollectiveRow, StateRow
-from meshwright.audit.record import Recovery
+from meshwright.audit.record import LayoutChanged, Recovery
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
@@ -314,7 +314,8 @@ def _goodput(report: RunReport) -> list[str]:
     rows = [("steps that count", goodput.steps_s), *goodput.lost_s.items()]
     cells = [(name, f"{seconds:.2f}", f"{seconds / goodput.wall_s:.1%}") for name, seconds in rows]
     parts = ["<h2>Goodput</h2>", table(("", "seconds", "share"), cells, numbers=(1, 2))]
-    return [*parts, *_recoveries(record.recoveries), *_attempts(report)]
+    changes = _layout_changes(record.layout_changes)
+    return [*parts, *_recoveries(record.recoveries), *changes, *_attempts(report)]
 
 
 def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
@@ -325,7 +326,7 @@ def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
     columns = ("failed rank", "how", "from", "step", "steps replayed", *parts)
     rows = [
         (
-            str(one.failed_rank),
+            "none" if one.failed_rank is None else str(one.failed_rank),
             one.how,
             one.source,
             str(one.restored_step),
@@ -336,6 +337,14 @@ def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
     ]
     text = "<p>Parts in seconds: see Recovery in the documentation.</p>"
     return ["<h2>Recoveries</h2>", text, *_collapsible_table(columns, rows, (0, *range(3, len(columns))))]
+
+
+def _layout_changes(changes: Sequence[LayoutChanged]) -> list[str]:
+    """By which the run went on with fewer devices, or with more."""
+    if not changes:
+        return []
+    rows = [(str(c.step), f"{c.ranks_before} to {c.ranks}", c.describe_layout(), c.reason) for c in changes]
+    return ["<h2>Layouts</h2>", table(("after step", "ranks", "layout", "reason"), rows, numbers=(0,))]
 
 
 def _attempts(report: RunReport) -> list[str]:

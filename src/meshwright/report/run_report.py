@@ -253,6 +253,7 @@ class RunReport:
                 for attempt in self.history.attempts
             ],
             "recoveries": [asdict(recovery) for recovery in record.recoveries],
+            "layout_changes": [asdict(change) for change in record.layout_changes],
             "replayed_steps": record.steps.replayed,
             "goodput": None if record.goodput is None else record.goodput.as_dict(),
             "checkpoints": record.saves.as_dict(),
