@@ -326,7 +326,10 @@ class Supervisor(SupervisorSettings):
     def _resume_running(self, step: int) -> None:
         """All ranks are ready to train from a step."""
         if self.state is State.REGROUPING and self._recovery is not None:
-            self._write_event("recovered", **self._recovery.finish(step))
+            recovered = self._recovery.finish(step)
+            self._write_event("recovered", **recovered)
+            if not recovered["replayed_steps"]:
+                self._recovery = None
         if self.earlier is not None:
             self._agents.broadcast({"do": "drop_retired"})
         self.state = State.RUNNING
