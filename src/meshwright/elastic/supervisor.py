@@ -28,6 +28,7 @@ from meshwright.elastic.policy import Budget, Failure, decide
 from meshwright.elastic.rank_view import RankView, State, first_failed
 from meshwright.elastic.rank_watch import RankWatch
 from meshwright.elastic.recovery import Recovery
+from meshwright.elastic.straggler_policy import StragglerEvent, StragglerHandling
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.caught_signals import caught_signals
 from meshwright.launch.channel import Message
@@ -83,6 +84,8 @@ class Supervisor:
     """How long to wait for the agents of all nodes."""
     furthest_step: int = 0
     """Steps that ranks to adopt have done."""
+    stragglers: StragglerHandling = field(default_factory=StragglerHandling)
+    """Names stragglers, and decides what to do with them; by default it names none."""
 
     def __post_init__(self) -> None:
         self.state = State.WAITING
@@ -133,6 +136,10 @@ class Supervisor:
         if failed and not self._stop:
             raise RunFailedError(self._report_on(first_failed(failed)).problem(time.time()))
         return list(self._stop)
+
+    def count_alive(self) -> int:
+        """Ranks that have a process; may be called in another thread."""
+        return sum(rank.alive for rank in self._ranks)
 
     def _watch(self) -> None:
         """Handle messages, signals and deadlines until all ranks have exited."""
@@ -334,6 +341,7 @@ class Supervisor:
         self._notify(event)
         if event["event"] == "step":
             self._note_step(event["step"])
+            self._handle_stragglers(self.stragglers.feed(event))
         if event["event"] == "ready":
             rank.peak_flops_per_s = event["peak_flops_per_s"]
         if event["event"] == "ready" and event["generation"] == self.generation:
@@ -350,6 +358,22 @@ class Supervisor:
         if replayed is not None:
             self._recovery = None
             self._write_event("replayed", **replayed)
+
+    def _handle_stragglers(self, found: Sequence[StragglerEvent]) -> None:
+        """Write what was found; by policy, take the rank from a straggler."""
+        for one in found:
+            rank = self._ranks[one.fields["rank"]]
+            host = {"host": self._report_on(rank).host} if one.name == "straggler" else {}
+            self._write_event(one.name, **one.fields, **host)
+            if one.action == "replace" and self.state is State.RUNNING:
+                rank.replaced = True
+                self._signal(signal.SIGKILL, [rank])
+            elif one.action == "exclude":
+                self._exclude(rank)
+
+    def _exclude(self, rank: RankView) -> None:
+        """Go on without the device of a straggler. Validation refuses the policy until a run can re-plan."""
+        raise NotImplementedError("elastic.straggler=exclude")
 
     def _resume_running(self, step: int) -> None:
         """All ranks are ready to train from a step."""
@@ -462,6 +486,9 @@ class Supervisor:
         self._recovery.note_ordered(source if restore_step is None else "snapshot", self.furthest_step)
         for rank in self._ranks:
             alive = rank.alive
+            if rank.replaced:
+                self._handle_stragglers(self.stragglers.note_replaced(rank.rank, self.furthest_step))
+                rank.replaced = False
             rank.alive, rank.exit_status, rank.fenced, rank.failure = True, None, False, None
             if alive:
                 self._order(rank, order)

@@ -33,6 +33,7 @@ from meshwright.runs.nodes import NodeListener, count_ranks_per_node, make_absol
 from meshwright.runs.prepare import PreparedRun, find_orphans, prepare_run
 from meshwright.runs.ranks import build_launch, list_preload
 from meshwright.runs.reporter import Reporter
+from meshwright.runs.status import RunStatus, serving_status
 from meshwright.runs.summary import summarize_run
 from meshwright.spec.job import Job
 
@@ -82,6 +83,8 @@ class EventListeners:
         self._job, self._reporter = job, reporter
         self._tensorboard = TensorBoardSink(run_dir) if job.train.tensorboard else None
         self._trackers = build_trackers(job, run_dir, reporter.warning)
+        self.feed = self.record.feed
+        """Takes every event first."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -95,7 +98,7 @@ class EventListeners:
 
     def on_event(self, event: Event) -> None:
         """Pass one event to all."""
-        self.record.feed(event)
+        self.feed(event)
         self._reporter.event(event)
         if self._tensorboard is not None:
             self._tensorboard.feed(event)
@@ -198,8 +201,10 @@ def _supervise(
     if adopts:
         before = read_record(run_dir)
         supervisor.furthest_step = before.furthest_step
+    status = RunStatus(plan, listeners.record, supervisor)
+    listeners.feed = status.feed
     try:
-        with listeners.attached():
+        with serving_status(job, run_dir, status, reporter, required=not adopts), listeners.attached():
             stops = supervisor.run()
     except RunFailedError as error:
         raise fail_run(plan, error, listeners, run_dir, reporter) from None

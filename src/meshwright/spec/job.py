@@ -13,6 +13,7 @@ from meshwright.spec.fields import (
     Count,
     Flag,
     Fraction,
+    HostPort,
     Location,
     Name,
     Natural,
@@ -25,6 +26,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import ResNetModel, TaggedModel
 
 LostNodePolicy = Literal["wait", "give-up"]
+StragglerPolicy = Literal["warn", "replace", "exclude"]
 ReadStrategy = Literal["primary", "any", "nearest"]
 Runtime = Literal[
     "meshwright",
@@ -297,6 +299,15 @@ class Elastic:
     """How long a run waits for another agent of a lost node to join; then it fails."""
     snapshot_every: Natural = 10
     """Steps between in-memory snapshots of the state, from which ranks go on after a failure; 0: none."""
+    straggler: StragglerPolicy = "warn"
+    """What a run does with a straggler, a rank that is slower than its peers: `warn` names it, `replace` also
+    gives its rank to another process (at most 3 times), `exclude` is not built."""
+    metrics: HostPort | None = None
+    """Serve `/health` and Prometheus `/metrics` at this `HOST:PORT`, such as `127.0.0.1:9400`; nothing is
+    served if left out."""
+    metrics_token_file: Location | None = None
+    """The bearer token that clients must send; written with mode 0600 if it does not exist. `metrics-token`
+    in the run's folder if left out."""
 
 
 @dataclass(frozen=True)

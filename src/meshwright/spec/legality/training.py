@@ -41,6 +41,15 @@ def check_rollback(job: Job) -> Problem | None:
     return Problem("train-rollback-restarts", rule, path="train.on_bad_step", value="rollback", fix=fix)
 
 
+def check_straggler_replacement(job: Job) -> Problem | None:
+    """A replacement is a recovery: the ranks regroup."""
+    if job.elastic.straggler != "replace" or job.elastic.restarts > 0:
+        return None
+    rule, fix = "needs ranks that regroup, and elastic.restarts=0", "Raise elastic.restarts, or use warn"
+    path = "elastic.straggler"
+    return Problem("elastic-straggler-restarts", rule, path=path, value="replace", fix=fix)
+
+
 def check_lr_scaling(job: Job) -> Problem | None:
     """The learning rate scales relative to a base batch."""
     train = job.train
@@ -245,6 +254,11 @@ RULES: tuple[Rule, ...] = (
         '`on_bad_step = "rollback"` needs `elastic.restarts` above 0.',
         check_rollback,
     ),
+    Rule(
+        "elastic-straggler-restarts",
+        '`elastic.straggler = "replace"` needs `elastic.restarts` above 0.',
+        check_straggler_replacement,
+    ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` need each other.", check_lr_scaling),
     *(_needs_reader(key) for key in OPTIONAL_KEYS),
     Rule("data-eval-name", "Every set of `data.eval` has its own name.", check_eval_names),
@@ -275,6 +289,7 @@ RULES: tuple[Rule, ...] = (
         check_noise_scale_layout,
         built=False,
     ),
+    not_built("elastic.straggler", ("warn", "replace"), "a run that goes on without a device", planned=False),
     not_built("consistency.mode", ("synchronous",), "relaxed consistency", planned=False),
     not_built("compression.kind", ("none", "bf16", "fp16"), "this compression", planned=False),
 )
