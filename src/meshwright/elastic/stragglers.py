@@ -22,16 +22,16 @@ WINDOW = 16
 """Steps that are looked at; a straggler is named within 20."""
 LATE_STEPS = 13
 """Steps of the window in which a straggler is late."""
-LATE_SHARE, LATE_NOISE = 0.04, 0.75
+LATE_SHARE, LATE_NOISE = 0.06, 0.75
 """A rank is late in a step if it works longer than its peers by this share of the step, and by this multiple
 of the noise: the usual deviation of a rank from its own median."""
-TYPICAL_SHARE, TYPICAL_NOISE = 0.06, 1.5
+TYPICAL_SHARE, TYPICAL_NOISE = 0.1, 1.5
 """The same for the median lateness of a straggler."""
 TYPICAL_SLOWDOWN = 1.2
 """The median time of a straggler, as a multiple of its peers'."""
 OVERLOADED_SHARE = 0.1
 """Share of a step without a CPU above which the peers are preempted, too."""
-RECOVERED_SHARE = 0.03
+RECOVERED_SHARE = 0.05
 """A straggler has recovered when its median lateness is below this share."""
 WARM_UP_STEPS = 3
 """First steps of a generation, which do not count: they compile, allocate and are audited."""

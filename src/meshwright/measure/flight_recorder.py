@@ -88,6 +88,7 @@ class FlightRecorder:
             dist.Work.wait = self._wait  # type: ignore[method-assign]
             self._wait = None
             self._functional_waits._destroy()
+            self.own_time.close()
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Note what the rank does from now on.
@@ -248,26 +249,32 @@ class FlightRecorder:
 
         def observed_wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             index, self._unfinished = self._unfinished, -1
-            begin_ns = time.monotonic_ns()
-            ring.WORD.pack_into(self._memory, ring.WAIT_AT, begin_ns)
+            ring.WORD.pack_into(self._memory, ring.WAIT_AT, self._begin_wait())
             try:
                 result = wait(work, *args, **kwargs)
             finally:
                 ring.WORD.pack_into(self._memory, ring.WAIT_AT, 0)
-            end_ns = time.monotonic_ns()
-            self._note_wait(begin_ns, end_ns)
+                end_ns = self._end_wait()
             if index >= 0:
                 end_at = ring.RECORDS_AT + index % ring.RECORDS * ring.RECORD.size + 2 * ring.WORD.size
                 ring.WORD.pack_into(self._memory, end_at, end_ns)
             return result
 
         dist.Work.wait = observed_wait  # type: ignore[assignment, method-assign]
-        self._functional_waits = observe_functional_waits(self._note_wait)
+        self._functional_waits = observe_functional_waits(self._begin_wait, self._end_wait)
 
-    def _note_wait(self, begin_ns: int, end_ns: int) -> None:
-        """Add a wait of the main thread. Others write checkpoints, while it goes on."""
+    def _begin_wait(self) -> int:
+        """Begin a wait; returns the time. Only the main thread counts: others write checkpoints beside it."""
+        now_ns = time.monotonic_ns()
         if threading.get_ident() == self._main_thread:
-            self.own_time.wait(begin_ns, end_ns)
+            self.own_time.begin_wait(now_ns)
+        return now_ns
+
+    def _end_wait(self) -> int:
+        now_ns = time.monotonic_ns()
+        if threading.get_ident() == self._main_thread:
+            self.own_time.end_wait(now_ns)
+        return now_ns
 
 
 def _line_of(frame: FrameType) -> int:

@@ -7,7 +7,6 @@ time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 WAIT = "wait_tensor"
 
 
-def observe_functional_waits(note: Callable[[int, int], None]) -> torch.library.Library:
-    """Call ``note`` with begin and end of each wait, in monotonic nanoseconds; returns what to destroy."""
+def observe_functional_waits(begin: Callable[[], object], end: Callable[[], object]) -> torch.library.Library:
+    """Call functions at the begin and at the end of each wait; returns what to destroy."""
     library = torch.library.Library("_c10d_functional", "IMPL")
     overload = torch.ops._c10d_functional.wait_tensor.default
     keys = {
@@ -27,9 +26,11 @@ def observe_functional_waits(note: Callable[[int, int], None]) -> torch.library.
     keys["meta"] = keys["cpu"]  # the device that a kernel sees of a fake tensor, in a dry run
 
     def observed_wait(tensor: Tensor) -> Tensor:
-        begin_ns = time.monotonic_ns()
-        result: Tensor = overload.redispatch(keys[tensor.device.type], tensor)
-        note(begin_ns, time.monotonic_ns())
+        begin()
+        try:
+            result: Tensor = overload.redispatch(keys[tensor.device.type], tensor)
+        finally:
+            end()
         return result
 
     library.impl(WAIT, observed_wait, "BackendSelect")

@@ -19,6 +19,8 @@ import time
 
 KINDS = {"waiting for data": "data", "checkpoint": "storage"}
 """What the own time of a phase is spent on; all other phases compute."""
+SHORT_WAIT_NS = 200_000
+"""Shorter waits are not looked at: reading the run queue takes a few microseconds."""
 SCHEDSTAT = "/proc/thread-self/schedstat"
 """CPU time, time in the run queue (both in ns) and number of time slices of the calling thread."""
 
@@ -34,12 +36,17 @@ class OwnTime:
         """Begin of the own time that is not added up yet."""
         self._issued_ns = 0
         """When the last asynchronous collective was issued, if nothing waited since."""
-        self._queued_ns = _read_queued_ns()
+        self._queue = RunQueue()
+        self._queued_ns = self._queue.read_ns()
+        """Time in the run queue until the last report."""
+        self._wait_queued_ns = 0
+        """The same at the begin of a wait."""
 
     def enter(self, phase: str, now_ns: int) -> None:
         """Another phase begins."""
-        if self._issued_ns and phase != "backward":
-            self.wait(self._issued_ns, now_ns)
+        if self._issued_ns and phase != "backward":  # the reducer has waited for its buckets
+            self._add(self._issued_ns)
+            self.end_wait(now_ns)
         self._add(now_ns)
         self._kind = KINDS.get(phase, "compute")
         self._issued_ns = 0
@@ -47,13 +54,22 @@ class OwnTime:
     def issue(self, now_ns: int, in_backward: bool) -> None:
         """An asynchronous collective begins."""
         self._issued_ns = now_ns if in_backward else 0
+        if in_backward:
+            self._wait_queued_ns = self._queue.read_ns()
 
-    def wait(self, begin_ns: int, end_ns: int) -> None:
-        """The rank waited for other ranks."""
+    def begin_wait(self, now_ns: int) -> None:
+        """The rank waits for others from now on."""
         self._issued_ns = 0
-        self._add(begin_ns)
-        self._waited_ns += end_ns - self._since_ns
-        self._since_ns = end_ns
+        self._add(now_ns)
+        self._wait_queued_ns = self._queue.read_ns()
+
+    def end_wait(self, now_ns: int) -> None:
+        """The wait is over. Time without a CPU in it is not that of the rank's work."""
+        waited_ns = now_ns - self._since_ns
+        self._waited_ns += waited_ns
+        self._since_ns = now_ns
+        if waited_ns > SHORT_WAIT_NS:
+            self._queued_ns += self._queue.read_ns() - self._wait_queued_ns
 
     def take(self) -> dict[str, float]:
         """Seconds since the last call by what they were spent on: ``spent_s`` of a ``step`` event.
@@ -61,13 +77,17 @@ class OwnTime:
         ``preempted`` is the time without a CPU. It is taken off the compute time, where most of it is.
         """
         self._add(time.monotonic_ns())
-        queued_ns, before_ns = _read_queued_ns(), self._queued_ns
+        queued_ns = self._queue.read_ns()
+        preempted_ns = min(self._own_ns["compute"], max(0, queued_ns - self._queued_ns))
         self._queued_ns = queued_ns
-        preempted_ns = min(self._own_ns["compute"], max(0, queued_ns - before_ns))
         self._own_ns["compute"] -= preempted_ns
         spent_ns = {**self._own_ns, "preempted": preempted_ns, "waiting": self._waited_ns}
         self._own_ns, self._waited_ns = dict.fromkeys(self._own_ns, 0), 0
         return {kind: round(spent / 1e9, 6) for kind, spent in spent_ns.items()}
+
+    def close(self) -> None:
+        """Close the file of the run queue."""
+        self._queue.close()
 
     def _add(self, now_ns: int) -> None:
         """Add the own time until now."""
@@ -76,12 +96,25 @@ class OwnTime:
         self._since_ns = now_ns
 
 
-def _read_queued_ns() -> int:
-    """How long this thread has been ready without a CPU so far; 0 where the system does not count it."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fd = os.open(SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+class RunQueue:
+    """How long the thread that made this object has been ready without a CPU."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = os.open(SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_ns(self) -> int:
+        """The time so far; 0 where the system does not count it."""
+        if self._fd < 0:
+            return 0
         try:
-            return int(os.read(fd, 128).split()[1])
-        finally:
-            os.close(fd)
-    return 0
+            return int(os.pread(self._fd, 96, 0).split()[1])
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
