@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from meshwright.audit.goodput import Goodput, RunClock
 from meshwright.audit.saves import Saves
 from meshwright.audit.steps import StepSeries
+from meshwright.audit.stragglers import StragglerLog
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.units import format_plural
@@ -251,6 +252,7 @@ class RunRecord:
     """What all checkpoints cost."""
     checkpoint_failures: list[str] = field(default_factory=list)
     last_checkpoint_failed: bool = False
+    stragglers: StragglerLog = field(default_factory=StragglerLog)
     notes: list[str] = field(default_factory=list)
     events_lost: dict[int, int] = field(default_factory=dict)
 
@@ -459,6 +461,11 @@ class RunRecord:
 
     def _on_rolled_back(self, event: Event, generation: GenerationRecord) -> None:
         self.changed_curves.add(generation.generation)
+
+    def _on_straggler(self, event: Event, generation: GenerationRecord) -> None:
+        self.stragglers.feed(event)
+
+    _on_straggler_recovered = _on_straggler
 
     def _on_events_lost(self, event: Event, generation: GenerationRecord) -> None:
         self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))

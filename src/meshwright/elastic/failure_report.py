@@ -128,6 +128,8 @@ class FailureReport:
             what = f"{report['kind']}: {report['message'].splitlines()[0]}"
             return what if status is None else f"exit status {status}: {what}"
         assert status is not None, "a rank without a report has ended"
+        if self.rank.replaced and status == -signal.SIGKILL:
+            return "a straggler, replaced"
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def classify(self) -> Failure:

@@ -47,6 +47,8 @@ class RankView:
     last_event: Event = field(default_factory=dict)
     peak_flops_per_s: float | None = None
     """Of its device, once it was ready; its replacement does not measure it again."""
+    replaced: bool = False
+    """Whether its process was killed as a straggler, so that another one takes the rank."""
 
     @property
     def left(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from meshwright.core.events import Event
 from meshwright.elastic.layout_change import EarlierLayout, LayoutChoice
 from meshwright.elastic.policy import Budget
+from meshwright.elastic.straggler_policy import StragglerHandling
 from meshwright.launch.agent_pool import AgentPool
 
 
@@ -48,6 +49,8 @@ class SupervisorSettings:
     """How long to wait for the agents of all nodes."""
     furthest_step: int = 0
     """Steps that ranks to adopt have done."""
+    stragglers: StragglerHandling = field(default_factory=StragglerHandling)
+    """Names stragglers, and decides what to do with them; by default it names none."""
     layouts: LayoutChoice | None = None
     """Chooses another layout when devices are lost or come back; None: the layout may not change."""
     earlier: EarlierLayout | None = None

@@ -36,6 +36,7 @@ from meshwright.elastic.rank_view import RankView, State, first_failed
 from meshwright.elastic.rank_watch import RankWatch
 from meshwright.elastic.recovery import Recovery
 from meshwright.elastic.settings import SupervisorSettings
+from meshwright.elastic.straggler_policy import StragglerEvent
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.caught_signals import caught_signals
 from meshwright.launch.channel import Message
@@ -136,6 +137,10 @@ class Supervisor(SupervisorSettings):
         self._ready, self._store_dir = set(change.ready), change.store_dir
         self._recovery, self._min_position = change.recovery, change.min_position
         self._go_on_if_complete()
+
+    def count_alive(self) -> int:
+        """Ranks that have a process; may be called in another thread."""
+        return sum(rank.alive for rank in self._ranks)
 
     def _watch(self) -> None:
         """Handle messages, signals and deadlines until all ranks have exited."""
@@ -304,6 +309,7 @@ class Supervisor(SupervisorSettings):
         self._notify(event)
         if event["event"] == "step":
             self._note_step(event["step"])
+            self._handle_stragglers(self.stragglers.feed(event))
         if event["event"] == "finished" and rank.rank == 0:
             self._outcome = event["status"]
         if event["event"] == "ready":
@@ -322,6 +328,27 @@ class Supervisor(SupervisorSettings):
         if replayed is not None:
             self._recovery = None
             self._write_event("replayed", **replayed)
+
+    def _handle_stragglers(self, found: Sequence[StragglerEvent]) -> None:
+        """Write what was found; by policy, take the rank from a straggler."""
+        for one in found:
+            rank = self._ranks[one.fields["rank"]]
+            host = {"host": self._report_on(rank).host} if one.name == "straggler" else {}
+            self._write_event(one.name, **one.fields, **host)
+            if one.action == "replace" and self.state is State.RUNNING:
+                rank.replaced = True
+                self._signal(signal.SIGKILL, [rank])
+            elif one.action == "exclude" and self.state is State.RUNNING:
+                self._exclude_straggler(rank.rank)
+
+    def _exclude_straggler(self, rank: int) -> None:
+        """Save a checkpoint and go on without the device of a straggler, if there is a layout."""
+        if self.layouts is None or self.layouts.next is not None or self._stop:
+            return
+        device = self._agents.placement.devices[rank]
+        self.layouts.devices.exclude(device, time.monotonic())
+        if self.layouts.shrink(self._ready, f"{device} is left out: rank {rank} is a straggler"):
+            self._signal(signal.SIGTERM, self._ranks)
 
     def _resume_running(self, step: int) -> None:
         """All ranks are ready to train from a step."""
@@ -447,6 +474,9 @@ class Supervisor(SupervisorSettings):
         self._recovery.note_ordered(source if restore_step is None else "snapshot", self.furthest_step)
         for rank in self._ranks:
             alive = rank.alive
+            if rank.replaced:
+                self._handle_stragglers(self.stragglers.note_replaced(rank.rank, self.furthest_step))
+                rank.replaced = False
             rank.alive, rank.exit_status, rank.fenced, rank.failure = True, None, False, None
             if alive:
                 self._order(rank, order)

@@ -204,6 +204,14 @@ def _explain_spares(job: Job) -> str | None:
     return "the first failure ends the run (elastic.restarts=0)" if job.elastic.restarts == 0 else None
 
 
+def _explain_straggler(job: Job) -> str | None:
+    return "one process has no peers" if job.layout.world_size == 1 else None
+
+
+def _explain_metrics_token(job: Job) -> str | None:
+    return "nothing is served without elastic.metrics" if job.elastic.metrics is None else None
+
+
 def _explain_snapshots(job: Job) -> str | None:
     return _explain_spares(job) or _longer_than_run("elastic.snapshot_every", "no snapshot is taken")(job)
 
@@ -274,6 +282,8 @@ REASONS: dict[str, Reason] = {
     "elastic.collective_timeout_s": _explain_timeout,
     "elastic.spares": _explain_spares,
     "elastic.snapshot_every": _explain_snapshots,
+    "elastic.straggler": _explain_straggler,
+    "elastic.metrics_token_file": _explain_metrics_token,
     "elastic.join_timeout_s": _explain_one_node,
     "elastic.policy": _explain_policy,
     "elastic.node_wait_s": _explain_node_wait,

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from meshwright.core import flight_ring as ring
 from meshwright.core.events import warn
+from meshwright.measure.functional_waits import observe_functional_waits
+from meshwright.measure.own_time import OwnTime
 
 SKIPPED_CODE = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
 """Code that does not call a collective: torch, this package, generated code; and the standard library."""
@@ -37,6 +39,7 @@ PACKAGES = ("site-packages", "dist-packages")
 """Folders of installed packages, inside of the standard library."""
 PACKAGE_PARENT = f"{Path(__file__).parents[2]}{os.sep}"
 PHASE_NUMBERS = {name: number for number, name in enumerate(ring.PHASES)}
+BACKWARD = PHASE_NUMBERS["backward"]
 
 Item = TypeVar("Item")
 
@@ -48,11 +51,13 @@ class FlightRecorder:
         self._memory = _open_memory()
         self._clear()
         self._changes = 0
+        self.own_time = OwnTime()
         self._unfinished = -1
         """The record of a synchronous call whose wait comes next."""
         self._main_thread = threading.get_ident()
         self._stopped = threading.Event()
         self._wait: Any = None
+        self._functional_waits: Any = None
         self._heartbeat: threading.Thread | None = None
 
     def _clear(self) -> None:
@@ -82,6 +87,8 @@ class FlightRecorder:
         if self._wait is not None:
             dist.Work.wait = self._wait  # type: ignore[method-assign]
             self._wait = None
+            self._functional_waits._destroy()
+            self.own_time.close()
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Note what the rank does from now on.
@@ -93,9 +100,10 @@ class FlightRecorder:
         if step is not None:
             self._step = step
         self._changes += 1
-        self._phase = PHASE_NUMBERS[phase]
+        self._phase, now_ns = PHASE_NUMBERS[phase], time.monotonic_ns()
+        self.own_time.enter(phase, now_ns)
         ring.PROGRESS.pack_into(
-            self._memory, ring.PROGRESS_AT, self._step, self._phase, time.monotonic_ns(), self._changes
+            self._memory, ring.PROGRESS_AT, self._step, self._phase, now_ns, self._changes
         )
 
     def read_data(self, items: Iterable[Item], phase: str, last_phase: str | None = None) -> Iterator[Item]:
@@ -141,7 +149,7 @@ class FlightRecorder:
             synchronous: Whether the caller waits for it at once.
         """
         channel, numbers = self._find_channel(axis, group, op, peer)
-        sequence, index = next(numbers), next(self._calls)
+        sequence, index, now_ns = next(numbers), next(self._calls), time.monotonic_ns()
         shape: tuple[int, ...] = tuple(tensors[0].shape) if len(tensors) == 1 else ()
         dims = len(shape) if len(tensors) == 1 else ring.MOST_DIMS + 1
         source, line = self._find_caller()
@@ -149,7 +157,7 @@ class FlightRecorder:
             self._memory,
             ring.RECORDS_AT + index % ring.RECORDS * ring.RECORD.size,
             index + 1,
-            time.monotonic_ns(),
+            now_ns,
             0,
             sequence,
             sum(tensor.numel() for tensor in tensors),
@@ -167,6 +175,8 @@ class FlightRecorder:
         ring.WORD.pack_into(self._memory, ring.CALLS_AT + channel * ring.WORD.size, sequence)
         ring.WORD.pack_into(self._memory, ring.COUNT_AT, index + 1)
         self._unfinished = index if synchronous else -1
+        if not synchronous:
+            self.own_time.issue(now_ns, in_backward=self._phase == BACKWARD)
 
     def _find_channel(
         self, axis: str, group: dist.ProcessGroup, op: str, peer: int
@@ -239,17 +249,32 @@ class FlightRecorder:
 
         def observed_wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             index, self._unfinished = self._unfinished, -1
-            ring.WORD.pack_into(self._memory, ring.WAIT_AT, time.monotonic_ns())
+            ring.WORD.pack_into(self._memory, ring.WAIT_AT, self._begin_wait())
             try:
                 result = wait(work, *args, **kwargs)
             finally:
                 ring.WORD.pack_into(self._memory, ring.WAIT_AT, 0)
+                end_ns = self._end_wait()
             if index >= 0:
                 end_at = ring.RECORDS_AT + index % ring.RECORDS * ring.RECORD.size + 2 * ring.WORD.size
-                ring.WORD.pack_into(self._memory, end_at, time.monotonic_ns())
+                ring.WORD.pack_into(self._memory, end_at, end_ns)
             return result
 
         dist.Work.wait = observed_wait  # type: ignore[assignment, method-assign]
+        self._functional_waits = observe_functional_waits(self._begin_wait, self._end_wait)
+
+    def _begin_wait(self) -> int:
+        """Begin a wait; returns the time. Only the main thread counts: others write checkpoints beside it."""
+        now_ns = time.monotonic_ns()
+        if threading.get_ident() == self._main_thread:
+            self.own_time.begin_wait(now_ns)
+        return now_ns
+
+    def _end_wait(self) -> int:
+        now_ns = time.monotonic_ns()
+        if threading.get_ident() == self._main_thread:
+            self.own_time.end_wait(now_ns)
+        return now_ns
 
 
 def _line_of(frame: FrameType) -> int:

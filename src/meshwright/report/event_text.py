@@ -23,6 +23,8 @@ FROM_EVERY_RANK = frozenset(
         "replayed",
         "snapshots_off",
         "stopping",
+        "straggler",
+        "straggler_recovered",
     }
 )
 """Events that are shown whichever rank wrote them; of all others only rank 0's."""
@@ -213,6 +215,17 @@ class EventText:
 
     def _describe_hang(self, event: Event) -> str:
         return f"{'warning: ' if event['cause'] not in ('computing', 'running') else ''}{event['verdict']}"
+
+    def _describe_straggler(self, event: Event) -> str:
+        per = "save" if event["phase"] == "storage" else "step"
+        late = f"{format_seconds(event['lateness_s'])} ({event['share']:.0%} of a step)"
+        who = f"rank {event['rank']} on {event['host']} is a straggler since step {event['since_step']}"
+        then = "; another process takes its rank" if event["action"] == "replace" else ""
+        return f"warning: {who}: {late} later than its peers in every {per}, by {event['phase']}{then}"
+
+    def _describe_straggler_recovered(self, event: Event) -> str:
+        how = "was replaced" if event.get("replaced") else "is as fast as its peers again"
+        return f"rank {event['rank']}, a straggler since step {event['since_step']}, {how}"
 
     def _describe_stopping(self, event: Event) -> str:
         return "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from meshwright.audit.compare import CollectiveRow, StateRow
 from meshwright.audit.record import LayoutChanged, Recovery
+from meshwright.audit.stragglers import StragglerSpan
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
-from meshwright.core.units import format_bytes
+from meshwright.core.units import format_bytes, format_seconds
 from meshwright.core.version import __version__
 from meshwright.report.figure import can_draw, embedded_svg
 from meshwright.report.generation_plot import draw_generations
@@ -314,8 +315,31 @@ def _goodput(report: RunReport) -> list[str]:
     rows = [("steps that count", goodput.steps_s), *goodput.lost_s.items()]
     cells = [(name, f"{seconds:.2f}", f"{seconds / goodput.wall_s:.1%}") for name, seconds in rows]
     parts = ["<h2>Goodput</h2>", table(("", "seconds", "share"), cells, numbers=(1, 2))]
+    stragglers = _stragglers(record.stragglers.spans)
     changes = _layout_changes(record.layout_changes)
-    return [*parts, *_recoveries(record.recoveries), *changes, *_attempts(report)]
+    return [*parts, *_recoveries(record.recoveries), *changes, *stragglers, *_attempts(report)]
+
+
+def _stragglers(spans: Sequence[StragglerSpan]) -> list[str]:
+    """The ranks that were named as stragglers."""
+    if not spans:
+        return []
+    columns = ("rank", "host", "phase", "times its peers", "late", "share", "from step", "to step", "action")
+    rows = [
+        (
+            str(one.rank),
+            one.host,
+            one.phase,
+            f"{one.slowdown:.2f}",
+            format_seconds(one.lateness_s),
+            f"{one.share:.1%}",
+            str(one.since_step),
+            "-" if one.recovered_step is None else str(one.recovered_step),
+            one.action,
+        )
+        for one in spans
+    ]
+    return ["<h2>Stragglers</h2>", *_collapsible_table(columns, rows, (0, 3, 4, 5, 6, 7))]
 
 
 def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:

@@ -204,7 +204,8 @@ class RunReport:
 
     def notes(self) -> list[str]:
         """Notes and the reasons of the plan."""
-        notes = [*self.history.run.notes, *(self.verdict.coverage if self.audited else ())]
+        stragglers = [span.sentence() for span in self.history.run.stragglers.spans]
+        notes = [*self.history.run.notes, *stragglers, *(self.verdict.coverage if self.audited else ())]
         if without := self.history.run.targetless_text():
             notes.append(without)
         broken = [name for _, name in self.history.not_finite()]
@@ -255,6 +256,7 @@ class RunReport:
             "recoveries": [asdict(recovery) for recovery in record.recoveries],
             "layout_changes": [asdict(change) for change in record.layout_changes],
             "replayed_steps": record.steps.replayed,
+            "stragglers": record.stragglers.as_list(),
             "goodput": None if record.goodput is None else record.goodput.as_dict(),
             "checkpoints": record.saves.as_dict(),
             "loss": record.target_losses[-1] if record.target_losses else None,

@@ -12,6 +12,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import Event
 from meshwright.core.packages import package_version
 from meshwright.elastic.policy import Budget
+from meshwright.elastic.straggler_policy import StragglerHandling, build_straggler_handling
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.launch.environment import prepare_environment
 from meshwright.runs.reporter import Reporter
@@ -76,6 +77,7 @@ def build_launch(
         keeps_silent=job.cluster.device == "cpu",
         orphan_s=0.0 if find_checkpoint is None else job.elastic.orphan_s,
         join_timeout_s=job.elastic.join_timeout_s,
+        stragglers=StragglerHandling() if find_checkpoint is None else build_straggler_handling(job),
     )
 
 

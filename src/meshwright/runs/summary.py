@@ -44,6 +44,7 @@ def summarize_run(plan: PlanContract, record: RunRecord, audit: Audit, run_dir: 
         "collectives": [row.as_dict() for row in audit.collectives],
         "recoveries": len(record.recoveries),
         "layout_changes": len(record.layout_changes),
+        "stragglers": record.stragglers.as_list(),
         "goodput": None if record.goodput is None else record.goodput.as_dict(),
         "checkpoint": record.checkpoint,
         "checkpoints": record.saves.as_dict(),

@@ -19,6 +19,7 @@ from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError,
 from meshwright.core.events import Event
 from meshwright.core.units import format_plural
 from meshwright.diagnose.out_of_memory import explain_oom
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.local import LocalAgent
@@ -29,12 +30,13 @@ from meshwright.report.html import write_page
 from meshwright.report.run_report import PAGE_FILE, read_report
 from meshwright.report.tensorboard import TensorBoardSink
 from meshwright.report.trackers import RunOutcome, build_trackers
-from meshwright.runs.layouts import RunLayouts
+from meshwright.runs.layouts import FindCheckpoint, RunLayouts
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.nodes import NodeListener, make_absolute, place_ranks, remove_nonces
 from meshwright.runs.prepare import PreparedRun, find_orphans, prepare_run
 from meshwright.runs.ranks import build_launch, list_preload
 from meshwright.runs.reporter import Reporter
+from meshwright.runs.status import RunStatus, serving_status
 from meshwright.runs.summary import summarize_run
 from meshwright.spec.job import Job
 
@@ -84,6 +86,8 @@ class EventListeners:
         self._job, self._reporter = job, reporter
         self._tensorboard = TensorBoardSink(run_dir) if job.train.tensorboard else None
         self._trackers = build_trackers(job, run_dir, reporter.warning)
+        self.feed = self.record.feed
+        """Takes every event first."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -97,7 +101,7 @@ class EventListeners:
 
     def on_event(self, event: Event) -> None:
         """Pass one event to all."""
-        self.record.feed(event)
+        self.feed(event)
         self._reporter.event(event)
         if self._tensorboard is not None:
             self._tensorboard.feed(event)
@@ -185,38 +189,34 @@ def _supervise(
     entry: str | None = None,
 ) -> TrainedRun:
     """Start the ranks, or adopt them, and follow them to the end, through all layouts of the run."""
-    adopted, earlier = adopts, None
     run_dir, layouts = Path(assignment.run_dir), RunLayouts.of(plan, assignment)
     listeners = EventListeners(plan.job, run_dir, reporter)
     find_checkpoint = partial(_find_checkpoint, reporter)
+    build = partial(_build_supervisor, entry or ENTRY, listeners, layouts, find_checkpoint)
+    supervisor = build(plan, assignment)
+    supervisor.agents, supervisor.adopts = agents, adopts
+    if adopts:
+        supervisor.furthest_step = listeners.record.furthest_step
+    status = RunStatus(plan, listeners.record, supervisor)
+    listeners.feed = status.feed
     try:
-        with listeners.attached():
-            while True:
-                supervisor = build_launch(
-                    entry or ENTRY,
-                    plan.job,
-                    run_dir,
-                    listeners.on_event,
-                    assignment.generation,
-                    list_preload(plan.job),
-                    partial(find_checkpoint, plan, assignment),
-                )
-                supervisor.agents, supervisor.adopts, supervisor.earlier = agents, adopts, earlier
-                supervisor.layouts = None if layouts is None else layouts.choice
-                if adopts or earlier is not None:
-                    supervisor.furthest_step = listeners.record.furthest_step
-                stops = supervisor.run()
-                if supervisor.change is None or layouts is None:
-                    break
-                with _closing_on_error(agents := supervisor.change.agents):
+        with serving_status(plan.job, run_dir, status, reporter, required=not adopts), listeners.attached():
+            stops = supervisor.run()
+            while supervisor.change is not None and layouts is not None:
+                change = supervisor.change
+                with _closing_on_error(change.agents):
                     plan, assignment, earlier = layouts.change(
-                        plan, assignment, supervisor.change, listeners.on_event, find_checkpoint
+                        plan, assignment, change, listeners.on_event, find_checkpoint
                     )
-                adopts = False
+                    supervisor = build(plan, assignment)
+                supervisor.agents, supervisor.earlier = change.agents, earlier
+                supervisor.furthest_step = change.furthest_step
+                status.follow(plan, supervisor)
+                stops = supervisor.run()
     except RunFailedError as error:
         raise fail_run(plan, error, listeners, run_dir, reporter) from None
     # Events of adopted ranks went to the file before.
-    record = read_record(run_dir) if adopted else listeners.record
+    record = read_record(run_dir) if adopts else listeners.record
     by_ctrl_c = signal.SIGINT in stops
     if stops and record.status == "unfinished":
         rule = "was stopped at once, before the step was finished and saved"
@@ -226,6 +226,28 @@ def _supervise(
         listeners.close(RunOutcome("unfinished", page=stopped.page))
         raise stopped
     return replace(finish_run(plan, record, run_dir, listeners, reporter), by_ctrl_c=by_ctrl_c)
+
+
+def _build_supervisor(
+    entry: str,
+    listeners: EventListeners,
+    layouts: RunLayouts | None,
+    find_checkpoint: FindCheckpoint,
+    plan: PlanContract,
+    assignment: Assignment,
+) -> Supervisor:
+    """The supervisor of one layout of a run."""
+    supervisor = build_launch(
+        entry,
+        plan.job,
+        Path(assignment.run_dir),
+        listeners.on_event,
+        assignment.generation,
+        list_preload(plan.job),
+        partial(find_checkpoint, plan, assignment),
+    )
+    supervisor.layouts = None if layouts is None else layouts.choice
+    return supervisor
 
 
 @contextmanager

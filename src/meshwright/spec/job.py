@@ -13,6 +13,7 @@ from meshwright.spec.fields import (
     Count,
     Flag,
     Fraction,
+    HostPort,
     Location,
     Name,
     Natural,
@@ -26,6 +27,7 @@ from meshwright.spec.model import ResNetModel, TaggedModel
 
 MayChange = Literal["nothing", "data", "any"]
 LostNodePolicy = Literal["wait", "give-up"]
+StragglerPolicy = Literal["warn", "replace", "exclude"]
 ReadStrategy = Literal["primary", "any", "nearest"]
 Runtime = Literal[
     "meshwright",
@@ -308,6 +310,16 @@ class Elastic:
     it. After this time it is tried again; 0: never."""
     snapshot_every: Natural = 10
     """Steps between in-memory snapshots of the state, from which ranks go on after a failure; 0: none."""
+    straggler: StragglerPolicy = "warn"
+    """What a run does with a straggler, a rank that is slower than its peers: `warn` names it, `replace` also
+    gives its rank to another process (at most 3 times), `exclude` goes on without its device
+    (`may_change`)."""
+    metrics: HostPort | None = None
+    """Serve `/health` and Prometheus `/metrics` at this `HOST:PORT`, such as `127.0.0.1:9400`; nothing is
+    served if left out."""
+    metrics_token_file: Location | None = None
+    """The bearer token that clients must send; written with mode 0600 if it does not exist. `metrics-token`
+    in the run's folder if left out."""
 
 
 @dataclass(frozen=True)

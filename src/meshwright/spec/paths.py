@@ -30,6 +30,7 @@ PATH_KEYS = (
     "layout.schedule_file",
     "checkpoint.dir",
     "checkpoint.stores",
+    "elastic.metrics_token_file",
 )
 """Keys whose value is a path, or may be one."""
 

@@ -213,6 +213,7 @@ class Trainer:
             **meter.read(targets / step_s),
             **self.amp.step_fields(result.grad_norm, bad is not None),
             bad_step=None if bad is None else bad.kind,
+            spent_s=self.flight.own_time.take(),
             **({} if result.expert_load is None else result.expert_load.step_fields()),
         )
         report_load = self.mesh.rank == 0 and is_load_report_due(self.step, self.job.train.steps)

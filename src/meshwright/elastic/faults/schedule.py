@@ -43,6 +43,8 @@ class Fault:
     connections: int | None = None
     grace_s: float | None = None
     """Time between SIGTERM and SIGKILL."""
+    factor: float | None = None
+    """How many times as long the work of a slowed rank takes."""
 
     def __str__(self) -> str:
         """The sentence, as :func:`parse_fault` reads it."""
@@ -92,6 +94,11 @@ def connect(step: int, connections: int) -> Fault:
     return _checked(Fault("connect", step=step, connections=connections))
 
 
+def slow(rank: int, step: int, factor: float, for_s: float) -> Fault:
+    """Let the work of a rank take longer, by SIGSTOP and SIGCONT in turn, for a while."""
+    return _checked(Fault("slow", rank, step, factor=factor, for_s=for_s))
+
+
 ARGUMENTS: dict[str, tuple[set[str], set[str]]] = {
     "fail": ({"rank"}, {"step", "during", "after_s"}),
     "stop": ({"rank", "step", "for_s"}, {"during"}),
@@ -101,6 +108,7 @@ ARGUMENTS: dict[str, tuple[set[str], set[str]]] = {
     "shift_clock": ({"rank", "step", "by_s"}, set()),
     "call_wrongly": ({"rank", "step", "call"}, set()),
     "connect": ({"step", "connections"}, set()),
+    "slow": ({"rank", "step", "factor", "for_s"}, set()),
 }
 """Needed and optional arguments of each kind."""
 INTEGERS = ("rank", "step", "connections")
@@ -177,8 +185,8 @@ def _checked(fault: Fault) -> Fault:
             rule = f"must be an integer of at least {int(name != 'rank')}"
         else:
             right = isinstance(value, int | float) and not isinstance(value, bool)
-            right = right and (value >= 0 or name == "by_s")
-            rule = "must be a number of seconds"
+            right = right and (value >= 0 or name == "by_s") and (value >= 1 or name != "factor")
+            rule = "must be a number of seconds" if name != "factor" else "must be a number of at least 1"
         if not right:
             raise UserError(Problem("faults-schedule", f"{fault}: {name} {rule}", fix=f"Change {name}"))
     if fault.kind == "fail" and (fault.step is None) == (fault.after_s is None):

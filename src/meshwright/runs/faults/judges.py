@@ -22,6 +22,8 @@ REJOINED_S = 30.0
 ATTACK_RSS_MB = 50.0
 CLOCK_SLACK_S = 10.0
 """Ranks write the event of a step at about the same time."""
+STRAGGLER_STEPS, CLEAN_STEPS = 20, 500
+"""Steps after which a straggler is named, and steps before without a false alarm."""
 KILL_LOOP_S, KILL_LOOP_GOODPUT = 100.0, 80.0
 
 
@@ -196,6 +198,38 @@ def judge_clocks(trial: Trial) -> list[Figure]:
             trial.violations.append(f"{injection.fault} had no effect on the times of events")
     _expect_no_event(trial, "hang")
     return judge_kills(trial)
+
+
+def is_straggler_over(trial: Trial) -> bool:
+    """Whether the slow rank was named, or all steps in which it should have been are done."""
+    injection = next(iter(trial.injections), None)
+    if injection is None:
+        return False
+    named = any(e["time"] >= injection.time for e in trial.view.of("straggler"))
+    return named or trial.new_steps() > 2 * STRAGGLER_STEPS
+
+
+def judge_straggler(trial: Trial) -> list[Figure]:
+    """No rank was named in the steps without a fault; then the slow one was, with the right phase."""
+    if not trial.injections:
+        return []
+    injection, found = trial.injections[0], trial.view.of("straggler")
+    early = [e for e in found if e["time"] < injection.time]
+    named = [e for e in found if e["time"] >= injection.time]
+    trial.violations += [f"false alarm: rank {e['rank']} in step {e['step']}" for e in early]
+    figures = [Figure("clean steps", injection.furthest_step, CLEAN_STEPS, "", at_least=True)]
+    if not named:
+        trial.violations.append(f"not named: {injection.fault}")
+        return figures
+    if (named[0]["rank"], named[0]["phase"]) != (injection.fault.rank, "compute"):
+        trial.violations.append(f"named rank {named[0]['rank']}, {named[0]['phase']}: {injection.fault}")
+    _expect_processes(trial, WORLD_SIZE)
+    steps = named[0]["step"] - injection.furthest_step
+    return [
+        *figures,
+        Figure("named after steps", steps, STRAGGLER_STEPS, ""),
+        Figure("its time as a multiple of its peers'", named[0]["slowdown"], unit=""),
+    ]
 
 
 def judge_attack(trial: Trial) -> list[Figure]:

@@ -207,14 +207,16 @@ class _Suite:
             case.skipped = self._find_obstacle(case)
             if not case.skipped:
                 self._run_case(case)
-        self._compare([case for case in cases if case.trials and not case.test.ends_run])
+        compared = [case for case in cases if case.test.compares and not case.test.ends_run]
+        self._compare([case for case in compared if case.trials])
         for case in (case for case in cases if case.trials):
             self._reporter.progress(f"{case.name}: {case.verdict}")
 
     def _find_obstacle(self, case: Case) -> str:
         """Why a case cannot run; empty if it can."""
         run_s = self._expect_s(case.test)
-        calm_s = 0.0 if case.test.ends_run else self._start_s + max(case.test.calm_s, run_s - self._start_s)
+        alone = case.test.ends_run or not case.test.compares
+        calm_s = 0.0 if alone else self._start_s + max(case.test.calm_s, run_s - self._start_s)
         needed_s, left_s = len(case.schedules) * run_s + calm_s, self._budget_s - self.elapsed_s
         if needed_s > left_s:
             return f"needs about {needed_s:.0f} s, {max(0.0, left_s):.0f} s of the budget are left"
@@ -247,7 +249,7 @@ class _Suite:
 
     def _run_trial(self, case: Case, schedule: Schedule) -> Trial:
         test, run_dir = case.test, self._new_run_dir(case.name)
-        trial = Trial(self._job, run_dir, LAYOUTS[case.layout], schedule)
+        trial = Trial(self._job, run_dir, (*LAYOUTS[case.layout], *test.overrides), schedule)
         if self._shifts_clocks(schedule):
             assert isinstance(self._clock_library, Path), "the case is skipped without it"
             trial.clocks = ShiftedClocks(self._clock_library, run_dir.with_suffix(".clocks"))

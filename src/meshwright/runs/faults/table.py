@@ -18,6 +18,7 @@ from meshwright.elastic.faults.schedule import (
     kill_supervisor,
     preempt,
     shift_clock,
+    slow,
     stop,
     stop_supervisor,
 )
@@ -32,6 +33,9 @@ FIRST_STEP, LAST_STEP = 12, 40
 LONG_S = 60.0
 STOPS, STOP_S, STOP_GAP_STEPS = 10, 60.0, 15
 KILL_GAP_S, KILL_SEEDS = 9.0, 3
+SLOW_FACTOR, SLOW_S = 1.5, 60.0
+COMPUTE_BOUND = ("data.seq_len=512",)
+"""Of a slow rank, whose compute must be a good part of the step."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class FaultTest:
     """What one run takes besides its start and its steps."""
     calm_s: float = 0.0
     """How long the fault-free run must be, where steps are counted by time."""
+    overrides: tuple[str, ...] = ()
+    """Of the tiny job."""
+    compares: bool = True
+    """Whether losses and parameters are compared with those of a fault-free run."""
     ends_run: bool = False
     """Whether the fault ends the run: then there is nothing to compare with a fault-free run."""
 
@@ -103,6 +111,11 @@ def _stop_supervisor(seed: random.Random, _: str) -> list[Schedule]:
 
 def _preempt(seed: random.Random, _: str) -> list[Schedule]:
     return [[preempt(step=_choose_step(seed), grace_s=judges.PREEMPTED_S)]]
+
+
+def _slow_rank(seed: random.Random, _: str) -> list[Schedule]:
+    step = judges.CLEAN_STEPS + 1
+    return [[slow(rank=seed.randrange(WORLD_SIZE), step=step, factor=SLOW_FACTOR, for_s=SLOW_S)]]
 
 
 def _call_wrongly(seed: random.Random, _: str) -> list[Schedule]:
@@ -192,6 +205,17 @@ TESTS = (
         judges.judge_preemption,
         is_over=judges.is_resumed,
         seconds=10.0,
+    ),
+    FaultTest(
+        8,
+        "slow-rank",
+        "a rank 1.5 times slower: named within 20 steps with its phase; no alarm in 500 steps before",
+        _slow_rank,
+        judges.judge_straggler,
+        is_over=judges.is_straggler_over,
+        seconds=90.0,
+        overrides=COMPUTE_BOUND,
+        compares=False,
     ),
     FaultTest(
         9,

@@ -20,6 +20,7 @@ from meshwright.elastic.faults.injector import FINE_POLL_S, Injection, Injector,
 from meshwright.elastic.faults.invariants import History, check_checkpoints, read_history
 from meshwright.elastic.faults.run_view import RunView
 from meshwright.elastic.faults.schedule import FAULT_VARIABLE, Fault
+from meshwright.elastic.faults.throttle import Throttle
 from meshwright.launch.agent_file import AgentFile
 from meshwright.runs.faults.job import GLOBAL_BATCH, TinyJob
 
@@ -78,6 +79,7 @@ class Trial:
             "preempt": self._preempt,
             "shift_clock": self._shift_clock,
             "connect": self._connect,
+            "slow": self._slow,
         }
         self.history = History({}, ())
         self._commands: list[subprocess.Popen[bytes]] = []
@@ -243,6 +245,13 @@ class Trial:
         self.attack = attack(pids, None if file is None else file.path, fault.connections, fault.connections)
         self.injector.do_later(AFTER_ATTACK_S, self._measure_attack)
         return self.command.pid
+
+    def _slow(self, fault: Fault) -> int:
+        assert fault.rank is not None, "an argument of the fault"
+        pid = self.view.ranks[fault.rank].pid
+        throttle = Throttle(pid, fault.factor or 1.0)
+        self.injector.do_later(fault.for_s or 0.0, throttle.end)
+        return pid
 
     def _measure_attack(self) -> None:
         assert self.attack is not None, "measured after it"

@@ -41,6 +41,27 @@ def check_rollback(job: Job) -> Problem | None:
     return Problem("train-rollback-restarts", rule, path="train.on_bad_step", value="rollback", fix=fix)
 
 
+def check_straggler_replacement(job: Job) -> Problem | None:
+    """A replacement is a recovery: the ranks regroup."""
+    if job.elastic.straggler == "warn" or job.elastic.restarts > 0:
+        return None
+    rule, fix = "needs ranks that regroup, and elastic.restarts=0", "Raise elastic.restarts, or use warn"
+    path = "elastic.straggler"
+    return Problem("elastic-straggler-restarts", rule, path=path, value=job.elastic.straggler, fix=fix)
+
+
+def check_straggler_exclusion(job: Job) -> Problem | None:
+    """Without the device of a straggler the run needs another layout."""
+    if job.elastic.straggler != "exclude" or job.elastic.may_change != "nothing":
+        return None
+    rule, fix = (
+        "goes on without a device, and elastic.may_change=nothing",
+        "Use elastic.may_change=data, or any",
+    )
+    path = "elastic.straggler"
+    return Problem("elastic-straggler-may-change", rule, path=path, value="exclude", fix=fix)
+
+
 def check_lr_scaling(job: Job) -> Problem | None:
     """The learning rate scales relative to a base batch."""
     train = job.train
@@ -244,6 +265,16 @@ RULES: tuple[Rule, ...] = (
         "train-rollback-restarts",
         '`on_bad_step = "rollback"` needs `elastic.restarts` above 0.',
         check_rollback,
+    ),
+    Rule(
+        "elastic-straggler-restarts",
+        "`elastic.straggler` above `warn` needs `elastic.restarts` above 0.",
+        check_straggler_replacement,
+    ),
+    Rule(
+        "elastic-straggler-may-change",
+        '`elastic.straggler = "exclude"` needs `elastic.may_change`.',
+        check_straggler_exclusion,
     ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` need each other.", check_lr_scaling),
     *(_needs_reader(key) for key in OPTIONAL_KEYS),
