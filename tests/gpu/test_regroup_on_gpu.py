@@ -1,4 +1,4 @@
-"""NCCL ranks regroup after one of them was killed or stopped: two ranks on one GPU.
+"""NCCL ranks regroup after one of them was killed or stopped, or go on in another layout: two ranks on one GPU.
 
 The survivor waits in an NCCL kernel. Its communicators are aborted from another thread (``parallel.abort``).
 """
@@ -41,8 +41,16 @@ JOB = (
 class Saboteur:
     """Sends a signal to each process of rank 1 after some steps, from a thread beside the run."""
 
-    def __init__(self, run_dir, number, times):
-        self.run_dir, self.number, self.times = run_dir, number, times
+    def __init__(self, run_dir, number, times, steps_before=30):
+        """Start the thread.
+
+        Args:
+            run_dir: Of the run.
+            number: Of the signal.
+            times: How often.
+            steps_before: Steps of all ranks in a generation before the signal; the first one waits for 30.
+        """
+        self.run_dir, self.number, self.times, self.steps_before = run_dir, number, times, steps_before
         self.sent = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -62,7 +70,8 @@ class Saboteur:
             generation = max((e["generation"] for e in events), default=0)
             steps = [e for e in events if e["event"] == "step" and e["generation"] == generation]
             pids = [e["pid"] for e in events if e["event"] == "started" and e["rank"] == 1]
-            if len(steps) > 30 and pids and pids[-1] not in self.sent:
+            before = self.steps_before if self.sent else 30
+            if len(steps) >= before and pids and pids[-1] not in self.sent:
                 self.sent.append(pids[-1])
                 os.kill(pids[-1], self.number)
 
@@ -107,3 +116,24 @@ def test_a_stopped_nccl_rank_is_killed_and_replaced(disturbed):
     assert recovered["failed_rank"] == 1
     assert recovered["how"].startswith("stopped")
     assert recovered["how"].endswith("then killed")
+
+
+@pytest.mark.parametrize("layout", ["layout.dp_replicate=2", "layout.dp_shard=2"])
+def test_nccl_ranks_go_on_with_one_device_and_again_with_two(train, monkeypatch, tmp_path, layout):
+    """The second kill leaves the device out. Snapshots of two ranks are loaded by one."""
+    monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None, None])
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "shared_gpu_ranks:run_with_nccl")
+    options = (
+        "elastic.may_change=data",
+        "elastic.restarts=1",
+        "elastic.retry_device_s=1",
+        "elastic.grow_after_s=0",
+        "train.steps=1500",
+        layout,
+    )
+    calm = train(*JOB, *options, "run_dir=calm")
+    saboteur = Saboteur(tmp_path / "run", signal.SIGKILL, times=2, steps_before=0)
+    found = train(*JOB, *options, "run_dir=run")
+    assert found.losses == pytest.approx(calm.losses, rel=1e-2)
+    changes = [e for e in saboteur.events() if e["event"] == "layout_changed"]
+    assert [(e["ranks_before"], e["ranks"]) for e in changes] == [(2, 1), (1, 2)]
