@@ -1,4 +1,4 @@
-"""NCCL ranks regroup after one of them was killed or stopped, or go on in another layout: two ranks on one GPU.
+"""NCCL ranks regroup after a kill or a stop, or go on in another layout: two ranks on one GPU.
 
 The survivor waits in an NCCL kernel. Its communicators are aborted from another thread (``parallel.abort``).
 """
