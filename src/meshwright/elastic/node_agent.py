@@ -33,6 +33,7 @@ from meshwright.launch.environment import caller_environment, is_of_caller
 from meshwright.launch.join import local_address
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.network import find_interface
+from meshwright.launch.remote_nodes import SPARE
 
 REDIAL_S = 1.0
 """Between two attempts to reach the supervisor again."""
@@ -69,7 +70,8 @@ class NodeAgent:
         self._supervisor: Channel | None = None
         self._agent: LocalAgent | None = None
         self._run_dir = Path()
-        self._run, self._node = "", -1
+        self._run, self._node = "", SPARE
+        self._is_spare = False
         self._ranks: set[int] = set()
         """Ranks with a process."""
         self._generation = 0
@@ -132,10 +134,8 @@ class NodeAgent:
                 self._read_agent()
             elif self._supervisor is not None:
                 self._read_supervisor(self._supervisor)
-        if self._watch.next_report_s == 0:
-            report = self._watch.report()
-            if self._supervisor is not None and report["ranks"]:
-                self._send(report)
+        if self._watch.next_report_s == 0:  # also without ranks: it shows that this node is there
+            self._send(self._watch.report())
         self._flush()
         if len(self.stops) > self._stops_sent:
             self._stop()
@@ -171,6 +171,7 @@ class NodeAgent:
     def _do_prepare(self, message: Message) -> None:
         """Join as a node: write the run folder, check what must be reached, start a local agent."""
         self._end_agent()
+        self._is_spare = False
         self._run, self._node, self._orphan_s = message["run"], message["node"], message["orphan_s"]
         self._run_dir, problems = self.setup.prepare(message)
         self._send({"is": "prepared", "problems": [problem.as_dict() for problem in problems]})
@@ -179,6 +180,13 @@ class NodeAgent:
         self.setup.notify(f"joined {message['name']} as node {self._node}; run folder: {self._run_dir}")
         self._agent = self.start_agent()
         self._selector.register(self._agent, selectors.EVENT_READ, "agent")
+
+    def _do_wait_as_spare(self, message: Message) -> None:
+        """All nodes of the run have an agent. Ranks that this one had were replaced."""
+        self._end_agent()
+        self._run, self._node, self._orphan_s = message["run"], SPARE, message["orphan_s"]
+        self._is_spare = True
+        self.setup.notify("all nodes of the run have an agent: this one waits as a spare node")
 
     def _do_adopt(self, message: Message) -> None:
         """A new supervisor takes over the ranks; it also gets what it has missed."""
@@ -274,15 +282,16 @@ class NodeAgent:
         self._selector.unregister(self._supervisor)
         self._supervisor.close()
         self._supervisor = None
-        if not self._ranks or self._orphan_s == 0:
+        if not (self._ranks or self._is_spare) or self._orphan_s == 0:
             raise self._describe_loss()
         self._deadline = time.monotonic() + self._orphan_s
-        self.setup.notify(f"lost the supervisor; its ranks go on for {self._orphan_s:.0f} s")
+        what = "this spare node waits" if self._is_spare else "its ranks go on"
+        self.setup.notify(f"lost the supervisor; {what} for {self._orphan_s:.0f} s")
 
     def _go_on_alone(self) -> None:
         """Dial the supervisor again; after ``orphan_s`` let the ranks save and stop."""
         now = time.monotonic()
-        if not self._ranks or (self._stopping and now >= self._deadline):
+        if not (self._ranks or self._is_spare) or (self._stopping and now >= self._deadline):
             raise self._describe_loss()
         if now >= self._deadline:
             self._stopping, self._deadline = True, now + STOP_GRACE_S

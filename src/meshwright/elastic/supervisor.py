@@ -25,6 +25,7 @@ from meshwright.core.units import format_plural
 from meshwright.elastic.failure_report import FailureReport, report_lost_node, report_wrong_call
 from meshwright.elastic.hang import WRONG_CALLS, Verdict
 from meshwright.elastic.policy import Budget, Failure, decide
+from meshwright.elastic.quorum import Quorum
 from meshwright.elastic.rank_view import RankView, State, first_failed
 from meshwright.elastic.rank_watch import RankWatch
 from meshwright.elastic.recovery import Recovery
@@ -95,6 +96,8 @@ class Supervisor:
         """Why the run does not go on, when it has failed."""
         self._deadline = float("inf")
         """When ranks that did not leave the generation are killed, or no longer waited for an agent."""
+        self._members: frozenset[int] = frozenset()
+        """Nodes of the last generation whose ranks were all ready."""
         self._ready: set[int] = set()
         """Nodes whose agent can start ranks, or was adopted with them."""
         self._store = StoreServer()
@@ -126,6 +129,8 @@ class Supervisor:
             stack.callback(lambda: self._agents.close(ok=self.state is State.FINISHED))
             for rank in self._ranks:
                 rank.alive = self.adopts  # until the agents report which ones have ended
+            if self.adopts:
+                self._members = frozenset(range(self._agents.count))
             if self._agents.count > 1:
                 self._deadline = time.monotonic() + (ADOPT_WAIT_S if self.adopts else self.join_timeout_s)
             self._watch()
@@ -224,6 +229,15 @@ class Supervisor:
         self._write_event(
             "node_joined", node=message["node"], host=message["host"], joined=joined, nodes=nodes
         )
+
+    def _on_node_spare(self, message: Message) -> None:
+        """An agent waits to take over the next node that is lost."""
+        self._write_event("node_spare", host=message["host"])
+
+    @property
+    def quorum(self) -> Quorum:
+        """The nodes of the last committed generation, and those of them that are connected."""
+        return Quorum.count(self._members, self._agents.nodes)
 
     def _on_node_refused(self, message: Message) -> None:
         """A node does not reach the data or the checkpoints."""
@@ -356,6 +370,7 @@ class Supervisor:
         if self.state is State.REGROUPING and self._recovery is not None:
             self._write_event("recovered", **self._recovery.finish(step))
         self.state = State.RUNNING
+        self._members = frozenset(self._agents.node_of(rank.rank) for rank in self._ranks)
         if self.spares:  # the first ones, or those that replaced ranks
             self._keep_spares()
 
@@ -488,6 +503,10 @@ class Supervisor:
         """The agent of a node is gone, and its ranks with it."""
         node, now = message["node"], time.monotonic()
         self._ready.discard(node)
+        before, quorum = Quorum.count(self._members, {*self._agents.nodes, node}), self.quorum
+        if before.holds and not quorum.holds:
+            nodes = {"present": sorted(quorum.present), "members": sorted(quorum.members)}
+            self._write_event("minority", reason=quorum.explain(), **nodes)
         cannot_start = self.state is State.WAITING and node == 0
         for rank in self._on_node(node):
             rank.peak_flops_per_s = None  # another machine may replace it

@@ -12,6 +12,7 @@ from typing import Protocol
 from meshwright.launch.channel import Message
 from meshwright.launch.environment import caller_environment, loopback_interface
 from meshwright.launch.remote_nodes import RemoteAgent, RemoteNodes, name_node
+from meshwright.launch.silence import SilenceWatch
 
 
 class AgentConnection(Protocol):
@@ -50,6 +51,7 @@ class AgentPool:
         if remote is not None:
             self._selector.register(remote, selectors.EVENT_READ)
         self._interface: str | None = None
+        self._silence = SilenceWatch()
         self.add(0, local)
 
     @property
@@ -108,13 +110,14 @@ class AgentPool:
     def wait(self, timeout_s: float) -> list[Message]:
         """What the agents report within a time, each with its ``node``.
 
-        The pool adds ``node_joined`` and ``node_refused`` for an agent that joins, and ``agent_lost`` for one
-        that is gone.
+        The pool adds ``node_joined``, ``node_refused`` or ``node_spare`` for an agent that joins, and
+        ``agent_lost`` for one that is gone or silent.
         """
         messages: list[Message] = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is not None:
                 messages += self._receive(key.data)
+        messages += [self._lose(node) for node in self._silence.poll()]
         if self.remote is not None:
             messages += self._poll_remote(self.remote)
         return messages
@@ -133,10 +136,15 @@ class AgentPool:
         try:
             messages = self._agents[node].receive()
         except EOFError:
-            self.drop(node)
-            return [{"is": "agent_lost", "node": node}]
+            return [self._lose(node)]
         self._update_events(node)
+        if messages and isinstance(self._agents[node], RemoteAgent):
+            self._silence.hear(node)
         return [{**message, "node": node} for message in messages]
+
+    def _lose(self, node: int) -> Message:
+        self.drop(node)
+        return {"is": "agent_lost", "node": node}
 
     def _update_events(self, node: int) -> None:
         """Wait for room to send, where messages are queued."""
@@ -157,6 +165,7 @@ class AgentPool:
     def drop(self, node: int) -> None:
         """Close the connection to an agent that is gone."""
         agent = self._agents.pop(node)
+        self._silence.forget(node)
         self._selector.unregister(agent)
         if isinstance(agent, RemoteAgent):
             agent.drop()
@@ -170,7 +179,7 @@ class AgentPool:
             ok: Whether the run succeeded.
         """
         if self.remote is not None:
-            self.remote.close()
+            self.remote.close(ok)
         for agent in self._agents.values():
             if isinstance(agent, RemoteAgent):
                 agent.end(ok)

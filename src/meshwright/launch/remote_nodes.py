@@ -1,7 +1,8 @@
 """The nodes of a run besides the supervisor's: accepts their agents and lets each prepare its run folder.
 
 An agent that has proved the token is assigned a node, gets the files that its ranks need, and checks that it
-reaches the data and the checkpoints. It counts as joined when it reports no problem.
+reaches the data and the checkpoints. It counts as joined when it reports no problem. An agent that comes when
+all nodes have one is a spare: it waits, and gets the next node that is lost.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from meshwright.launch.channel import Channel, Message
 from meshwright.launch.join import JoinListener, local_address
 from meshwright.launch.network import find_interface
 
+SPARE = -1
+"""The node of an agent that has none."""
 END_S = 15.0
 """How long an agent has to end its ranks at the end of the run."""
 
@@ -100,10 +103,14 @@ class RemoteNodes:
     """Whether agents whose ranks still train are taken over with them."""
     torch: str = ""
     """Version on this machine; other nodes must have the same."""
+    orphan_s: float = 0.0
+    """How long a spare waits for a new supervisor."""
     _joining: dict[int, RemoteAgent] = field(default_factory=dict)
     """Agents that have proved the token, by file descriptor."""
     _nodes: dict[int, int] = field(default_factory=dict)
     """The node of each agent that prepares it."""
+    _spares: list[int] = field(default_factory=list)
+    """Agents that wait for a node, the longest first."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def __post_init__(self) -> None:
@@ -131,7 +138,18 @@ class RemoteNodes:
         for key, _ in self._selector.select(0):
             if key.fd in self._joining:
                 self._go_on(key.fd, present, joined, reports)
+        while self._spares and not self.adopting and (free := self._list_free(present)):
+            self._prepare(self._spares.pop(0), free[0])
         return joined, reports
+
+    def _list_free(self, present: frozenset[int]) -> list[int]:
+        """Nodes without an agent."""
+        taken = {*present, *self._nodes.values()}
+        return [node for node in range(1, self.count) if node not in taken]
+
+    def _prepare(self, fd: int, node: int) -> None:
+        self._nodes[fd] = node
+        self._joining[fd].send({"do": "adopt"} if self.adopting else self.describe(node))
 
     def _go_on(self, fd: int, present: frozenset[int], joined: list[Joined], reports: list[Message]) -> None:
         """Go on with one agent."""
@@ -145,7 +163,7 @@ class RemoteNodes:
         while messages and fd in self._joining:
             message = messages.pop(0)
             if message.get("is") == "join":
-                self._assign(fd, message, present)
+                self._assign(fd, message, present, reports)
             elif message.get("is") in ("prepared", "adopted") and fd in self._nodes:
                 node = self._nodes[fd]
                 if problems := message.get("problems"):
@@ -156,8 +174,8 @@ class RemoteNodes:
                     first = [message] if message["is"] == "adopted" else []
                     joined.append(Joined(node, agent, [*first, *messages]))
 
-    def _assign(self, fd: int, message: Message, present: frozenset[int]) -> None:
-        """Assign a node to an agent, or refuse it."""
+    def _assign(self, fd: int, message: Message, present: frozenset[int], reports: list[Message]) -> None:
+        """Assign a node to an agent, keep it as a spare, or refuse it."""
         agent = self._joining[fd]
         agent.host = str(message.get("host", ""))[:100]
         versions = [("meshwright", __version__), ("torch", self.torch)]
@@ -165,16 +183,16 @@ class RemoteNodes:
             if message.get(name) != here:
                 self._refuse(fd, f"{name} {message.get(name)} there, {here} at the supervisor")
                 return
-        free = [n for n in range(1, self.count) if n not in present and n not in self._nodes.values()]
+        free = self._list_free(present)
         known = message.get("run") == self.run and message.get("node") in free
-        if self.adopting and not known:
+        if self.adopting and not known and message.get("node") != SPARE:
             self._refuse(fd, "the supervisor takes over the ranks of another run")
-        elif not free:
-            self._refuse(fd, f"all {self.count} nodes of the run have an agent")
+        elif not free or (self.adopting and not known):
+            self._spares.append(fd)
+            agent.send({"do": "wait_as_spare", "run": self.run, "orphan_s": self.orphan_s})
+            reports.append({"is": "node_spare", "node": SPARE, "host": agent.host})
         else:
-            node = message["node"] if known else free[0]
-            self._nodes[fd] = node
-            agent.send({"do": "adopt"} if self.adopting else self.describe(node))
+            self._prepare(fd, message["node"] if known else free[0])
 
     def _refuse(self, fd: int, reason: str) -> None:
         agent = self._joining[fd]
@@ -186,10 +204,14 @@ class RemoteNodes:
         self._selector.unregister(fd)
         del self._joining[fd]
         self._nodes.pop(fd, None)
+        if fd in self._spares:
+            self._spares.remove(fd)
 
-    def close(self) -> None:
-        """Stop listening."""
+    def close(self, ok: bool = True) -> None:
+        """Stop listening; spares are told whether the run succeeded."""
         for fd, agent in list(self._joining.items()):
+            if fd in self._spares:
+                agent.end(ok)
             self._forget(fd)
             agent.drop()
         self._selector.close()

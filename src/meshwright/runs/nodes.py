@@ -77,7 +77,8 @@ class NodeListener:
         """
         order = _NodeOrder(plan, assignment)
         count, torch = plan.job.cluster.nodes, version("torch")
-        return RemoteNodes(self.listener, count, order.run, order.describe, adopting, torch)
+        orphan_s = plan.job.elastic.orphan_s
+        return RemoteNodes(self.listener, count, order.run, order.describe, adopting, torch, orphan_s)
 
 
 def count_ranks_per_node(plan: PlanContract) -> int:

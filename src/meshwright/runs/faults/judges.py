@@ -73,6 +73,12 @@ def is_resumed(trial: Trial) -> bool:
     return trial.injector.done and bool(resumed) and is_settled(trial)
 
 
+def is_past_gradients(trial: Trial) -> bool:
+    """Whether the run has made new steps after all spoilt gradients."""
+    last = max((fault.step or 0 for fault in trial.schedule), default=0)
+    return trial.view.steps_done >= last + SETTLE_STEPS
+
+
 def is_kill_loop_over(trial: Trial) -> bool:
     """Whether the time of the kill loop is up, and the last kill was recovered from."""
     first = trial.view.first_step_at
@@ -244,6 +250,27 @@ def judge_wrong_call(trial: Trial) -> list[Figure]:
         return []
     named = min((e["time"] for e in trial.view.of("hang")), default=trial.ended_at)
     return [Figure("named after", named - made[0]["time"], NAMED_S)]
+
+
+def judge_bad_gradients(trial: Trial) -> list[Figure]:
+    """Each bad step is skipped on all ranks alike, its rank is named, and no state changes."""
+    for fault in trial.schedule:
+        step = fault.step or 0
+        if not any(e["fault"] == str(fault) for e in trial.view.of("injected")):
+            trial.violations.append(f"not injected: {fault}")
+        skipped = {
+            e["rank"]: e["unchanged"] for e in trial.view.of("skipped_update") if e["step"] == step - 1
+        }
+        if skipped != dict.fromkeys(range(WORLD_SIZE), True):
+            trial.violations.append(f"{fault}: ranks that skipped the step, with an equal state: {skipped}")
+        name = "grad_spike" if fault.value == "spike" else "not_finite"
+        named = [e["ranks"] for e in trial.view.of(name) if e["step"] == step]
+        if named != [[fault.rank]]:
+            trial.violations.append(f"{fault}: named as {name}: {named}")
+    bad = {e["step"] for e in trial.view.of("step") if e["bad_step"] is not None}
+    if bad != {fault.step for fault in trial.schedule}:
+        trial.violations.append(f"bad steps: {sorted(bad)}")
+    return [Figure("bad steps", len(bad), unit="")]
 
 
 def worst(figures: list[Figure]) -> list[Figure]:
