@@ -282,6 +282,7 @@ class Supervisor:
         self._write_event("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
         if len(self._ready) == self._agents.count:
             self._agents.end_adoption()
+            self._agents.let_return(True)
             self.state, self._deadline = State.RUNNING, float("inf")
 
     def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:
@@ -370,6 +371,7 @@ class Supervisor:
         if self.state is State.REGROUPING and self._recovery is not None:
             self._write_event("recovered", **self._recovery.finish(step))
         self.state = State.RUNNING
+        self._agents.let_return(True)
         self._members = frozenset(self._agents.node_of(rank.rank) for rank in self._ranks)
         if self.spares:  # the first ones, or those that replaced ranks
             self._keep_spares()
@@ -409,6 +411,7 @@ class Supervisor:
             self.state = State.HALTING
             self._recovery = self._begin_recovery()
             self._deadline = time.monotonic() + self.stop_grace_s
+            self._agents.let_return(False)
             for rank in self._ranks:
                 if not rank.left:
                     self._order(rank, Order("halt", self.generation))

@@ -16,6 +16,7 @@ from meshwright.core.version import __version__
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.join import JoinListener, local_address
 from meshwright.launch.network import find_interface
+from meshwright.launch.session import Session
 
 SPARE = -1
 """The node of an agent that has none."""
@@ -29,6 +30,9 @@ class RemoteAgent:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.host = ""
+        self.session = Session()
+        self.broken = False
+        """Whether the connection is lost, and the agent may dial again."""
 
     def fileno(self) -> int:
         """For ``selectors``."""
@@ -46,8 +50,10 @@ class RemoteAgent:
 
     def send(self, message: Message) -> None:
         """Queue a message; an agent that is gone is noticed by ``receive``."""
-        with contextlib.suppress(OSError):
-            self._channel.queue(message)
+        self.session.keep(message)
+        if not self.broken:
+            with contextlib.suppress(OSError):
+                self._channel.queue(message)
 
     def receive(self) -> list[Message]:
         """The messages that have arrived; also sends what is queued.
@@ -57,7 +63,34 @@ class RemoteAgent:
         """
         with contextlib.suppress(OSError):
             self._channel.flush()
-        return self._channel.receive()
+        messages = self._channel.receive()
+        self.session.count(messages)
+        for message in messages:
+            if message.get("is") == "watch":
+                self.session.acknowledge(int(message.get("received", 0)))
+                self.send({"do": "ack", "received": self.session.received})
+        return messages
+
+    def disconnect(self) -> None:
+        """Close a connection that is lost. Messages are kept until the agent has dialed again."""
+        self.broken = True
+        self._channel.close()
+
+    def resume(self, other: RemoteAgent, received: int) -> bool:
+        """Go on over the connection of another object; returns False if messages are lost.
+
+        Args:
+            other: The agent, as it has dialed again.
+            received: Messages that it has.
+        """
+        missed = self.session.missed(received)
+        if missed is None:
+            return False
+        self._channel, self.broken = other._channel, False
+        with contextlib.suppress(OSError):
+            for message in ({"do": "resume", "received": self.session.received}, *missed):
+                self._channel.queue(message)
+        return True
 
     def end(self, ok: bool) -> None:
         """Tell the agent that the run is over."""
@@ -65,6 +98,8 @@ class RemoteAgent:
 
     def close(self) -> None:
         """Wait until the agent has ended its ranks, for a limited time, and close the connection."""
+        if self.broken:
+            return
         connection = self._channel.socket
         with contextlib.suppress(OSError, EOFError):
             connection.settimeout(END_S)
@@ -86,6 +121,8 @@ class Joined:
     agent: RemoteAgent
     messages: list[Message]
     """That came with it."""
+    received: int | None = None
+    """Messages that it has from its connection before; None if it is a new one."""
 
 
 @dataclass
@@ -105,6 +142,8 @@ class RemoteNodes:
     """Version on this machine; other nodes must have the same."""
     orphan_s: float = 0.0
     """How long a spare waits for a new supervisor."""
+    sessions: dict[int, str] = field(default_factory=dict)
+    """The session of each node that has an agent: one whose connection broke dials again with it."""
     _joining: dict[int, RemoteAgent] = field(default_factory=dict)
     """Agents that have proved the token, by file descriptor."""
     _nodes: dict[int, int] = field(default_factory=dict)
@@ -149,7 +188,9 @@ class RemoteNodes:
 
     def _prepare(self, fd: int, node: int) -> None:
         self._nodes[fd] = node
-        self._joining[fd].send({"do": "adopt"} if self.adopting else self.describe(node))
+        agent = self._joining[fd]
+        order = {"do": "adopt"} if self.adopting else self.describe(node)
+        agent.send({**order, "session": agent.session.name})
 
     def _go_on(self, fd: int, present: frozenset[int], joined: list[Joined], reports: list[Message]) -> None:
         """Go on with one agent."""
@@ -163,6 +204,11 @@ class RemoteNodes:
         while messages and fd in self._joining:
             message = messages.pop(0)
             if message.get("is") == "join":
+                if self._is_known(message):
+                    self._forget(fd)
+                    received = int(message.get("received", 0))
+                    joined.append(Joined(message["node"], agent, messages, received))
+                    return
                 self._assign(fd, message, present, reports)
             elif message.get("is") in ("prepared", "adopted") and fd in self._nodes:
                 node = self._nodes[fd]
@@ -173,6 +219,11 @@ class RemoteNodes:
                     self._forget(fd)
                     first = [message] if message["is"] == "adopted" else []
                     joined.append(Joined(node, agent, [*first, *messages]))
+
+    def _is_known(self, message: Message) -> bool:
+        """Whether an agent that has a node dials again."""
+        session = message.get("session")
+        return message.get("run") == self.run and self.sessions.get(message["node"]) == session is not None
 
     def _assign(self, fd: int, message: Message, present: frozenset[int], reports: list[Message]) -> None:
         """Assign a node to an agent, keep it as a spare, or refuse it."""

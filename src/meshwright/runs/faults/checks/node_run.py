@@ -86,6 +86,8 @@ class NodeRun:
         require(status == 0, f"status {status}: {err}")
         result = json.loads(out)
         require(result["audit_ok"], f"the audit differs: {result['differences']}")
+        if self.proxy is not None:
+            self.proxy.close()
         self.nodes.require_empty(30)
         history = read_history(self.nodes.events())
         checkpoints = self.nodes.run_dir / "checkpoints"
