@@ -177,6 +177,7 @@ class RemoteNodes:
         for key, _ in self._selector.select(0):
             if key.fd in self._joining:
                 self._go_on(key.fd, present, joined, reports)
+                present |= {one.node for one in joined}
         while self._spares and not self.adopting and (free := self._list_free(present)):
             self._prepare(self._spares.pop(0), free[0])
         return joined, reports

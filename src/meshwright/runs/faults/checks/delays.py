@@ -6,14 +6,22 @@ those of an undisturbed run.
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import replace
 
+from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.runs.faults.checks.check import CheckRun, require
 from meshwright.runs.faults.checks.node_run import NODES, NodeRun, started
 
 ONE_WAY_S = 0.1
 """Delay of each frame: the round trip takes 200 ms."""
+ALL_REDUCE_S = 2 * (NODES - 1) * 2 * ONE_WAY_S
+"""Latency of gloo's ring: each of its messages waits for the receiver, and so takes a round trip."""
+SLOW_LINKS = (f"cluster.nic_latency_s={ALL_REDUCE_S / math.log2(NODES)}", "cluster.nic_bytes_per_s=1e8")
+"""What the planner is told; it multiplies the latency with the logarithm of the nodes."""
+ESTIMATE = 0.25
+"""Largest relative error of the predicted step time."""
 STALLS, STALL_S = 0.01, 1.0
 STEPS = 15
 """In each condition."""
@@ -33,7 +41,7 @@ def check_delays(check: CheckRun) -> None:
 
 def check_delay_and_stalls(check: CheckRun) -> None:
     """A round trip of 200 ms; then 1% of the frames stall for 1 s, with all that follow them."""
-    with started(check, overrides=("elastic.snapshot_every=5",), slow=True) as run:
+    with started(check, overrides=SLOW_LINKS, slow=True) as run:
         assert run.nodes.slow_switch is not None, "the run has a slow network"
         before_s = _measure_step(run, STEPS)
         run.nodes.slow_switch.configure(ONE_WAY_S)
@@ -46,7 +54,9 @@ def check_delay_and_stalls(check: CheckRun) -> None:
         _require_nobody_died(run)
         check.count("step", 1000 * before_s, unit="ms")
         check.count("step with a round trip of 200 ms", 1000 * delayed_s, unit="ms")
-        check.count("round trips per step", (delayed_s - before_s) / (2 * ONE_WAY_S))
+        predicted_s = read_plan(run.nodes.run_dir / PLAN_FILE).step_s
+        check.count("predicted by the plan", 1000 * predicted_s, unit="ms")
+        check.limit("error of the prediction", 100 * abs(predicted_s / delayed_s - 1), 100 * ESTIMATE, "%")
         run.finish()
 
 
