@@ -73,6 +73,8 @@ class NodeAgent:
         self._run_dir = Path()
         self._run, self._node = "", SPARE
         self._is_spare = False
+        self._hello: Message | None = None
+        """The first message of the local agent of a spare."""
         self._session: Session | None = None
         """Of the node that this agent has."""
         self._dialed_again = False
@@ -182,7 +184,8 @@ class NodeAgent:
 
     def _do_prepare(self, message: Message) -> None:
         """Join as a node: write the run folder, check what must be reached, start a local agent."""
-        self._end_agent()
+        if not self._is_spare:
+            self._end_agent()
         self._is_spare, self._session = False, Session(message["session"])
         self._run, self._node, self._orphan_s = message["run"], message["node"], message["orphan_s"]
         self._run_dir, problems = self.setup.prepare(message)
@@ -190,7 +193,13 @@ class NodeAgent:
         if problems:
             raise UserError(*problems)
         self.setup.notify(f"joined {message['name']} as node {self._node}; run folder: {self._run_dir}")
-        self._agent = self.start_agent()
+        if self._agent is None:
+            self._start_agent()
+        elif self._hello is not None:
+            self._send(self._hello)
+
+    def _start_agent(self) -> None:
+        self._agent, self._hello = self.start_agent(), None
         self._selector.register(self._agent, selectors.EVENT_READ, "agent")
 
     def _do_wait_as_spare(self, message: Message) -> None:
@@ -198,6 +207,7 @@ class NodeAgent:
         self._end_agent()
         self._run, self._node, self._orphan_s = message["run"], SPARE, message["orphan_s"]
         self._is_spare, self._session = True, None
+        self._start_agent()  # so that it is warm when a node is lost
         self.setup.notify("all nodes of the run have an agent: this one waits as a spare node")
 
     def _do_adopt(self, message: Message) -> None:
@@ -270,6 +280,10 @@ class NodeAgent:
             fix = f"See {self._run_dir / 'logs'}; run the command again to join as a new node"
             raise RunFailedError(Problem("node-agent-died", rule, fix=fix)) from None
         for message in messages:
+            if message["is"] == "hello" and self._is_spare:
+                self._hello = message
+                self._send({"is": "spare_ready"})
+                continue
             if message["is"] == "recorder":
                 with contextlib.suppress(OSError, ValueError):
                     self._watch.add(message["rank"], FlightMemory.open(message.pop("path")))

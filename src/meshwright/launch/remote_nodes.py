@@ -211,6 +211,8 @@ class RemoteNodes:
                     joined.append(Joined(message["node"], agent, messages, received))
                     return
                 self._assign(fd, message, present, reports)
+            elif message.get("is") == "spare_ready" and fd in self._spares:
+                reports.append({"is": "node_spare", "node": SPARE, "host": agent.host})
             elif message.get("is") in ("prepared", "adopted") and fd in self._nodes:
                 node = self._nodes[fd]
                 if problems := message.get("problems"):
@@ -242,7 +244,6 @@ class RemoteNodes:
         elif not free or (self.adopting and not known):
             self._spares.append(fd)
             agent.send({"do": "wait_as_spare", "run": self.run, "orphan_s": self.orphan_s})
-            reports.append({"is": "node_spare", "node": SPARE, "host": agent.host})
         else:
             self._prepare(fd, message["node"] if known else free[0])
 

@@ -17,7 +17,10 @@ RECONNECT_S = 3.0
 MOST_KEPT = 100_000
 """Messages; an agent that has missed more is lost."""
 UNCOUNTED = frozenset(
-    ("join", "prepared", "adopted", "watch", "adopt", "prepare", "wait_as_spare", "refuse", "resume", "ack")
+    (
+        *("join", "spare_ready", "prepared", "adopted", "watch"),
+        *("adopt", "prepare", "wait_as_spare", "refuse", "resume", "ack"),
+    )
 )
 """Messages of the handshake and of the session itself, and reports of which only the newest counts."""
 

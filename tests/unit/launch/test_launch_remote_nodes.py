@@ -98,10 +98,12 @@ def test_an_agent_that_comes_when_all_nodes_have_one_gets_the_next_that_is_lost(
     for node, channel in enumerate(channels, 1):
         prepare(run, channel, node)
     spares = []
-    for host in ("c", "d"):
+    for count, host in enumerate(("c", "d"), 1):
         spare, answer = run.connect(host=host)
         assert answer == {"do": "wait_as_spare", "run": "run-7", "orphan_s": 0.0}
+        spare.send({"is": "spare_ready"})
         spares.append(spare)
+        run.poll_until(lambda wanted=count: len(run.reports) == wanted)
     assert [report["host"] for report in run.reports] == ["c", "d"]
     run.present.remove(2)
     run.answers = []

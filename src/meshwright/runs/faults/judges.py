@@ -22,7 +22,7 @@ REJOINED_S = 30.0
 ATTACK_RSS_MB = 50.0
 CLOCK_SLACK_S = 10.0
 """Ranks write the event of a step at about the same time."""
-KILL_LOOP_S, KILL_LOOP_GOODPUT = 100.0, 80.0
+KILL_LOOP_S, KILL_LOOP_GOODPUT = 100.0, 85.0
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,22 @@ def count_steps(trial: Trial, seconds: float) -> int:
     """Steps that rank 0 had done a while after its first one."""
     first = trial.view.first_step_at or 0.0
     return max((e["step"] for e in trial.view.of("step") if e["time"] <= first + seconds), default=0)
+
+
+def measure_own_rate(trial: Trial) -> float:
+    """Steps per second between the end of each recovery and the next kill."""
+    steps, total_s = 0, 0.0
+    kills = [injection.time for injection in trial.injections]
+    begin, furthest = trial.view.first_step_at, 0
+    for event in (e for e in trial.view.of("step") if e["rank"] == 0):
+        if event["step"] <= furthest:
+            begin = None
+            continue
+        furthest = event["step"]
+        if begin is not None and not any(begin < kill <= event["time"] for kill in kills):
+            steps, total_s = steps + 1, total_s + event["time"] - begin
+        begin = event["time"]
+    return steps / max(total_s, 1e-9)
 
 
 def longest_stall_s(trial: Trial) -> float:

@@ -26,7 +26,7 @@ from meshwright.elastic.faults.schedule import INSIDE, read_schedule
 from meshwright.runs.faults.checks.check import CannotRunError, CheckRun, ViolationError
 from meshwright.runs.faults.checks.table import CHECKS, Check
 from meshwright.runs.faults.job import LAYOUTS, WORLD_SIZE, TinyJob
-from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, Figure, count_steps, worst
+from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, Figure, count_steps, measure_own_rate, worst
 from meshwright.runs.faults.table import TESTS, FaultTest, Schedule, build_custom_test
 from meshwright.runs.faults.trial import EXIT_FAILED, SETTLE_STEPS, Trial
 from meshwright.runs.reporter import Reporter
@@ -358,7 +358,12 @@ def _is_calm_over(trial: Trial, steps: int, seconds: float) -> bool:
 def _measure_goodput(case: Case, seconds: float, calm: Trial) -> list[Figure]:
     """Steps of each trial as a share of the fault-free ones in the same time."""
     expected = max(1, count_steps(calm, seconds))
-    shares = [100 * count_steps(trial, seconds) / expected for trial in case.trials]
-    return [
-        Figure("of the fault-free steps", share, KILL_LOOP_GOODPUT, "%", at_least=True) for share in shares
-    ]
+    figures = []
+    for trial in case.trials:
+        steps = count_steps(trial, seconds)
+        share, own = 100 * steps / expected, 100 * steps / (seconds * measure_own_rate(trial))
+        figures += [
+            Figure("of the fault-free steps", share, KILL_LOOP_GOODPUT, "%", at_least=True),
+            Figure("of the steps at its own rate", own, None, "%", at_least=True),
+        ]
+    return figures

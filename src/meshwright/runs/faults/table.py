@@ -192,7 +192,7 @@ TESTS = (
     FaultTest(
         4,
         "kill-loop",
-        "kill -9 of random ranks every 9 s on average, 100 s, 3 times: >= 80% of the fault-free steps",
+        "kill -9 of random ranks every 9 s on average, 100 s, 3 times: >= 85% of the fault-free steps",
         _kill_all_the_time,
         judges.judge_kill_loop,
         is_over=judges.is_kill_loop_over,
