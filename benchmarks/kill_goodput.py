@@ -28,10 +28,10 @@ from typing import Any
 from meshwright.elastic.faults.invariants import compare_runs
 from meshwright.elastic.faults.schedule import Fault, fail
 from meshwright.runs.faults.job import LAYOUTS, WORLD_SIZE, TinyJob
-from meshwright.runs.faults.judges import count_steps, is_settled
+from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, count_steps, is_settled, measure_own_rate
 from meshwright.runs.faults.trial import Trial
 
-TARGET_KILLS, TARGET_LOOP = 0.9, 0.8
+TARGET_KILLS, TARGET_LOOP = 0.9, KILL_LOOP_GOODPUT / 100
 GRACE_S = 300.0
 
 
@@ -56,22 +56,6 @@ def run_for(trial: Trial, seconds: float, steps: int = 0) -> Trial:
     trial.run(is_over, 2 * seconds + GRACE_S)
     trial.check()
     return trial
-
-
-def measure_own_rate(trial: Trial) -> float:
-    """Steps per second between the end of each recovery and the next kill."""
-    steps, total_s = 0, 0.0
-    kills = [injection.time for injection in trial.injections]
-    begin, furthest = trial.view.first_step_at, 0
-    for event in (e for e in trial.view.of("step") if e["rank"] == 0):
-        if event["step"] <= furthest:
-            begin = None
-            continue
-        furthest = event["step"]
-        if begin is not None and not any(begin < kill <= event["time"] for kill in kills):
-            steps, total_s = steps + 1, total_s + event["time"] - begin
-        begin = event["time"]
-    return steps / max(total_s, 1e-9)
 
 
 def measure(layout: str, schedules: list[list[Fault]], seconds: list[float]) -> list[dict[str, Any]]:

@@ -2,42 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from golden_job import JOB, save_golden
-from network_nodes import Nodes, find_obstacle
-from running_command import Command
 
 from meshwright.cli import main
+from meshwright.runs.faults.checks import failing_disk
+from meshwright.runs.faults.checks.check import CannotRunError, CheckRun
+from meshwright.runs.faults.checks.network_nodes import Nodes, require_namespaces
+from meshwright.runs.faults.checks.running_command import Command, commands
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that this machine cannot run is skipped with the reason."""
+    try:
+        return (yield)
+    except CannotRunError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Start a command in the test's folder; it is killed at the end of the test if it still runs."""
-    started: list[Command] = []
+    with commands(tmp_path) as start:
+        yield start
 
-    def start(*arguments: str) -> Command:
-        started.append(Command([str(a) for a in arguments], tmp_path))
-        return started[-1]
 
-    yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.communicate()
-        for stream in (one.process.stdout, one.process.stderr):
-            stream.close()
+@pytest.fixture
+def check(tmp_path: Path) -> CheckRun:
+    """A run of a fault test of ``meshwright faults``."""
+    seed = int(os.environ.get("CHECKPOINT_FAULTS_SEED") or random.SystemRandom().randrange(2**32))
+    sys.stdout.write(f"CHECKPOINT_FAULTS_SEED={seed}\n")
+    folder = tmp_path / "check"
+    folder.mkdir()
+    return CheckRun(folder, random.Random(seed))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """``small_disk("6m")``: a file system of 6 MB."""
+    with contextlib.ExitStack() as stack:
+
+        def mount(size: str) -> Path:
+            return stack.enter_context(failing_disk.small_disk(tmp_path / "disk", size))
+
+        yield mount
 
 
 @pytest.fixture
 def make_nodes(tmp_path: Path) -> Iterator[Callable[[int], Nodes]]:
     """Make machines, as network namespaces; they are removed at the end, with all their processes."""
-    obstacle = find_obstacle()
-    if obstacle is not None:
-        pytest.skip(obstacle)
+    try:
+        require_namespaces()
+    except CannotRunError as error:
+        pytest.skip(str(error))
     made: list[Nodes] = []
 
     def make(count: int) -> Nodes:

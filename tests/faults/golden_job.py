@@ -49,12 +49,3 @@ def save_golden(root: Path, data: Path) -> Path:
         write._run()
     assert writes[1].path is not None, writes[1].error
     return writes[1].path
-
-
-def tree(folder: Path) -> dict[str, bytes | str]:
-    """All files below a folder with their content."""
-    return {
-        str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
-    }

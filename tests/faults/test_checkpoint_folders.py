@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
-from golden_job import tree
 
-from meshwright.checkpoint.drafts import list_leftovers
-from meshwright.checkpoint.manifest import (
-    MANIFEST,
-    list_checkpoints,
-    read_manifest,
-)
-from meshwright.checkpoint.stores import CheckpointStores, find_newest
-from meshwright.launch.agent_file import AgentFile
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.stores import CheckpointStores
+from meshwright.runs.faults.checks.failing_disk import check_training_with_failing_fsync
+from meshwright.runs.faults.checks.malicious import read_tree as tree
+from meshwright.runs.faults.checks.two_writers import check_two_writers
 
 RESUME = ("train", "job.toml", "--resume")
 
@@ -124,37 +118,8 @@ def test_17_a_folder_that_another_process_writes_is_refused_and_left_as_it_was(c
 
 
 @pytest.mark.slow
-def test_17_a_second_run_is_refused_until_the_first_is_killed(command, job_file, tmp_path):
-    """The folder is in the run folder of the first, and the second names it by a link.
-
-    First the command is killed, and the ranks go on. Then they are killed too, and the lock is free.
-    """
-    root, link = tmp_path / "run" / "checkpoints", tmp_path / "link"
-    link.symlink_to(root)
-    again = ("train", job_file, "--resume", f"checkpoint.dir={link}", "run_dir=other", "train.steps=100001")
-    first = command("train", job_file, "train.steps=100000", "checkpoint.every_steps=2", "run_dir=run")
-    pid = first.wait_for(tmp_path / "run", lambda e: e["event"] == "started")["pid"]
-    first.wait_for(tmp_path / "run", lambda e: e["event"] == "checkpoint")
-    status, _, err = command(*again).finish()
-    assert status == 2
-    assert "[checkpoint-dir-busy]" in err
-    assert f"process {first.process.pid} on {socket.gethostname()}" in err
-    assert not (tmp_path / "other").exists()
-    first.process.kill()
-    first.process.wait(30)
-    status, _, err = command(*again).finish()
-    assert status == 2, "the ranks still train"
-    assert "[checkpoint-dir-busy]" in err
-    assert f"the ranks of {tmp_path / 'run'}" in " ".join(err.split())
-    agent = AgentFile.read(tmp_path / "run")
-    assert agent is not None
-    for victim in (agent.pid, pid):
-        os.kill(victim, signal.SIGKILL)
-    found = find_newest(root)
-    assert found is not None
-    steps = f"train.steps={read_manifest(found[0]).step + 10}"  # a draft with all votes may be committed too
-    status, _, err = command(*again[:-1], steps).finish()
-    assert status == 0, err
+def test_17_a_second_run_is_refused_until_the_first_is_killed(check):
+    check_two_writers(check)
 
 
 @pytest.mark.slow
@@ -162,33 +127,4 @@ def test_17_a_second_run_is_refused_until_the_first_is_killed(command, job_file,
 @pytest.mark.parametrize("rank", [0, 1])
 def test_15_training_continues_when_a_disk_fails(command, job_file, tmp_path, rank):
     """An fsync of a rank fails with EIO. That checkpoint is lost, the next ones are written."""
-    run_dir = tmp_path / "run"
-    running = command(
-        "train", job_file, "layout.dp_shard=2", "train.steps=300", "checkpoint.every_steps=60",
-        "run_dir=run", "checkpoint.keep_last=9",
-    )  # fmt: skip
-    pid = running.wait_for(run_dir, lambda e: e["event"] == "started" and e["rank"] == rank)["pid"]
-    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
-    tracer = subprocess.Popen(
-        ["strace", "-f", "-p", str(pid), "-e", "trace=fsync", "-e", "inject=fsync:error=EIO:when=1"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        running.wait_for(run_dir, lambda e: e["event"] == "checkpoint_failed", limit_s=120)
-    finally:
-        if tracer.poll() is None:
-            tracer.terminate()
-        trace = tracer.communicate()[1]
-    assert "INJECTED" in trace
-    status, _, err = running.finish()
-    events = running.events(run_dir)
-    (failed,) = [event for event in events if event["event"] == "checkpoint_failed"]
-    assert "Input/output error" in failed["reason"]
-    assert f"rank {rank}" in failed["reason"] or rank == 0
-    assert status == 0, err
-    assert "[checkpoint-not-written]" in err
-    assert max(event["step"] for event in events if event["event"] == "step") == 300
-    found = [read_manifest(path).step for path in list_checkpoints(run_dir / "checkpoints")]
-    assert found == [step for step in range(60, 301, 60) if step != failed["step"]]
-    assert list_leftovers(run_dir / "checkpoints") == []
+    check_training_with_failing_fsync(command, job_file, tmp_path / "run", rank)

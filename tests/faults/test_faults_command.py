@@ -50,6 +50,33 @@ def test_all_quick_tests_pass_in_one_layout():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_100_random_kills_in_one_run_change_nothing():
+    """Also during recoveries. Losses, parameters and optimizer state are those of the fault-free run."""
+    report = run_faults("chaos/ddp", seed=1, budget_s=1500)
+    found = report.as_dict()
+    assert (found["failed"], found["skipped"], found["violations"]) == ([], [], {})
+    assert found["figures"]["chaos/ddp"]["kills"]["value"] == 100
+
+
+def test_files_of_checkpoints_are_tested_by_the_command(command):
+    """Tests 12 to 14 need no ranks."""
+    status, out, err = command("faults", "12", "13", "14", "--seed", "5", "--json").finish()
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["passed"] == ["truncate", "flip-bits", "mix-files"]
+    assert result["figures"]["flip-bits"]["flipped bits"]["value"] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_bad_gradient_is_skipped_in_all_layouts():
+    found = run_faults("bad-gradient", seed=3, budget_s=900).as_dict()
+    assert (found["failed"], found["skipped"], found["violations"]) == ([], [], {})
+    assert len(found["passed"]) == 3
+
+
+@pytest.mark.slow
 def test_a_schedule_of_the_user_is_run(command, tmp_path):
     """Two kills, from a file."""
     lines = ["# two kills", "fail(rank=1, step=8)", 'fail(rank=0, step=20, during="update")']
@@ -98,6 +125,7 @@ def test_a_system_that_does_not_recover_fails(monkeypatch):
     [
         (["no-such-test"], {}, "faults-unknown"),
         (["kill-rank/no-such-layout"], {}, "faults-unknown"),
+        (["flip-bits/ddp"], {}, "faults-unknown"),
         ([], {"budget_s": -1.0}, "api-argument"),
         ([], {"seed": -1}, "api-argument"),
         (["1"], {"budget_s": 2.0}, "faults-budget"),

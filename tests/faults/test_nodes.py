@@ -7,9 +7,9 @@ import os
 import signal
 
 import pytest
-from network_nodes import PORT, result_of, wait_until
 
 from meshwright.elastic.faults.processes import Resources
+from meshwright.runs.faults.checks.network_nodes import PORT, result_of, wait_until
 from s3_server import S3Server
 
 STEPS = ("train.steps=30", "elastic.snapshot_every=5", "checkpoint.every_steps=10")

@@ -26,6 +26,12 @@ from meshwright.train.batches import Batcher
 from meshwright.train.finite_checks import FiniteChecks
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_rank, run_with_trainer
+from meshwright.verify.bad_gradient import (
+    FACTORS,
+    scale_input_gradient,
+    scale_weight_gradient,
+    watch_updates,
+)
 from meshwright.verify.bench import scaling
 
 MEMORY_LIMIT_BYTES = 200_000_000
@@ -302,7 +308,7 @@ def plant_nan(run_dir, listener):
     With ``once`` the step after it, unless it is the recomputed one, has the NaN no longer.
     """
     plant = json.loads((Path(run_dir).parent / "plant.json").read_text())
-    original, original_update = Trainer.forward_backward, Trainer.update
+    original = Trainer.forward_backward
     planted = []
 
     def forward_backward(trainer, batches, divisor):
@@ -316,24 +322,12 @@ def plant_nan(run_dir, listener):
                 planted.append(NAN_PLANTS[plant["kind"]](found))
         return original(trainer, batches, divisor)
 
-    def update(trainer, *args):
-        before = [tensor.clone() for tensor in _list_state(trainer)]
-        norm = original_update(trainer, *args)
-        if not norm.isfinite():
-            unchanged = all(map(torch.equal, before, _list_state(trainer)))
-            trainer.events.write("skipped_update", step=trainer.step, unchanged=unchanged)
-        return norm
+    def watched(trainer):
+        watch_updates(trainer)
+        loop.train(trainer)
 
-    Trainer.forward_backward, Trainer.update = forward_backward, update
-    return run_rank(run_dir, listener)
-
-
-def _list_state(trainer):
-    """This rank's parameters and optimizer state."""
-    parameters = [parameter for _, parameter in trainer.rank_parameters.named_parameters()]
-    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    moments = [value for value in states if isinstance(value, torch.Tensor)]
-    return [t.detach().to_local() if hasattr(t, "to_local") else t.detach() for t in (*parameters, *moments)]
+    Trainer.forward_backward = forward_backward
+    return run_with_trainer(watched, run_dir, listener)
 
 
 def _nan_in_weight(module):
@@ -352,26 +346,16 @@ def _nan_in_output(module, when=lambda inputs: True):
     module.forward = forward
 
 
-def _nan_in_input_gradient(module):
-    return module.register_full_backward_hook(lambda _, grads, __: (grads[0] * float("nan"), *grads[1:]))
-
-
-def _nan_in_weight_gradient(module):
-    return module.weight.register_hook(lambda grad: grad * float("nan"))
-
-
 NAN_PLANTS = {
     "weight": _nan_in_weight,
     "output": _nan_in_output,
     "output of some tokens": lambda module: _nan_in_output(
         module, lambda inputs: bool((inputs[0] == 101).any())
     ),
-    "input gradient": _nan_in_input_gradient,
-    "spike in the input gradient": lambda module: module.register_full_backward_hook(
-        lambda _, grads, __: (grads[0] * 2.0**20, *grads[1:])
-    ),
-    "spike in the weight gradient": lambda module: module.weight.register_hook(lambda grad: grad * 2.0**20),
-    "weight gradient": _nan_in_weight_gradient,
+    "input gradient": lambda module: scale_input_gradient(module, FACTORS["nan"]),
+    "spike in the input gradient": lambda module: scale_input_gradient(module, FACTORS["spike"]),
+    "spike in the weight gradient": lambda module: scale_weight_gradient(module, FACTORS["spike"]),
+    "weight gradient": lambda module: scale_weight_gradient(module, FACTORS["nan"]),
 }
 
 
@@ -502,16 +486,4 @@ def busy_for_seconds(run_dir, listener):
         return original(trainer)
 
     loop.evaluate = evaluate
-    return run_rank(run_dir, listener)
-
-
-def save_what_was_resumed(run_dir, listener):
-    """Every rank saves its state again after it has loaded a checkpoint, before the first update."""
-
-    def save(trainer):
-        if trainer.step == trainer.state.first_step:
-            trainer.saver._save(None)
-            trainer.saver._collect(wait=True)
-
-    _before_update(save)
     return run_rank(run_dir, listener)

@@ -159,15 +159,22 @@ class CheckpointSaver:
         """Copy the state and start to write it."""
         waited_s = self._wait_for_previous()
         started = time.perf_counter()
-        items = list_write_items(self.state, self._rank)
+        items = self._list_items()
         if self._staging is not None:
             items = self._staging.copy(items)
-        manifest = build_manifest(self.state, eval_loss) if self._rank == 0 else None
+        manifest = self._build_manifest(eval_loss) if self._rank == 0 else None
         writes = [self._prepare_write(root, items, manifest) for root in self._stores.roots]
         write = ReplicatedWrite(writes, self._stores.quorum)
         write.start()
         self._in_flight, self._waited_s = write, waited_s
         self._blocked_s = time.perf_counter() - started + waited_s
+
+    def _list_items(self) -> list[WriteItem]:
+        """What this rank writes."""
+        return list_write_items(self.state, self._rank)
+
+    def _build_manifest(self, eval_loss: float | None) -> Manifest:
+        return build_manifest(self.state, eval_loss)
 
     def _prepare_write(
         self, root: AnyPath, items: list[WriteItem], manifest: Manifest | None

@@ -98,6 +98,8 @@ class LayoutChange:
     ready: frozenset[int]
     """Nodes whose agent can start ranks."""
     store_dir: str
+    members: frozenset[int]
+    """Nodes of the last generation whose ranks were all ready."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ from meshwright.launch.environment import caller_environment, is_of_caller
 from meshwright.launch.join import local_address
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.network import find_interface
+from meshwright.launch.remote_nodes import SPARE
+from meshwright.launch.session import Session
 
 REDIAL_S = 1.0
 """Between two attempts to reach the supervisor again."""
@@ -72,7 +74,14 @@ class NodeAgent:
         self._supervisor: Channel | None = None
         self._agent: LocalAgent | None = None
         self._run_dir = Path()
-        self._run, self._node = "", -1
+        self._run, self._node = "", SPARE
+        self._is_spare = False
+        self._hello: Message | None = None
+        """The first message of the local agent of a spare."""
+        self._session: Session | None = None
+        """Of the node that this agent has."""
+        self._dialed_again = False
+        """Whether the supervisor has yet to say how this agent goes on; nothing is sent until then."""
         self._ranks: set[int] = set()
         """Ranks with a process."""
         self._generation = 0
@@ -113,7 +122,7 @@ class NodeAgent:
         return self._outcome
 
     def _attach(self, supervisor: Channel) -> None:
-        self._supervisor, self._deadline = supervisor, math.inf
+        self._supervisor, self._deadline, self._dialed_again = supervisor, math.inf, False
         supervisor.setblocking(False)
         self._selector.register(supervisor, selectors.EVENT_READ, "supervisor")
         self._send(
@@ -124,8 +133,11 @@ class NodeAgent:
                 "torch": self.torch,
                 "run": self._run,
                 "node": self._node,
+                "session": None if self._session is None else self._session.name,
+                "received": 0 if self._session is None else self._session.received,
             }
         )
+        self._dialed_again = self._session is not None
 
     def _serve(self) -> None:
         """Handle what has happened."""
@@ -135,10 +147,9 @@ class NodeAgent:
                 self._read_agent()
             elif self._supervisor is not None:
                 self._read_supervisor(self._supervisor)
-        if self._watch.next_report_s == 0:
-            report = self._watch.report()
-            if self._supervisor is not None and report["ranks"]:
-                self._send(report)
+        if self._watch.next_report_s == 0:  # also without ranks: it shows that this node is there
+            received = 0 if self._session is None else self._session.received
+            self._send(self._watch.report() | {"received": received})
         self._flush()
         if len(self.stops) > self._stops_sent:
             self._stop()
@@ -163,6 +174,9 @@ class NodeAgent:
             self._lose_supervisor()
             return
         for message in messages:
+            if self._session is not None:
+                self._session.count([message])
+            self._dialed_again = False
             handle = getattr(self, f"_do_{message['do']}", None)
             if handle is not None:
                 handle(message)
@@ -173,20 +187,37 @@ class NodeAgent:
 
     def _do_prepare(self, message: Message) -> None:
         """Join as a node: write the run folder, check what must be reached, start a local agent."""
-        self._end_agent()
+        if not self._is_spare:
+            self._end_agent()
+        self._is_spare, self._session = False, Session(message["session"])
         self._run, self._node, self._orphan_s = message["run"], message["node"], message["orphan_s"]
         self._run_dir, problems = self.setup.prepare(message)
         self._send({"is": "prepared", "problems": [problem.as_dict() for problem in problems]})
         if problems:
             raise UserError(*problems)
         self.setup.notify(f"joined {message['name']} as node {self._node}; run folder: {self._run_dir}")
-        self._agent = self.start_agent()
+        if self._agent is None:
+            self._start_agent()
+        elif self._hello is not None:
+            self._send(self._hello)
+
+    def _start_agent(self) -> None:
+        self._agent, self._hello = self.start_agent(), None
         self._selector.register(self._agent, selectors.EVENT_READ, "agent")
+
+    def _do_wait_as_spare(self, message: Message) -> None:
+        """All nodes of the run have an agent. Ranks that this one had were replaced."""
+        self._end_agent()
+        self._run, self._node, self._orphan_s = message["run"], SPARE, message["orphan_s"]
+        self._is_spare, self._session = True, None
+        self._start_agent()  # so that it is warm when a node is lost
+        self.setup.notify("all nodes of the run have an agent: this one waits as a spare node")
 
     def _do_adopt(self, message: Message) -> None:
         """A new supervisor takes over the ranks; it also gets what it has missed."""
         missed = list(self._unsent)
         self._unsent.clear()
+        self._session = Session(message["session"])
         ranks, generation = sorted(self._ranks), self._generation
         self._send({"is": "adopted", "generation": generation, "ranks": ranks, "store_dir": ""})
         for rank in ranks:
@@ -194,6 +225,18 @@ class NodeAgent:
         for one in (*self._exits.values(), *missed):
             self._send(one)
         self.setup.notify("a new supervisor has adopted the ranks")
+
+    def _do_resume(self, message: Message) -> None:
+        """The connection broke, and the same supervisor goes on: send what it has missed."""
+        assert self._session is not None, "it is resumed by its name"
+        self._unsent.clear()
+        for one in self._session.missed(message["received"]) or ():
+            self._queue(one)
+        self.setup.notify("connected to the supervisor again")
+
+    def _do_ack(self, message: Message) -> None:
+        if self._session is not None:
+            self._session.acknowledge(message["received"])
 
     def _do_configure(self, message: Message) -> None:
         """For the agent of node 0 only: this process waits for a new supervisor itself."""
@@ -250,6 +293,10 @@ class NodeAgent:
             fix = f"See {self._run_dir / 'logs'}; run the command again to join as a new node"
             raise RunFailedError(Problem("node-agent-died", rule, fix=fix)) from None
         for message in messages:
+            if message["is"] == "hello" and self._is_spare:
+                self._hello = message
+                self._send({"is": "spare_ready"})
+                continue
             if message["is"] == "recorder":
                 with contextlib.suppress(OSError, ValueError):
                     self._watch.add(message["rank"], FlightMemory.open(message.pop("path")))
@@ -258,13 +305,18 @@ class NodeAgent:
                 if message["is"] == "exited":
                     self._ranks.discard(message["rank"])
                     self._exits[message["rank"]] = message
-            if self._supervisor is not None:
-                self._send(message)
-            elif message["is"] not in ("request", "hello", "recorder", "exited"):
+            self._send(message)
+            is_held = self._supervisor is None or self._dialed_again
+            if is_held and message["is"] not in ("request", "hello", "recorder", "exited"):
                 self._unsent.append(message)
 
     def _send(self, message: Message) -> None:
-        if self._supervisor is not None:
+        if self._session is not None:
+            self._session.keep(message)
+        self._queue(message)
+
+    def _queue(self, message: Message) -> None:
+        if self._supervisor is not None and not self._dialed_again:
             try:
                 self._supervisor.queue(message)
             except OSError:
@@ -287,15 +339,16 @@ class NodeAgent:
         self._selector.unregister(self._supervisor)
         self._supervisor.close()
         self._supervisor = None
-        if not self._ranks or self._orphan_s == 0:
+        if not (self._ranks or self._is_spare) or self._orphan_s == 0:
             raise self._describe_loss()
-        self._deadline = time.monotonic() + self._orphan_s
-        self.setup.notify(f"lost the supervisor; its ranks go on for {self._orphan_s:.0f} s")
+        self._deadline, self._next_dial = time.monotonic() + self._orphan_s, 0.0
+        what = "this spare node waits" if self._is_spare else "its ranks go on"
+        self.setup.notify(f"lost the supervisor; {what} for {self._orphan_s:.0f} s")
 
     def _go_on_alone(self) -> None:
         """Dial the supervisor again; after ``orphan_s`` let the ranks save and stop."""
         now = time.monotonic()
-        if not self._ranks or (self._stopping and now >= self._deadline):
+        if not (self._ranks or self._is_spare) or (self._stopping and now >= self._deadline):
             raise self._describe_loss()
         if now >= self._deadline:
             self._stopping, self._deadline = True, now + STOP_GRACE_S

@@ -31,6 +31,7 @@ from meshwright.elastic.failure_report import (
 from meshwright.elastic.hang import WRONG_CALLS, Verdict
 from meshwright.elastic.layout_change import LayoutChange
 from meshwright.elastic.policy import Budget, Failure, decide
+from meshwright.elastic.quorum import Quorum
 from meshwright.elastic.rank_starter import LOGS, RankStarter
 from meshwright.elastic.rank_view import RankView, State, first_failed
 from meshwright.elastic.rank_watch import RankWatch
@@ -71,6 +72,8 @@ class Supervisor(SupervisorSettings):
         """Why the run does not go on, when it has failed."""
         self._deadline = float("inf")
         """When ranks that did not leave the generation are killed, or no longer waited for an agent."""
+        self._members: frozenset[int] = frozenset()
+        """Nodes of the last generation whose ranks were all ready."""
         self._ready: set[int] = set()
         """Nodes whose agent can start ranks, or was adopted with them."""
         self._store = StoreServer()
@@ -117,6 +120,8 @@ class Supervisor(SupervisorSettings):
             )
             for rank in self._ranks:
                 rank.alive = self.adopts  # until the agents report which ones have ended
+            if self.adopts:
+                self._members = self._agents.placement.nodes
             if self.earlier is not None:
                 self._take_over(self.earlier.change)
             elif self._agents.count > 1:
@@ -135,7 +140,11 @@ class Supervisor(SupervisorSettings):
     def _take_over(self, change: LayoutChange) -> None:
         """Begin with the agents of the layout before; its ranks have ended."""
         self._ready, self._store_dir = set(change.ready), change.store_dir
-        self._recovery, self._min_position = change.recovery, change.min_position
+        self._recovery, self._min_position, self._members = (
+            change.recovery,
+            change.min_position,
+            change.members,
+        )
         self._go_on_if_complete()
 
     def count_alive(self) -> int:
@@ -248,6 +257,15 @@ class Supervisor(SupervisorSettings):
             "node_joined", node=message["node"], host=message["host"], joined=joined, nodes=nodes
         )
 
+    def _on_node_spare(self, message: Message) -> None:
+        """An agent waits to take over the next node that is lost."""
+        self._write_event("node_spare", host=message["host"])
+
+    @property
+    def quorum(self) -> Quorum:
+        """The nodes of the last committed generation, and those of them that are connected."""
+        return Quorum.count(self._members, self._agents.nodes)
+
     def _on_node_refused(self, message: Message) -> None:
         """A node does not reach the data or the checkpoints."""
         problems = [Problem.from_dict(facts) for facts in message["problems"]]
@@ -263,11 +281,13 @@ class Supervisor(SupervisorSettings):
         """The agents of some nodes did not come in time."""
         self._deadline = float("inf")
         missing = sorted(self._agents.placement.nodes - self._ready)
-        if self._recovery is not None and self.layouts is not None and 0 in self._ready:
-            self._change_layout(self.budget.explain_missing_node())
+        reason = self.budget.explain_missing_node()
+        if self._recovery is not None and 0 in missing:
+            self._give_up(f"no agent started on this machine within {LOCAL_START_S:g} s")
+        elif self._recovery is not None and self.layouts is not None and self.quorum.holds:
+            self._change_layout(reason)
         elif self._recovery is not None:
-            own = f"no agent started on this machine within {LOCAL_START_S:g} s"
-            self._give_up(own if 0 in missing else self.budget.explain_missing_node())
+            self._give_up(reason if self.quorum.holds else f"{reason}; {self.quorum.explain()}")
         elif self.adopts:
             self._agents.end_adoption()
             self.state = State.RUNNING
@@ -291,6 +311,7 @@ class Supervisor(SupervisorSettings):
         self._write_event("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
         if self._agents.placement.nodes <= self._ready:
             self._agents.end_adoption()
+            self._agents.let_return(True)
             self.state, self._deadline = State.RUNNING, float("inf")
 
     def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:
@@ -360,6 +381,8 @@ class Supervisor(SupervisorSettings):
         if self.earlier is not None:
             self._agents.broadcast({"do": "drop_retired"})
         self.state = State.RUNNING
+        self._agents.let_return(True)
+        self._members = self._agents.placement.nodes
         if self.spares:  # the first ones, or those that replaced ranks
             self._starter.keep_spares(self.spares)
 
@@ -402,6 +425,7 @@ class Supervisor(SupervisorSettings):
             self.state = State.HALTING
             self._recovery = self._begin_recovery()
             self._deadline = time.monotonic() + self.stop_grace_s
+            self._agents.let_return(False)
             for rank in self._ranks:
                 if not rank.left:
                     self._order(rank, Order("halt", self.generation))
@@ -549,6 +573,7 @@ class Supervisor(SupervisorSettings):
             agents=self._agents,
             ready=frozenset(self._ready),
             store_dir=self._store_dir,
+            members=self._members,
         )
 
     def _order(self, rank: RankView, order: Order) -> None:
@@ -571,6 +596,10 @@ class Supervisor(SupervisorSettings):
         """The agent of a node is gone, and its ranks with it."""
         node, now = message["node"], time.monotonic()
         self._ready.discard(node)
+        before, quorum = Quorum.count(self._members, {*self._agents.nodes, node}), self.quorum
+        if before.holds and not quorum.holds:
+            nodes = {"present": sorted(quorum.present), "members": sorted(quorum.members)}
+            self._write_event("minority", reason=quorum.explain(), **nodes)
         cannot_start = self.state is State.WAITING and node == 0
         for rank in self._on_node(node):
             rank.peak_flops_per_s = None  # another machine may replace it

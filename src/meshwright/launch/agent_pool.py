@@ -6,13 +6,17 @@ rank: the layout needs fewer devices, or its node came back after the run had go
 
 from __future__ import annotations
 
+import math
 import selectors
+import time
 from typing import Protocol
 
 from meshwright.launch.channel import Message
 from meshwright.launch.environment import caller_environment, loopback_interface
 from meshwright.launch.placement import Placement
 from meshwright.launch.remote_nodes import RemoteAgent, RemoteNodes, name_node
+from meshwright.launch.session import RECONNECT_S
+from meshwright.launch.silence import SilenceWatch
 
 
 class AgentConnection(Protocol):
@@ -51,6 +55,10 @@ class AgentPool:
         if remote is not None:
             self._selector.register(remote, selectors.EVENT_READ)
         self._interface: str | None = None
+        self._silence = SilenceWatch()
+        self._broken: dict[int, float] = {}
+        """When nodes whose connection broke are lost."""
+        self._may_return = False
         self.add(0, local)
 
     @property
@@ -105,13 +113,16 @@ class AgentPool:
     def wait(self, timeout_s: float) -> list[Message]:
         """What the agents report within a time, each with its ``node``.
 
-        The pool adds ``node_joined`` and ``node_refused`` for an agent that joins, and ``agent_lost`` for one
-        that is gone.
+        The pool adds ``node_joined``, ``node_refused`` or ``node_spare`` for an agent that joins, and
+        ``agent_lost`` for one that is gone or silent.
         """
         messages: list[Message] = []
-        for key, _ in self._selector.select(timeout_s):
+        until = min(self._broken.values(), default=math.inf) - time.monotonic()
+        for key, _ in self._selector.select(max(0.0, min(timeout_s, until))):
             if key.data is not None:
                 messages += self._receive(key.data)
+        late = [node for node, deadline in self._broken.items() if time.monotonic() >= deadline]
+        messages += [self._lose(node) for node in (*self._silence.poll(), *late)]
         if self.remote is not None:
             messages += self._poll_remote(self.remote)
         return messages
@@ -120,6 +131,9 @@ class AgentPool:
         joined, reports = remote.poll(self.nodes)
         for one in joined:
             node, host = one.node, one.agent.host
+            if one.received is not None:
+                reports += self._resume(node, one.agent, one.received, one.messages)
+                continue
             self.add(node, one.agent)
             self._hosts[node], self._interface = host, self._interface or one.agent.interface
             reports.append({"is": "node_joined", "node": node, "host": host})
@@ -130,20 +144,59 @@ class AgentPool:
         try:
             messages = self._agents[node].receive()
         except EOFError:
-            self.drop(node)
-            return [{"is": "agent_lost", "node": node}]
+            return self._disconnect(node)
         self._update_events(node)
+        if messages and isinstance(self._agents[node], RemoteAgent):
+            self._silence.hear(node)
         return [{**message, "node": node} for message in messages]
+
+    def let_return(self, may_return: bool) -> None:
+        """Say whether an agent whose connection breaks may dial again: only while no rank has failed."""
+        self._may_return = may_return
+        if not may_return:
+            self._broken = dict.fromkeys(self._broken, 0.0)
+
+    def _disconnect(self, node: int) -> list[Message]:
+        """A connection broke. The agent of another machine may dial again; its messages are kept."""
+        agent = self._agents[node]
+        if not isinstance(agent, RemoteAgent):
+            return [self._lose(node)]
+        self._selector.unregister(agent)
+        self._silence.forget(node)
+        agent.disconnect()
+        self._broken[node] = time.monotonic() + (RECONNECT_S if self._may_return else 0.0)
+        return []
+
+    def _resume(self, node: int, again: RemoteAgent, received: int, messages: list[Message]) -> list[Message]:
+        """The agent of a node has dialed again: go on where its last connection broke."""
+        agent = self._agents[node]
+        assert isinstance(agent, RemoteAgent), "of another machine"
+        if node not in self._broken:  # only the other end has noticed
+            self._disconnect(node)
+        if not agent.resume(again, received):
+            again.drop()
+            return [self._lose(node)]
+        del self._broken[node]
+        self._selector.register(agent, agent.events, node)
+        self._silence.hear(node)
+        agent.session.count(messages)
+        return [{**message, "node": node} for message in messages]
+
+    def _lose(self, node: int) -> Message:
+        self.drop(node)
+        return {"is": "agent_lost", "node": node}
 
     def _update_events(self, node: int) -> None:
         """Wait for room to send, where messages are queued."""
         agent = self._agents[node]
-        if isinstance(agent, RemoteAgent):
+        if isinstance(agent, RemoteAgent) and not agent.broken:
             self._selector.modify(agent, agent.events, node)
 
     def add(self, node: int, agent: AgentConnection) -> None:
         """Add the agent of a node that has none."""
         self._agents[node] = agent
+        if self.remote is not None and isinstance(agent, RemoteAgent):
+            self.remote.sessions[node] = agent.session.name
         self._selector.register(agent, selectors.EVENT_READ, node)
 
     def end_adoption(self) -> None:
@@ -154,7 +207,11 @@ class AgentPool:
     def drop(self, node: int) -> None:
         """Close the connection to an agent that is gone."""
         agent = self._agents.pop(node)
-        self._selector.unregister(agent)
+        self._silence.forget(node)
+        if self.remote is not None:
+            self.remote.sessions.pop(node, None)
+        if self._broken.pop(node, None) is None:
+            self._selector.unregister(agent)
         if isinstance(agent, RemoteAgent):
             agent.drop()
         else:
@@ -167,7 +224,7 @@ class AgentPool:
             ok: Whether the run succeeded.
         """
         if self.remote is not None:
-            self.remote.close()
+            self.remote.close(ok)
         for agent in self._agents.values():
             if isinstance(agent, RemoteAgent):
                 agent.end(ok)

@@ -1,7 +1,8 @@
 """The nodes of a run besides the supervisor's: accepts their agents and lets each prepare its run folder.
 
 An agent that has proved the token is assigned a node, gets the files that its ranks need, and checks that it
-reaches the data and the checkpoints. It counts as joined when it reports no problem.
+reaches the data and the checkpoints. It counts as joined when it reports no problem. An agent that comes when
+all nodes have one is a spare: it waits, and gets the next node that is lost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from meshwright.core.version import __version__
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.join import JoinListener, local_address
 from meshwright.launch.network import find_interface
+from meshwright.launch.session import Session
 
+SPARE = -1
+"""The node of an agent that has none."""
 END_S = 15.0
 """How long an agent has to end its ranks at the end of the run."""
 
@@ -26,6 +30,9 @@ class RemoteAgent:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.host = ""
+        self.session = Session()
+        self.broken = False
+        """Whether the connection is lost, and the agent may dial again."""
 
     def fileno(self) -> int:
         """For ``selectors``."""
@@ -43,8 +50,10 @@ class RemoteAgent:
 
     def send(self, message: Message) -> None:
         """Queue a message; an agent that is gone is noticed by ``receive``."""
-        with contextlib.suppress(OSError):
-            self._channel.queue(message)
+        self.session.keep(message)
+        if not self.broken:
+            with contextlib.suppress(OSError):
+                self._channel.queue(message)
 
     def receive(self) -> list[Message]:
         """The messages that have arrived; also sends what is queued.
@@ -54,7 +63,34 @@ class RemoteAgent:
         """
         with contextlib.suppress(OSError):
             self._channel.flush()
-        return self._channel.receive()
+        messages = self._channel.receive()
+        self.session.count(messages)
+        for message in messages:
+            if message.get("is") == "watch":
+                self.session.acknowledge(int(message.get("received", 0)))
+                self.send({"do": "ack", "received": self.session.received})
+        return messages
+
+    def disconnect(self) -> None:
+        """Close a connection that is lost. Messages are kept until the agent has dialed again."""
+        self.broken = True
+        self._channel.close()
+
+    def resume(self, other: RemoteAgent, received: int) -> bool:
+        """Go on over the connection of another object; returns False if messages are lost.
+
+        Args:
+            other: The agent, as it has dialed again.
+            received: Messages that it has.
+        """
+        missed = self.session.missed(received)
+        if missed is None:
+            return False
+        self._channel, self.broken = other._channel, False
+        with contextlib.suppress(OSError):
+            for message in ({"do": "resume", "received": self.session.received}, *missed):
+                self._channel.queue(message)
+        return True
 
     def end(self, ok: bool) -> None:
         """Tell the agent that the run is over."""
@@ -62,6 +98,8 @@ class RemoteAgent:
 
     def close(self) -> None:
         """Wait until the agent has ended its ranks, for a limited time, and close the connection."""
+        if self.broken:
+            return
         connection = self._channel.socket
         with contextlib.suppress(OSError, EOFError):
             connection.settimeout(END_S)
@@ -83,6 +121,8 @@ class Joined:
     agent: RemoteAgent
     messages: list[Message]
     """That came with it."""
+    received: int | None = None
+    """Messages that it has from its connection before; None if it is a new one."""
 
 
 @dataclass
@@ -100,10 +140,16 @@ class RemoteNodes:
     """Whether agents whose ranks still train are taken over with them."""
     torch: str = ""
     """Version on this machine; other nodes must have the same."""
+    orphan_s: float = 0.0
+    """How long a spare waits for a new supervisor."""
+    sessions: dict[int, str] = field(default_factory=dict)
+    """The session of each node that has an agent: one whose connection broke dials again with it."""
     _joining: dict[int, RemoteAgent] = field(default_factory=dict)
     """Agents that have proved the token, by file descriptor."""
     _nodes: dict[int, int] = field(default_factory=dict)
     """The node of each agent that prepares it."""
+    _spares: list[int] = field(default_factory=list)
+    """Agents that wait for a node, the longest first."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def __post_init__(self) -> None:
@@ -131,7 +177,21 @@ class RemoteNodes:
         for key, _ in self._selector.select(0):
             if key.fd in self._joining:
                 self._go_on(key.fd, present, joined, reports)
+                present |= {one.node for one in joined}
+        while self._spares and not self.adopting and (free := self._list_free(present)):
+            self._prepare(self._spares.pop(0), free[0])
         return joined, reports
+
+    def _list_free(self, present: frozenset[int]) -> list[int]:
+        """Nodes without an agent."""
+        taken = {*present, *self._nodes.values()}
+        return [node for node in range(1, self.count) if node not in taken]
+
+    def _prepare(self, fd: int, node: int) -> None:
+        self._nodes[fd] = node
+        agent = self._joining[fd]
+        order = {"do": "adopt"} if self.adopting else self.describe(node)
+        agent.send({**order, "session": agent.session.name})
 
     def _go_on(self, fd: int, present: frozenset[int], joined: list[Joined], reports: list[Message]) -> None:
         """Go on with one agent."""
@@ -145,7 +205,14 @@ class RemoteNodes:
         while messages and fd in self._joining:
             message = messages.pop(0)
             if message.get("is") == "join":
-                self._assign(fd, message, present)
+                if self._is_known(message):
+                    self._forget(fd)
+                    received = int(message.get("received", 0))
+                    joined.append(Joined(message["node"], agent, messages, received))
+                    return
+                self._assign(fd, message, present, reports)
+            elif message.get("is") == "spare_ready" and fd in self._spares:
+                reports.append({"is": "node_spare", "node": SPARE, "host": agent.host})
             elif message.get("is") in ("prepared", "adopted") and fd in self._nodes:
                 node = self._nodes[fd]
                 if problems := message.get("problems"):
@@ -156,8 +223,13 @@ class RemoteNodes:
                     first = [message] if message["is"] == "adopted" else []
                     joined.append(Joined(node, agent, [*first, *messages]))
 
-    def _assign(self, fd: int, message: Message, present: frozenset[int]) -> None:
-        """Assign a node to an agent, or refuse it."""
+    def _is_known(self, message: Message) -> bool:
+        """Whether an agent that has a node dials again."""
+        session = message.get("session")
+        return message.get("run") == self.run and self.sessions.get(message["node"]) == session is not None
+
+    def _assign(self, fd: int, message: Message, present: frozenset[int], reports: list[Message]) -> None:
+        """Assign a node to an agent, keep it as a spare, or refuse it."""
         agent = self._joining[fd]
         agent.host = str(message.get("host", ""))[:100]
         versions = [("meshwright", __version__), ("torch", self.torch)]
@@ -165,16 +237,15 @@ class RemoteNodes:
             if message.get(name) != here:
                 self._refuse(fd, f"{name} {message.get(name)} there, {here} at the supervisor")
                 return
-        free = [n for n in range(1, self.count) if n not in present and n not in self._nodes.values()]
+        free = self._list_free(present)
         known = message.get("run") == self.run and message.get("node") in free
-        if self.adopting and not known:
+        if self.adopting and not known and message.get("node") != SPARE:
             self._refuse(fd, "the supervisor takes over the ranks of another run")
-        elif not free:
-            self._refuse(fd, f"all {self.count} nodes of the run have an agent")
+        elif not free or (self.adopting and not known):
+            self._spares.append(fd)
+            agent.send({"do": "wait_as_spare", "run": self.run, "orphan_s": self.orphan_s})
         else:
-            node = message["node"] if known else free[0]
-            self._nodes[fd] = node
-            agent.send({"do": "adopt"} if self.adopting else self.describe(node))
+            self._prepare(fd, message["node"] if known else free[0])
 
     def _refuse(self, fd: int, reason: str) -> None:
         agent = self._joining[fd]
@@ -186,10 +257,14 @@ class RemoteNodes:
         self._selector.unregister(fd)
         del self._joining[fd]
         self._nodes.pop(fd, None)
+        if fd in self._spares:
+            self._spares.remove(fd)
 
-    def close(self) -> None:
-        """Stop listening."""
+    def close(self, ok: bool = True) -> None:
+        """Stop listening; spares are told whether the run succeeded."""
         for fd, agent in list(self._joining.items()):
+            if fd in self._spares:
+                agent.end(ok)
             self._forget(fd)
             agent.drop()
         self._selector.close()

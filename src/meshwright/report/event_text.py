@@ -189,6 +189,12 @@ class EventText:
         node = f"node {event['node']} ({event['host']})"
         return f"{node} joined: {event['joined']} of {event['nodes']} nodes"
 
+    def _describe_node_spare(self, event: Event) -> str:
+        return f"{event['host']} joined as a spare node: it takes over the next node that is lost"
+
+    def _describe_minority(self, event: Event) -> str:
+        return f"warning: {event['reason']}; the run waits for other agents"
+
     def _describe_node_refused(self, event: Event) -> str:
         return f"warning: node {event['node']} was refused: {event['reason']}"
 

@@ -77,7 +77,8 @@ class NodeListener:
         """
         order = _NodeOrder(plan, assignment)
         count, torch = plan.job.cluster.nodes, version("torch")
-        return RemoteNodes(self.listener, count, order.run, order.describe, adopting, torch)
+        orphan_s = plan.job.elastic.orphan_s
+        return RemoteNodes(self.listener, count, order.run, order.describe, adopting, torch, orphan_s)
 
 
 def place_ranks(plan: PlanContract, assignment: Assignment | None = None) -> Placement:

@@ -70,7 +70,7 @@ def live_tensors(monkeypatch) -> dict[str, torch.Tensor]:
 def test_async_save_does_not_see_later_updates_torchtitan_930(tmp_path, monkeypatch, disk):
     """Nor the step of a later one (Megatron-Bridge#3267)."""
     tensors = live_tensors(monkeypatch)
-    saver = build_saver(tmp_path, monkeypatch, [], every_steps=1)
+    saver = build_saver(tmp_path, [], every_steps=1)
     saver.state.counters.advance(1)
     saver.after_step(False, None, False)
     for tensor in tensors.values():
@@ -86,7 +86,7 @@ def test_async_save_does_not_see_later_updates_torchtitan_930(tmp_path, monkeypa
 
 
 def test_nothing_is_marked_or_removed_before_the_commit_kempnerforge_102(tmp_path, monkeypatch, disk):
-    saver = build_saver(tmp_path, monkeypatch, [], every_steps=1, on_best=True, keep_last=1)
+    saver = build_saver(tmp_path, [], every_steps=1, on_best=True, keep_last=1)
     for step, loss in ((1, 3.0), (2, 2.0)):
         saver.state.counters.advance(1)
         saver.after_step(False, loss, False)
@@ -111,7 +111,7 @@ def test_an_error_of_the_writer_thread_is_reported_and_leaves_no_checkpoint_tnt_
         raise error
 
     events: list = []
-    saver = build_saver(tmp_path, monkeypatch, events, every_steps=1)
+    saver = build_saver(tmp_path, events, every_steps=1)
     monkeypatch.setattr(writer_module, "write_tensors", fail)
     saver.state.counters.advance(1)
     saver.after_step(False, None, False)

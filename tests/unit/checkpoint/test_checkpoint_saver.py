@@ -124,7 +124,7 @@ def build_waiting_saver(root, monkeypatch):
 
     monkeypatch.setattr(CheckpointWrite, "_write_and_vote", hold)
     monkeypatch.setattr(CheckpointWrite, "wait", let_go)
-    return build_saver(root, monkeypatch, events, every_steps=1), events
+    return build_saver(root, events, every_steps=1), events
 
 
 def test_rotation_gives_room_for_the_mark_of_the_best(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_rotation_gives_room_for_the_mark_of_the_best(tmp_path, monkeypatch):
         original(root, path)
 
     monkeypatch.setattr(module, "mark_best", mark)
-    saver = build_saver(tmp_path, monkeypatch, [], every_steps=1, on_best=True, keep_last=2)
+    saver = build_saver(tmp_path, [], every_steps=1, on_best=True, keep_last=2)
     for loss in (3.0, None, None, 2.0):
         saver.state.counters.advance(1)
         saver.after_step(False, loss, False)
@@ -150,7 +150,7 @@ def test_rotation_gives_room_for_the_mark_of_the_best(tmp_path, monkeypatch):
 
 def test_a_best_checkpoint_that_was_not_written_leaves_the_mark_to_the_next_one(tmp_path, monkeypatch):
     """The second save fails. The third is not the lowest loss of the run, but the best that is on disk."""
-    saver = build_saver(tmp_path, monkeypatch, [], every_steps=1, on_best=True, keep_last=1)
+    saver = build_saver(tmp_path, [], every_steps=1, on_best=True, keep_last=1)
     original = CheckpointWrite._write_and_vote
     for step, loss in enumerate((3.0, 1.0, 2.0), 1):
 

@@ -1,4 +1,4 @@
-"""Which agents become a node of a run, and which are refused."""
+"""Which agents become a node of a run, which are spares, which go on after a reset, and which are refused."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Run:
         self.present: set[int] = {0}
         self.reports: list[dict] = []
         self.agents: list = []
+        self.joined: list = []
 
     def poll(self):
         joined, reports = self.nodes.poll(frozenset(self.present))
@@ -38,7 +39,7 @@ class Run:
         deadline = time.monotonic() + limit_s
         while not holds():
             assert time.monotonic() < deadline
-            self.poll()
+            self.joined = self.poll() or self.joined
 
     def connect(self, **changes):
         """An agent that has sent its first message; returns its channel and the answer."""
@@ -78,22 +79,107 @@ def test_agents_get_the_free_nodes_in_order(run):
     channels = []
     for node in (1, 2):
         channel, answer = run.connect()
-        assert answer == {"do": "prepare", "node": node}
-        channel.send({"is": "prepared", "problems": []})
-        run.poll_until(lambda wanted=node: wanted in run.present)
+        assert (answer["do"], answer["node"]) == ("prepare", node)
+        prepare(run, channel, node)
         channels.append(channel)
-    late, answer = run.connect()
-    assert (answer["do"], answer["reason"]) == ("refuse", "all 3 nodes of the run have an agent")
-    for channel in (*channels, late):
+    assert run.reports == []
+    for channel in channels:
         channel.close()
+
+
+def prepare(run, channel, node):
+    channel.send({"is": "prepared", "problems": []})
+    run.poll_until(lambda: node in run.present)
+
+
+def test_an_agent_that_comes_when_all_nodes_have_one_gets_the_next_that_is_lost(run):
+    """Two spares; the one that came first takes over."""
+    channels = [run.connect()[0] for _ in range(2)]
+    for node, channel in enumerate(channels, 1):
+        prepare(run, channel, node)
+    spares = []
+    for count, host in enumerate(("c", "d"), 1):
+        spare, answer = run.connect(host=host)
+        assert answer == {"do": "wait_as_spare", "run": "run-7", "orphan_s": 0.0}
+        spare.send({"is": "spare_ready"})
+        spares.append(spare)
+        run.poll_until(lambda wanted=count: len(run.reports) == wanted)
+    assert [report["host"] for report in run.reports] == ["c", "d"]
+    run.present.remove(2)
+    run.answers = []
+    run.poll_until(lambda: run.answers.extend(receive(spares[0])) or run.answers)
+    assert (run.answers[0]["do"], run.answers[0]["node"]) == ("prepare", 2)
+    prepare(run, spares[0], 2)
+    assert receive(spares[1]) == [], "the other one still waits"
+    run.nodes.close(ok=True)
+    spares[1].setblocking(True)
+    assert spares[1].receive() == [{"do": "end", "ok": True}]
+    for channel in (*channels, *spares):
+        channel.close()
+
+
+def test_a_spare_that_is_gone_is_forgotten(run):
+    channels = [run.connect()[0] for _ in range(2)]
+    for node, channel in enumerate(channels, 1):
+        prepare(run, channel, node)
+    gone, _ = run.connect()
+    gone.close()
+    run.poll_until(lambda: not run.nodes._spares)
+    run.present.remove(1)
+    run.poll()
+    channel, answer = run.connect()
+    assert (answer["do"], answer["node"]) == ("prepare", 1)
+    for one in (*channels, channel):
+        one.close()
+
+
+def test_an_agent_whose_connection_broke_goes_on_with_its_session(run):
+    """Another session, or that of a node that was given up, begins anew."""
+    channel, answer = run.connect()
+    prepare(run, channel, 1)
+    (agent,) = run.agents
+    agent.send({"do": "order", "number": 1})
+    run.nodes.sessions[1] = answer["session"]
+    again = {"run": "run-7", "node": 1, "session": answer["session"], "received": 0}
+    stranger, answer = run.connect(**again | {"session": "another"})
+    assert (answer["do"], answer["node"]) == ("prepare", 2)
+    channel.close()
+    found = dial(run, again)
+    (joined,) = run.joined
+    assert (joined.node, joined.received) == (1, 0)
+    agent.disconnect()
+    assert agent.resume(joined.agent, joined.received)
+    found.setblocking(True)
+    assert [message["do"] for message in receive_count(found, 2)] == ["resume", "order"]
+    for one in (stranger, found):
+        one.close()
+
+
+def dial(run, message):
+    """An agent that dials again; the listener reports it as joined."""
+    found, run.joined = [], []
+    thread = threading.Thread(target=lambda: found.append(join(run.listener.address, TOKEN, 5.0)))
+    thread.start()
+    run.poll_until(lambda: not thread.is_alive())
+    hello = {"is": "join", "host": "b", "meshwright": __version__, "torch": "2.13"}
+    found[0].send({**hello, **message})
+    run.poll_until(lambda: run.joined)
+    return found[0]
+
+
+def receive_count(channel, count):
+    messages = []
+    while len(messages) < count:
+        messages += channel.receive()
+    return messages
 
 
 def test_an_agent_that_was_lost_gets_its_node_back(run):
     channel, answer = run.connect(run="run-7", node=2)
-    assert answer == {"do": "prepare", "node": 2}
+    assert (answer["do"], answer["node"]) == ("prepare", 2)
     channel.close()
     channel, answer = run.connect(run="another", node=2)
-    assert answer == {"do": "prepare", "node": 1}
+    assert (answer["do"], answer["node"]) == ("prepare", 1)
     channel.close()
 
 
@@ -130,7 +216,7 @@ def test_only_agents_of_the_same_run_are_adopted():
     assert answer["do"] == "refuse"
     channel.close()
     channel, answer = run.connect(run="run-7", node=1)
-    assert answer == {"do": "adopt"}
+    assert answer["do"] == "adopt"
     channel.close()
     run.close()
 

@@ -17,8 +17,12 @@ from meshwright.core.flight_ring import PHASES
 
 CALLS = ("other op", "other shape", "skip")
 """What a rank does instead of a collective."""
+GRADIENTS = ("nan", "inf", "spike")
+"""What the gradient of a rank becomes; a spike is 2^20 times the gradient."""
+INSIDE = ("call_wrongly", "spoil_gradient")
+"""Faults that no signal can cause: the ranks have another entry."""
 FAULT_VARIABLE = "MESHWRIGHT_FAULT"
-"""The sentence of a wrong call; read by ``verify.wrong_call`` only, which training does not import."""
+"""The sentences of such faults, one per line; read by ``verify`` only, which training does not import."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Fault:
     by_s: float | None = None
     """What the wall clock of the rank differs by from now on."""
     call: str | None = None
+    value: str | None = None
+    """What a gradient becomes."""
     connections: int | None = None
     grace_s: float | None = None
     """Time between SIGTERM and SIGKILL."""
@@ -89,6 +95,11 @@ def call_wrongly(rank: int, step: int, call: str) -> Fault:
     return _checked(Fault("call_wrongly", rank, step, call=call))
 
 
+def spoil_gradient(rank: int, step: int, value: str) -> Fault:
+    """Let the gradient of a rank become NaN, Inf, or 2^20 times as large, in a step."""
+    return _checked(Fault("spoil_gradient", rank, step, value=value))
+
+
 def connect(step: int, connections: int) -> Fault:
     """Open hostile connections to every listening port of the run when rank 0 is in a step."""
     return _checked(Fault("connect", step=step, connections=connections))
@@ -107,12 +118,13 @@ ARGUMENTS: dict[str, tuple[set[str], set[str]]] = {
     "preempt": ({"step", "grace_s"}, set()),
     "shift_clock": ({"rank", "step", "by_s"}, set()),
     "call_wrongly": ({"rank", "step", "call"}, set()),
+    "spoil_gradient": ({"rank", "step", "value"}, set()),
     "connect": ({"step", "connections"}, set()),
     "slow": ({"rank", "step", "factor", "for_s"}, set()),
 }
 """Needed and optional arguments of each kind."""
 INTEGERS = ("rank", "step", "connections")
-CHOICES = {"during": PHASES, "call": CALLS}
+CHOICES = {"during": PHASES, "call": CALLS, "value": GRADIENTS}
 
 
 def parse_fault(text: str) -> Fault:

@@ -1,30 +1,47 @@
-"""Trains a job whose ranks make one wrong collective: a command of its own, for ``meshwright faults``.
+"""Trains a job whose ranks have a fault of their own: a command of its own, for ``meshwright faults``.
 
-Prints the problems as JSON. The ranks are those of ``verify.wrong_call``; ``meshwright train`` cannot start
-them.
+Prints losses and problems as JSON. The ranks are those of ``verify``; ``meshwright train`` cannot start them.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import to_json
+from meshwright.elastic.faults.schedule import FAULT_VARIABLE, parse_fault
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.reporter import SILENT
 from meshwright.runs.start import start_training
 
-ENTRY = "meshwright.verify.wrong_call:run_rank"
+ENTRIES = {
+    "call_wrongly": "meshwright.verify.wrong_call:run_rank",
+    "spoil_gradient": "meshwright.verify.bad_gradient:run_rank",
+}
+"""Of the ranks, by the kind of fault."""
+SAVE_AGAIN = "--save-again"
+"""First argument: resume, and save what was loaded."""
+SAVING_ENTRY = "meshwright.verify.save_again:run_rank"
 
 
-def main(source: str, *overrides: str) -> int:
+def main(*arguments: str) -> int:
     """Train; returns the exit status."""
+    again = arguments[0] == SAVE_AGAIN
+    source, overrides = arguments[again], arguments[again + 1 :]
+    entry = SAVING_ENTRY if again else ENTRIES[parse_fault(os.environ[FAULT_VARIABLE].splitlines()[0]).kind]
     try:
-        start_training(LoadedJob.load(source, overrides, to_run=True), False, SILENT, ENTRY)
+        run = start_training(LoadedJob.load(source, overrides, to_run=True), again, SILENT, entry)
     except MeshwrightError as error:
-        sys.stdout.write(to_json({"errors": [problem.as_dict() for problem in error.problems]}) + "\n")
+        _print({"errors": [problem.as_dict() for problem in error.problems]})
         return error.exit_status
+    _print({"losses": run.record.losses, "errors": []})
     return 0
+
+
+def _print(result: dict[str, Any]) -> None:
+    sys.stdout.write(to_json(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ CLOCK_SLACK_S = 10.0
 """Ranks write the event of a step at about the same time."""
 STRAGGLER_STEPS, CLEAN_STEPS = 20, 500
 """Steps after which a straggler is named, and steps before without a false alarm."""
-KILL_LOOP_S, KILL_LOOP_GOODPUT = 100.0, 80.0
+KILL_LOOP_S, KILL_LOOP_GOODPUT = 100.0, 85.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,12 @@ def is_resumed(trial: Trial) -> bool:
     """Whether a run that was ended by a fault has been resumed, and has made steps since."""
     resumed = trial.view.of("resumed")
     return trial.injector.done and bool(resumed) and is_settled(trial)
+
+
+def is_past_gradients(trial: Trial) -> bool:
+    """Whether the run has made new steps after all spoilt gradients."""
+    last = max((fault.step or 0 for fault in trial.schedule), default=0)
+    return trial.view.steps_done >= last + SETTLE_STEPS
 
 
 def is_kill_loop_over(trial: Trial) -> bool:
@@ -258,6 +264,22 @@ def count_steps(trial: Trial, seconds: float) -> int:
     return max((e["step"] for e in trial.view.of("step") if e["time"] <= first + seconds), default=0)
 
 
+def measure_own_rate(trial: Trial) -> float:
+    """Steps per second between the end of each recovery and the next kill."""
+    steps, total_s = 0, 0.0
+    kills = [injection.time for injection in trial.injections]
+    begin, furthest = trial.view.first_step_at, 0
+    for event in (e for e in trial.view.of("step") if e["rank"] == 0):
+        if event["step"] <= furthest:
+            begin = None
+            continue
+        furthest = event["step"]
+        if begin is not None and not any(begin < kill <= event["time"] for kill in kills):
+            steps, total_s = steps + 1, total_s + event["time"] - begin
+        begin = event["time"]
+    return steps / max(total_s, 1e-9)
+
+
 def longest_stall_s(trial: Trial) -> float:
     """The longest time between two steps of rank 0, from the first fault on."""
     since = trial.injections[0].time if trial.injections else 0.0
@@ -278,6 +300,27 @@ def judge_wrong_call(trial: Trial) -> list[Figure]:
         return []
     named = min((e["time"] for e in trial.view.of("hang")), default=trial.ended_at)
     return [Figure("named after", named - made[0]["time"], NAMED_S)]
+
+
+def judge_bad_gradients(trial: Trial) -> list[Figure]:
+    """Each bad step is skipped on all ranks alike, its rank is named, and no state changes."""
+    for fault in trial.schedule:
+        step = fault.step or 0
+        if not any(e["fault"] == str(fault) for e in trial.view.of("injected")):
+            trial.violations.append(f"not injected: {fault}")
+        skipped = {
+            e["rank"]: e["unchanged"] for e in trial.view.of("skipped_update") if e["step"] == step - 1
+        }
+        if skipped != dict.fromkeys(range(WORLD_SIZE), True):
+            trial.violations.append(f"{fault}: ranks that skipped the step, with an equal state: {skipped}")
+        name = "grad_spike" if fault.value == "spike" else "not_finite"
+        named = [e["ranks"] for e in trial.view.of(name) if e["step"] == step]
+        if named != [[fault.rank]]:
+            trial.violations.append(f"{fault}: named as {name}: {named}")
+    bad = {e["step"] for e in trial.view.of("step") if e["bad_step"] is not None}
+    if bad != {fault.step for fault in trial.schedule}:
+        trial.violations.append(f"bad steps: {sorted(bad)}")
+    return [Figure("bad steps", len(bad), unit="")]
 
 
 def worst(figures: list[Figure]) -> list[Figure]:

@@ -22,9 +22,11 @@ from meshwright.core.errors import Problem, RunFailedError, UserError, require_a
 from meshwright.core.units import format_plural
 from meshwright.elastic.faults.clock import ShiftedClocks, build_clock_library
 from meshwright.elastic.faults.invariants import compare_runs
-from meshwright.elastic.faults.schedule import read_schedule
+from meshwright.elastic.faults.schedule import INSIDE, read_schedule
+from meshwright.runs.faults.checks.check import CannotRunError, CheckRun, ViolationError
+from meshwright.runs.faults.checks.table import CHECKS, Check
 from meshwright.runs.faults.job import LAYOUTS, WORLD_SIZE, TinyJob
-from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, Figure, count_steps, worst
+from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, Figure, count_steps, measure_own_rate, worst
 from meshwright.runs.faults.table import TESTS, FaultTest, Schedule, build_custom_test
 from meshwright.runs.faults.trial import EXIT_FAILED, SETTLE_STEPS, Trial
 from meshwright.runs.reporter import Reporter
@@ -36,27 +38,33 @@ LIMIT_FACTOR, LIMIT_S = 4.0, 120.0
 """A trial is given up after this multiple of what it should take, plus this time."""
 
 
+Test = FaultTest | Check
+
+
 @dataclass
 class Case:
-    """A test in a layout."""
+    """A test in a layout, or one without a schedule."""
 
-    test: FaultTest
-    layout: str
-    schedules: list[Schedule]
+    test: Test
+    layout: str = ""
+    schedules: list[Schedule] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     skipped: str = ""
     """Why it was not run."""
+    broken: str = ""
+    """The promise that a test without a schedule found broken."""
 
     @property
     def name(self) -> str:
         """As on the command line."""
-        return f"{self.test.name}/{self.layout}"
+        return f"{self.test.name}/{self.layout}" if self.layout else self.test.name
 
     @property
     def violations(self) -> list[str]:
         """What is wrong, over all runs."""
         found = [text for trial in self.trials for text in trial.violations]
+        found += [self.broken] if self.broken else []
         return found + [str(figure) for figure in self.figures if not figure.ok]
 
     @property
@@ -111,7 +119,8 @@ def run_faults(
     """Run fault tests; tests that do not fit into the budget are skipped.
 
     Args:
-        names: Tests by name or number, with ``/LAYOUT`` for one layout; all if empty.
+        names: Tests by name or number, with ``/LAYOUT`` for one layout where a test has layouts; all if
+            empty.
         seed: Of the schedules.
         budget_s: Time for all.
         schedule: A file with the faults of a test of your own, named ``schedule``.
@@ -122,13 +131,16 @@ def run_faults(
     """
     require_argument(seed >= 0, "seed", seed, "must not be negative")
     require_argument(budget_s > 0, "budget", budget_s, "must be greater than 0 seconds")
-    tests = TESTS if schedule is None else (build_custom_test(_read_schedule(schedule)),)
+    tests: tuple[Test, ...] = (*TESTS, *CHECKS)
+    if schedule is not None:
+        tests = (build_custom_test(_read_schedule(schedule)),)
     cases = [_build_case(test, layout, seed) for test, layout in _select(names, tests)]
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="meshwright-faults-") as folder:
-        suite = _Suite(TinyJob.write(Path(folder)), budget_s, reporter)
-        for long in (False, True):
-            for layout in LAYOUTS:
-                suite.run_layout([c for c in cases if (c.layout, c.test.is_long) == (layout, long)])
+        suite = _Suite(TinyJob.write(Path(folder)), budget_s, reporter, seed)
+        suite.run_checks(cases, quick=True)
+        suite.run_layouts(cases, long=False)
+        suite.run_checks(cases, quick=False)
+        suite.run_layouts(cases, long=True)
     if all(case.skipped for case in cases):
         rule = f"runs no test: {cases[0].name} {cases[0].skipped}"
         fix = "Give a larger budget"
@@ -159,37 +171,47 @@ def _read_schedule(path: Path) -> Schedule:
         if fault.rank is not None and fault.rank >= WORLD_SIZE:
             rule, fix = f"{fault}: there are {WORLD_SIZE} ranks", f"Use a rank below {WORLD_SIZE}"
             raise UserError(Problem("faults-schedule", rule, fix=fix))
-    if len(found) > 1 and any(fault.kind == "call_wrongly" for fault in found):
+    inside = {fault.kind for fault in found if fault.kind in INSIDE}
+    if inside and len({fault.kind for fault in found}) > 1:
+        rule = f"has other faults beside {sorted(inside)[0]}, which needs other ranks"
+        raise UserError(Problem("faults-schedule", rule, path=str(path), fix="Use one file for each"))
+    if len(found) > 1 and "call_wrongly" in inside:
         rule = "has other faults beside call_wrongly, which ends the run"
         raise UserError(Problem("faults-schedule", rule, path=str(path), fix="Use one file for each"))
     return found
 
 
-def _select(names: Sequence[str], tests: Sequence[FaultTest]) -> list[tuple[FaultTest, str]]:
-    """The tests that names mean, each with its layouts."""
+def _select(names: Sequence[str], tests: Sequence[Test]) -> list[tuple[Test, str]]:
+    """The tests that names mean, each with its layouts, if it has some."""
     known = {key: test for test in tests for key in (test.name, str(test.number))}
-    found: dict[tuple[int, str], tuple[FaultTest, str]] = {}
+    found: dict[tuple[int, str], tuple[Test, str]] = {}
     for name in names or [test.name for test in tests]:
         key, _, layout = name.partition("/")
-        if key not in known or layout not in ("", *LAYOUTS):
+        layouts = ("",) if isinstance(known.get(key), Check) else tuple(LAYOUTS)
+        if key not in known or layout not in ("", *layouts):
             choices = ", ".join(f"{test.number} {test.name}" for test in tests)
             fix = f"Tests are {choices}; layouts are {', '.join(LAYOUTS)}"
             raise UserError(Problem("faults-unknown", "is not a fault test", path=name, fix=fix))
-        for chosen in (layout,) if layout else LAYOUTS:
+        for chosen in (layout,) if layout else layouts:
             found[known[key].number, chosen] = (known[key], chosen)
     return sorted(found.values(), key=lambda pair: pair[0].number)
 
 
-def _build_case(test: FaultTest, layout: str, seed: int) -> Case:
-    generator = random.Random(f"{seed}/{test.name}/{layout}")  # noqa: S311  (a schedule, no secret)
-    return Case(test, layout, test.build(generator, layout))
+def _build_case(test: Test, layout: str, seed: int) -> Case:
+    if isinstance(test, Check):
+        return Case(test)
+    return Case(test, layout, test.build(_build_random(seed, test.name, layout), layout))
+
+
+def _build_random(seed: int, *names: str) -> random.Random:
+    return random.Random("/".join((str(seed), *names)))  # noqa: S311  (faults, no secret)
 
 
 class _Suite:
     """The runs of one call, in one temporary folder."""
 
-    def __init__(self, job: TinyJob, budget_s: float, reporter: Reporter) -> None:
-        self._job, self._budget_s, self._reporter = job, budget_s, reporter
+    def __init__(self, job: TinyJob, budget_s: float, reporter: Reporter, seed: int) -> None:
+        self._job, self._budget_s, self._reporter, self._seed = job, budget_s, reporter, seed
         self._began = time.monotonic()
         self._start_s, self._step_s = FIRST_GUESS_START_S, FIRST_GUESS_STEP_S
         self._runs = 0
@@ -201,25 +223,61 @@ class _Suite:
         """Since the start."""
         return time.monotonic() - self._began
 
-    def run_layout(self, cases: Sequence[Case]) -> None:
-        """Run the cases of a layout that fit, then the fault-free run, and judge them."""
+    def run_checks(self, cases: Sequence[Case], quick: bool) -> None:
+        """Run the tests without a schedule that fit."""
         for case in cases:
-            case.skipped = self._find_obstacle(case)
+            if isinstance(case.test, Check) and case.test.is_quick is quick:
+                case.skipped = self._exceeds_budget(case.test.seconds)
+                if not case.skipped:
+                    self._run_check(case, case.test)
+
+    def _run_check(self, case: Case, test: Check) -> None:
+        self._reporter.progress(f"{case.name}: {test.criterion}")
+        folder = self._new_run_dir(case.name)
+        folder.mkdir()
+        run = CheckRun(folder, _build_random(self._seed, test.name), self._report_detail)
+        began = time.monotonic()
+        try:
+            test.load()(run)
+        except CannotRunError as error:
+            case.skipped = str(error)
+            return
+        except ViolationError as error:
+            case.broken = str(error)
+        case.figures = [*run.figures, Figure("took", time.monotonic() - began)]
+        self._reporter.progress(f"{case.name}: {case.verdict}")
+
+    def _report_detail(self, text: str) -> None:
+        self._reporter.progress(f"  {text}")
+
+    def run_layouts(self, cases: Sequence[Case], long: bool) -> None:
+        """Run the tests with schedules that fit, layout by layout."""
+        for layout in LAYOUTS:
+            found = [(c, c.test) for c in cases if c.layout == layout and isinstance(c.test, FaultTest)]
+            self._run_layout([(case, test) for case, test in found if test.is_long is long])
+
+    def _run_layout(self, cases: Sequence[tuple[Case, FaultTest]]) -> None:
+        """Run the cases of a layout that fit, then the fault-free run, and judge them."""
+        for case, test in cases:
+            case.skipped = self._find_obstacle(case, test)
             if not case.skipped:
-                self._run_case(case)
-        compared = [case for case in cases if case.test.compares and not case.test.ends_run]
-        self._compare([case for case in compared if case.trials])
-        for case in (case for case in cases if case.trials):
+                self._run_case(case, test)
+        self._compare([(case, test) for case, test in cases if case.trials and test.compares])
+        for case in (case for case, _ in cases if case.trials):
             self._reporter.progress(f"{case.name}: {case.verdict}")
 
-    def _find_obstacle(self, case: Case) -> str:
+    def _exceeds_budget(self, needed_s: float) -> str:
+        left_s = self._budget_s - self.elapsed_s
+        if needed_s <= left_s:
+            return ""
+        return f"needs about {needed_s:.0f} s, {max(0.0, left_s):.0f} s of the budget are left"
+
+    def _find_obstacle(self, case: Case, test: FaultTest) -> str:
         """Why a case cannot run; empty if it can."""
-        run_s = self._expect_s(case.test)
-        alone = case.test.ends_run or not case.test.compares
-        calm_s = 0.0 if alone else self._start_s + max(case.test.calm_s, run_s - self._start_s)
-        needed_s, left_s = len(case.schedules) * run_s + calm_s, self._budget_s - self.elapsed_s
-        if needed_s > left_s:
-            return f"needs about {needed_s:.0f} s, {max(0.0, left_s):.0f} s of the budget are left"
+        run_s = self._expect_s(test)
+        calm_s = self._start_s + max(test.calm_s, run_s - self._start_s) if test.compares else 0.0
+        if obstacle := self._exceeds_budget(len(case.schedules) * run_s + calm_s):
+            return obstacle
         if not self._shifts_clocks(case.schedules[0]):
             return ""
         if self._clock_library is None:
@@ -234,21 +292,21 @@ class _Suite:
     def _shifts_clocks(schedule: Schedule) -> bool:
         return any(fault.kind == "shift_clock" for fault in schedule)
 
-    def _run_case(self, case: Case) -> None:
+    def _run_case(self, case: Case, test: FaultTest) -> None:
         for schedule in case.schedules:
             for fault in schedule:
                 self._reporter.progress(f"{case.name}: {fault}")
-            trial = self._run_trial(case, schedule)
+            trial = self._run_trial(case, test, schedule)
             case.trials.append(trial)
-            case.figures = worst([*case.figures, *case.test.judge(trial)])
+            case.figures = worst([*case.figures, *test.judge(trial)])
             for injection in trial.injections:
                 where = f"rank {injection.fault.rank}" if injection.fault.rank is not None else "rank 0"
                 reached = f"{where} was in {injection.phase} of step {injection.step}"
                 self._reporter.progress(f"  {injection.fault.kind}: {reached}")
         self._reporter.progress(f"  {', '.join(map(str, case.figures)) or 'no figure'}")
 
-    def _run_trial(self, case: Case, schedule: Schedule) -> Trial:
-        test, run_dir = case.test, self._new_run_dir(case.name)
+    def _run_trial(self, case: Case, test: FaultTest, schedule: Schedule) -> Trial:
+        run_dir = self._new_run_dir(case.name)
         trial = Trial(self._job, run_dir, (*LAYOUTS[case.layout], *test.overrides), schedule)
         if self._shifts_clocks(schedule):
             assert isinstance(self._clock_library, Path), "the case is skipped without it"
@@ -258,13 +316,13 @@ class _Suite:
         trial.check(*([(EXIT_FAILED,)] if test.ends_run else []))
         return trial
 
-    def _compare(self, cases: Sequence[Case]) -> None:
+    def _compare(self, cases: Sequence[tuple[Case, FaultTest]]) -> None:
         """Run without faults for as many steps, and compare losses and checkpoints."""
-        trials = [trial for case in cases for trial in case.trials]
+        trials = [trial for case, _ in cases for trial in case.trials]
         if not trials:
             return
-        layout, steps = cases[0].layout, max(trial.view.steps_done for trial in trials)
-        calm_s = max(case.test.calm_s for case in cases)
+        layout, steps = cases[0][0].layout, max(trial.view.steps_done for trial in trials)
+        calm_s = max(test.calm_s for _, test in cases)
         self._reporter.progress(f"{layout}: {format_plural(steps, 'step')} without faults, to compare with")
         calm = Trial(self._job, self._new_run_dir(f"{layout}-calm"), LAYOUTS[layout])
         expected_s = self._start_s + max(calm_s, steps * self._step_s)
@@ -275,9 +333,9 @@ class _Suite:
             trial.violations += compare_runs(
                 trial.history.losses, calm.history.losses, trial.checkpoints, calm.checkpoints
             )
-        for case in cases:
-            if case.test.calm_s:
-                case.figures = worst([*case.figures, *_measure_goodput(case, calm)])
+        for case, test in cases:
+            if test.calm_s:
+                case.figures = worst([*case.figures, *_measure_goodput(case, test.calm_s, calm)])
 
     def _new_run_dir(self, name: str) -> Path:
         self._runs += 1
@@ -297,11 +355,15 @@ def _is_calm_over(trial: Trial, steps: int, seconds: float) -> bool:
     return first is not None and trial.view.steps_done >= steps and time.time() >= first + seconds
 
 
-def _measure_goodput(case: Case, calm: Trial) -> list[Figure]:
+def _measure_goodput(case: Case, seconds: float, calm: Trial) -> list[Figure]:
     """Steps of each trial as a share of the fault-free ones in the same time."""
-    seconds = case.test.calm_s
     expected = max(1, count_steps(calm, seconds))
-    shares = [100 * count_steps(trial, seconds) / expected for trial in case.trials]
-    return [
-        Figure("of the fault-free steps", share, KILL_LOOP_GOODPUT, "%", at_least=True) for share in shares
-    ]
+    figures = []
+    for trial in case.trials:
+        steps = count_steps(trial, seconds)
+        share, own = 100 * steps / expected, 100 * steps / (seconds * measure_own_rate(trial))
+        figures += [
+            Figure("of the fault-free steps", share, KILL_LOOP_GOODPUT, "%", at_least=True),
+            Figure("of the steps at its own rate", own, None, "%", at_least=True),
+        ]
+    return figures

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.elastic.faults.schedule import (
     CALLS,
+    GRADIENTS,
     Fault,
     call_wrongly,
     connect,
@@ -19,6 +20,7 @@ from meshwright.elastic.faults.schedule import (
     preempt,
     shift_clock,
     slow,
+    spoil_gradient,
     stop,
     stop_supervisor,
 )
@@ -36,6 +38,8 @@ KILL_GAP_S, KILL_SEEDS = 9.0, 3
 SLOW_FACTOR, SLOW_S = 1.5, 60.0
 COMPUTE_BOUND = ("data.seq_len=512",)
 """Of a slow rank, whose compute must be a good part of the step."""
+CHAOS_KILLS, CHAOS_GAP_S = 100, 1.0
+BAD_STEP_GAP = 8
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,20 @@ class FaultTest:
     """What one run takes besides its start and its steps."""
     calm_s: float = 0.0
     """How long the fault-free run must be, where steps are counted by time."""
-    overrides: tuple[str, ...] = ()
-    """Of the tiny job."""
-    compares: bool = True
-    """Whether losses and parameters are compared with those of a fault-free run."""
     ends_run: bool = False
-    """Whether the fault ends the run: then there is nothing to compare with a fault-free run."""
+    """Whether the fault ends the run."""
+    changes_losses: bool = False
+    """Whether the losses after the fault are others than without it."""
+    overrides: tuple[str, ...] = ()
+    """Of the job."""
+
+    alone: bool = False
+    """Whether no fault-free run is needed: nothing fails, so there is nothing to recover."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether losses and checkpoints must be those of a fault-free run."""
+        return not (self.ends_run or self.changes_losses or self.alone)
 
     @property
     def is_long(self) -> bool:
@@ -138,6 +150,25 @@ def _shift_clocks(seed: random.Random, _: str) -> list[Schedule]:
     ]
 
 
+def _spoil_gradients(seed: random.Random, _: str) -> list[Schedule]:
+    first = seed.randint(FIRST_STEP, FIRST_STEP + BAD_STEP_GAP)
+    return [
+        [
+            spoil_gradient(rank=seed.randrange(WORLD_SIZE), step=first + number * BAD_STEP_GAP, value=value)
+            for number, value in enumerate(GRADIENTS)
+        ]
+    ]
+
+
+def _kill_a_hundred(seed: random.Random, _: str) -> list[Schedule]:
+    """At any time, also while the ranks recover from the kill before."""
+    schedule, after_s = Schedule(), 0.0
+    for _kill in range(CHAOS_KILLS):
+        after_s += seed.expovariate(1 / CHAOS_GAP_S)
+        schedule.append(fail(rank=seed.randrange(WORLD_SIZE), after_s=round(after_s, 2)))
+    return [schedule]
+
+
 def _connect(seed: random.Random, _: str) -> list[Schedule]:
     return [[connect(step=_choose_step(seed), connections=600)]]
 
@@ -173,7 +204,7 @@ TESTS = (
     FaultTest(
         4,
         "kill-loop",
-        "kill -9 of random ranks every 9 s on average, 100 s, 3 times: >= 80% of the fault-free steps",
+        "kill -9 of random ranks every 9 s on average, 100 s, 3 times: >= 85% of the fault-free steps",
         _kill_all_the_time,
         judges.judge_kill_loop,
         is_over=judges.is_kill_loop_over,
@@ -215,7 +246,7 @@ TESTS = (
         is_over=judges.is_straggler_over,
         seconds=90.0,
         overrides=COMPUTE_BOUND,
-        compares=False,
+        alone=True,
     ),
     FaultTest(
         9,
@@ -226,6 +257,16 @@ TESTS = (
         is_over=lambda _: False,
         seconds=6.0,
         ends_run=True,
+    ),
+    FaultTest(
+        20,
+        "bad-gradient",
+        "NaN, Inf and a 2^20 spike in one rank's gradient: skipped on all ranks, named, state unchanged",
+        _spoil_gradients,
+        judges.judge_bad_gradients,
+        is_over=judges.is_past_gradients,
+        seconds=2.0,
+        changes_losses=True,
     ),
     FaultTest(
         23,
@@ -243,6 +284,15 @@ TESTS = (
         judges.judge_attack,
         seconds=4.0,
     ),
+    FaultTest(
+        26,
+        "chaos",
+        "100 kills -9 of random ranks at random times in one run: same losses and parameters",
+        _kill_a_hundred,
+        judges.judge_kill_loop,
+        seconds=2.0 * CHAOS_KILLS * CHAOS_GAP_S,
+        overrides=("elastic.restarts=100",),
+    ),
 )
 
 
@@ -250,6 +300,8 @@ def _choose_end(kinds: set[str]) -> Callable[[Trial], bool]:
     """When a trial with these kinds of faults is over."""
     if "call_wrongly" in kinds:
         return lambda _: False
+    if "spoil_gradient" in kinds:
+        return judges.is_past_gradients
     if "kill_supervisor" in kinds:
         return judges.is_adopted
     return judges.is_resumed if "preempt" in kinds else judges.is_settled
@@ -260,6 +312,8 @@ def build_custom_test(schedule: Schedule) -> FaultTest:
     ends_run = any(fault.kind == "call_wrongly" for fault in schedule)
     judge = judges.judge_wrong_call if ends_run else judges.judge_schedule
     kinds = {fault.kind for fault in schedule}
+    if kinds == {"spoil_gradient"}:
+        judge = judges.judge_bad_gradients
     return FaultTest(
         0,
         "schedule",
@@ -269,4 +323,5 @@ def build_custom_test(schedule: Schedule) -> FaultTest:
         is_over=_choose_end(kinds),
         seconds=sum(1.0 + (f.for_s or 0.0) + (f.after_s or 0.0) + (f.grace_s or 0.0) for f in schedule),
         ends_run=ends_run,
+        changes_losses="spoil_gradient" in kinds,
     )

@@ -19,7 +19,7 @@ from meshwright.elastic.faults.hostile import Attack, attack
 from meshwright.elastic.faults.injector import FINE_POLL_S, Injection, Injector, is_alive, send_signal
 from meshwright.elastic.faults.invariants import History, check_checkpoints, read_history
 from meshwright.elastic.faults.run_view import RunView
-from meshwright.elastic.faults.schedule import FAULT_VARIABLE, Fault
+from meshwright.elastic.faults.schedule import FAULT_VARIABLE, INSIDE, Fault
 from meshwright.elastic.faults.throttle import Throttle
 from meshwright.launch.agent_file import AgentFile
 from meshwright.runs.faults.job import GLOBAL_BATCH, TinyJob
@@ -70,9 +70,10 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.view = RunView(self.run_dir)
-        from_outside = [fault for fault in self.schedule if fault.kind != "call_wrongly"]
+        from_outside = [fault for fault in self.schedule if fault.kind not in INSIDE]
         self.injector = Injector(self.view, from_outside)
-        self._wrong_call = next((fault for fault in self.schedule if fault.kind == "call_wrongly"), None)
+        self._inside = [fault for fault in self.schedule if fault.kind in INSIDE]
+        self._ends = any(fault.kind == "call_wrongly" for fault in self._inside)
         self.injector.actions |= {
             "kill_supervisor": self._kill_supervisor,
             "stop_supervisor": self._stop_supervisor,
@@ -107,7 +108,7 @@ class Trial:
             while True:
                 self._poll()
                 if self.command.poll() is not None and not self._is_restarted():
-                    if self._wrong_call is None:
+                    if not self._ends:
                         self.violations.append(
                             f"the command ended early with status {self.command.returncode}{self._error()}"
                         )
@@ -165,8 +166,8 @@ class Trial:
             return []
 
     def _start(self, *more: str) -> None:
-        command = TRAIN if self._wrong_call is None else FAULTY_TRAIN
-        environment = {} if self._wrong_call is None else {FAULT_VARIABLE: str(self._wrong_call)}
+        command = FAULTY_TRAIN if self._inside else TRAIN
+        environment = {FAULT_VARIABLE: "\n".join(map(str, self._inside))} if self._inside else {}
         environment |= self.clocks.environment if self.clocks is not None else {}
         number = len(self._commands) + 1
         output, log = (self.run_dir.with_suffix(f".{kind}{number}").open("wb") for kind in ("out", "err"))

@@ -1,0 +1,1 @@
+"""Fault tests of ``meshwright faults`` without a schedule: files, disks, checkpoints and the network."""

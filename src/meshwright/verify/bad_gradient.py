@@ -1,0 +1,99 @@
+"""One rank that trains and gets a bad gradient in some steps: NaN, Inf, or a finite spike.
+
+No signal from outside can do that. This entry exists only for ``meshwright faults``; the entry of training
+does not import it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.elastic.faults.schedule import FAULT_VARIABLE, Fault, parse_fault
+from meshwright.launch.rank_process import RankLink
+from meshwright.train.finite_checks import FiniteChecks
+from meshwright.train.loop import train
+from meshwright.train.trainer import Trainer
+from meshwright.train.worker import run_with_trainer
+
+FACTORS = {"nan": float("nan"), "inf": float("inf"), "spike": 2.0**20}
+"""What the gradient is multiplied with."""
+MODULE = "ffn.up"
+"""The gradient of the first module with this name is spoilt."""
+
+
+def run_rank(run_dir: str, link: RankLink) -> int:
+    """Train as this rank, with the faults of the environment; returns the exit status."""
+    faults = [parse_fault(line) for line in os.environ[FAULT_VARIABLE].splitlines()]
+    return run_with_trainer(lambda trainer: _train(trainer, faults), run_dir, link)
+
+
+def _train(trainer: Trainer, faults: Sequence[Fault]) -> None:
+    """Spoil the gradient of a step, and of its second computation, in which the cause is found."""
+    original, handles = trainer.forward_backward, list[RemovableHandle]()
+
+    def forward_backward(*arguments: Any) -> Any:
+        if handles and not isinstance(trainer.observer, FiniteChecks):
+            handles.pop().remove()
+        for fault in faults:
+            mine = (trainer.mesh.rank, trainer.step + 1) == (fault.rank, fault.step)
+            if mine and not handles:
+                handles.append(_spoil(trainer.model, FACTORS[fault.value or ""]))
+                trainer.events.write("injected", fault=str(fault))
+        return original(*arguments)
+
+    trainer.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
+    watch_updates(trainer)
+    train(trainer)
+
+
+def _spoil(model: nn.Module, factor: float) -> RemovableHandle:
+    """Of the weight, or of the input where the weight is sharded and has no gradient of its own."""
+    module = next(module for name, module in model.named_modules() if name.endswith(MODULE))
+    is_sharded = hasattr(module.weight, "to_local")
+    return (scale_input_gradient if is_sharded else scale_weight_gradient)(module, factor)
+
+
+def scale_input_gradient(module: nn.Module, factor: float) -> RemovableHandle:
+    """Multiply the gradient of a module's input."""
+
+    def scale(_: nn.Module, gradients: Any, __: Any) -> Any:
+        return (gradients[0] * factor, *gradients[1:])
+
+    return module.register_full_backward_hook(scale)
+
+
+def scale_weight_gradient(module: nn.Module, factor: float) -> RemovableHandle:
+    """Multiply the gradient of a module's weight."""
+    weight = module.weight
+    assert isinstance(weight, Tensor), "a linear layer"
+    return weight.register_hook(lambda grad: grad * factor)
+
+
+def watch_updates(trainer: Trainer) -> None:
+    """After an update that was skipped, write whether this rank's state is unchanged."""
+    original: Callable[..., Tensor | None] = trainer.update
+
+    def update(*arguments: Any) -> Tensor | None:
+        before = [tensor.clone() for tensor in _list_state(trainer)]
+        norm = original(*arguments)
+        if norm is not None and not norm.isfinite():
+            unchanged = all(map(torch.equal, before, _list_state(trainer)))
+            trainer.events.write("skipped_update", step=trainer.step, unchanged=unchanged)
+        return norm
+
+    trainer.update = update  # type: ignore[method-assign, assignment]
+
+
+def _list_state(trainer: Trainer) -> list[Tensor]:
+    """This rank's parameters and optimizer state."""
+    parameters = [parameter for _, parameter in trainer.rank_parameters.named_parameters()]
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    moments = [value for value in states if isinstance(value, Tensor)]
+    found: list[Any] = [*parameters, *moments]
+    return [t.detach().to_local() if hasattr(t, "to_local") else t.detach() for t in found]
