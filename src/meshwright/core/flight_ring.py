@@ -135,7 +135,7 @@ class RankProgress:
     calls: int
     """Collectives, sends and receives so far."""
     wait_begin_ns: int
-    """Begin of the call of ``Work.wait`` that has not returned; 0 if there is none."""
+    """Begin of the wait for a collective that has not returned; 0 if there is none."""
     raised: str
     """The error that ends the rank; empty if there is none."""
 

@@ -31,6 +31,8 @@ TYPICAL_SLOWDOWN = 1.2
 """The median time of a straggler, as a multiple of its peers'."""
 OVERLOADED_SHARE = 0.1
 """Share of a step without a CPU above which the peers are preempted, too."""
+OVERLOADED_STEP = 4.0
+"""Where the peers are preempted, a step counts as this multiple of their work, if it takes longer."""
 RECOVERED_SHARE = 0.05
 """A straggler has recovered when its median lateness is below this share."""
 WARM_UP_STEPS = 3
@@ -45,6 +47,8 @@ LATE_SAVE_STEPS = 0.5
 """A rank is late in a save if it takes longer than the others by this multiple of a step."""
 LATE_SAVE_FACTOR = 2.0
 """And this many times as long."""
+MANY_PEERS, NOISE_RANKS = 8, 32
+"""Above these numbers a rank counts among its own peers, and the noise is measured on a part of the ranks."""
 KEPT_STEPS = 64
 """Steps for which reports of some ranks are missing."""
 
@@ -130,7 +134,9 @@ class _Rank:
         """The first steps: the baseline of a rank without peers."""
 
     def add(self, spent: Spent, expected: Spent, step_s: float) -> None:
-        self.work.add(spent, expected, step_s)
+        overloaded = expected.get(PREEMPTED, 0.0) > OVERLOADED_SHARE * step_s
+        reference_s = min(step_s, OVERLOADED_STEP * _work_s(expected)) if overloaded else step_s
+        self.work.add(spent, expected, max(1e-9, reference_s))
         self.own.add(spent, expected, step_s)
         self.by_kind_s.append({kind: spent.get(kind, 0.0) - expected.get(kind, 0.0) for kind in OWN})
         self.peers_preempted.append(expected.get(PREEMPTED, 0.0) / step_s)
@@ -223,13 +229,12 @@ class StragglerWatch:
     def _expect(self, reports: Mapping[int, Spent]) -> dict[int, dict[str, float]]:
         """What the time of each rank should be, by kind; without ranks for which it is not known yet."""
         found = {}
-        for peers in self._peers:
+        for peers in (peers for peers in self._peers if len(peers) > 1):
+            if len(peers) > MANY_PEERS:
+                found |= dict.fromkeys(peers, _typical([reports[rank] for rank in peers]))
+                continue
             for rank in peers:
-                others = [reports[other] for other in peers if other != rank]
-                if others:
-                    found[rank] = {
-                        kind: statistics.median(spent.get(kind, 0.0) for spent in others) for kind in OWN
-                    }
+                found[rank] = _typical([reports[other] for other in peers if other != rank])
         alone = [peers[0] for peers in self._peers if len(peers) == 1]
         return found | self._expect_as_before(alone, reports)
 
@@ -243,9 +248,7 @@ class StragglerWatch:
             if len(first) < BASELINE_STEPS:
                 first.append(reports[rank])
             else:
-                usual[rank] = {
-                    kind: statistics.median(spent.get(kind, 0.0) for spent in first) for kind in OWN
-                }
+                usual[rank] = _typical(first)
         ratios = {rank: _work_s(reports[rank]) / max(1e-9, _work_s(times)) for rank, times in usual.items()}
         found = {}
         for rank, times in usual.items():
@@ -257,7 +260,8 @@ class StragglerWatch:
 
     def _measure_noise(self, name: str) -> float:
         """How much the lateness of a rank varies between steps, as a share of the step."""
-        kept = [getattr(rank, name) for rank in self._ranks.values()]
+        ranks = list(self._ranks.values())
+        kept = [getattr(rank, name) for rank in ranks[:: -(-len(ranks) // NOISE_RANKS)]]
         return statistics.median([one.deviation for one in kept if one.shares] or [0.0])
 
     def _note_late_save(self, step: int, step_s: float, reports: Mapping[int, Spent]) -> None:
@@ -288,7 +292,7 @@ class StragglerWatch:
         return []
 
     def _find_late_steps(self, rank: int, lateness: _Lateness, noise: float) -> Straggler | None:
-        if len(lateness.shares) < WINDOW:
+        if len(lateness.shares) < WINDOW or lateness.shares[-1] < LATE_SHARE:
             return None
         late = [share >= max(LATE_SHARE, LATE_NOISE * noise) for share in lateness.shares]
         slowdown, typical = statistics.median(lateness.slowdowns), max(TYPICAL_SHARE, TYPICAL_NOISE * noise)
@@ -328,6 +332,11 @@ class StragglerWatch:
         if before.phase != "storage" or len(saves) < 2:
             return True
         return step - saves[-1] > IRREGULAR * max(later - earlier for earlier, later in pairwise(saves))
+
+
+def _typical(times: Sequence[Spent]) -> dict[str, float]:
+    """The median of each kind."""
+    return {kind: statistics.median(spent.get(kind, 0.0) for spent in times) for kind in OWN}
 
 
 def _work_s(spent: Spent) -> float:

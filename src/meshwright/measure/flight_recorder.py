@@ -249,11 +249,10 @@ class FlightRecorder:
 
         def observed_wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             index, self._unfinished = self._unfinished, -1
-            ring.WORD.pack_into(self._memory, ring.WAIT_AT, self._begin_wait())
+            self._begin_wait()
             try:
                 result = wait(work, *args, **kwargs)
             finally:
-                ring.WORD.pack_into(self._memory, ring.WAIT_AT, 0)
                 end_ns = self._end_wait()
             if index >= 0:
                 end_at = ring.RECORDS_AT + index % ring.RECORDS * ring.RECORD.size + 2 * ring.WORD.size
@@ -263,15 +262,17 @@ class FlightRecorder:
         dist.Work.wait = observed_wait  # type: ignore[assignment, method-assign]
         self._functional_waits = observe_functional_waits(self._begin_wait, self._end_wait)
 
-    def _begin_wait(self) -> int:
-        """Begin a wait; returns the time. Only the main thread counts: others write checkpoints beside it."""
+    def _begin_wait(self) -> None:
+        """Begin a wait. It is not own time of the main thread; others write checkpoints beside it."""
         now_ns = time.monotonic_ns()
+        ring.WORD.pack_into(self._memory, ring.WAIT_AT, now_ns)
         if threading.get_ident() == self._main_thread:
             self.own_time.begin_wait(now_ns)
-        return now_ns
 
     def _end_wait(self) -> int:
+        """End a wait; returns the time."""
         now_ns = time.monotonic_ns()
+        ring.WORD.pack_into(self._memory, ring.WAIT_AT, 0)
         if threading.get_ident() == self._main_thread:
             self.own_time.end_wait(now_ns)
         return now_ns

@@ -26,7 +26,7 @@ class MetricText:
         self._families: dict[str, tuple[Kind, str, list[str]]] = {}
 
     def add(
-        self, name: str, kind: Kind, description: str, value: float | int | None, **labels: str | int
+        self, name: str, kind: Kind, description: str, value: float | int | None, /, **labels: str | int
     ) -> None:
         """Add a sample. None is not known and is left out.
 

@@ -1,7 +1,7 @@
-"""Slows down a process from outside: SIGSTOP and SIGCONT in turn, a few milliseconds each.
+"""Slows down the work of a process from outside, by SIGSTOP and SIGCONT in turn.
 
-A process that runs for two thirds of the time takes 1.5 times as long for its work. The stops are as long as
-the measured time between them demands, because the scheduler of a busy machine delays this thread, too.
+For 1.5 times the time, the process is stopped for half as long as its main thread has used a CPU. It is not
+stopped while it waits for other ranks: a slow device does not wait longer either.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
-from meshwright.elastic.faults.injector import is_alive, send_signal
+from meshwright.elastic.faults.injector import send_signal
 
-RUN_S = 0.02
-"""How long the process runs between two stops."""
+POLL_S = 0.001
+SHORTEST_STOP_S = 0.002
+"""Shorter stops are put together."""
 
 
 class Throttle:
-    """Slows down one process until it is ended."""
+    """Slows down one process until it ends, or until the end of the throttle."""
 
-    def __init__(self, pid: int, factor: float) -> None:
+    def __init__(self, pid: int, factor: float, is_waiting: Callable[[], bool]) -> None:
         """Begin.
 
         Args:
             pid: The process.
             factor: How many times as long its work takes.
+            is_waiting: Whether it waits for other ranks.
         """
-        self._pid, self._factor = pid, factor
+        self._pid, self._factor, self._is_waiting = pid, factor, is_waiting
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="throttle", daemon=True)
         self._thread.start()
@@ -37,10 +41,21 @@ class Throttle:
         self._thread.join()
 
     def _run(self) -> None:
-        began = time.monotonic()
-        while not self._ended.wait(RUN_S) and is_alive(self._pid):
-            now = time.monotonic()
-            send_signal(self._pid, signal.SIGSTOP)
-            time.sleep((now - began) * (self._factor - 1))
-            send_signal(self._pid, signal.SIGCONT)
-            began = time.monotonic()
+        try:
+            paid_s = self._read_cpu_s()
+            while not self._ended.wait(POLL_S):
+                used_s = self._read_cpu_s()
+                stop_s = (used_s - paid_s) * (self._factor - 1)
+                if stop_s < SHORTEST_STOP_S or self._is_waiting():
+                    continue
+                send_signal(self._pid, signal.SIGSTOP)
+                if not self._is_waiting():
+                    time.sleep(stop_s)
+                    paid_s = used_s
+                send_signal(self._pid, signal.SIGCONT)
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            return
+
+    def _read_cpu_s(self) -> float:
+        """CPU time of the main thread."""
+        return int(Path(f"/proc/{self._pid}/schedstat").read_text().split()[0]) / 1e9

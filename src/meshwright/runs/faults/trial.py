@@ -249,8 +249,15 @@ class Trial:
 
     def _slow(self, fault: Fault) -> int:
         assert fault.rank is not None, "an argument of the fault"
-        pid = self.view.ranks[fault.rank].pid
-        throttle = Throttle(pid, fault.factor or 1.0)
+        process = self.view.ranks[fault.rank]
+        memory, pid = process.memory, process.pid
+        assert memory is not None, "it is in a step"
+
+        def is_waiting() -> bool:
+            progress = memory.progress()
+            return progress is not None and progress.wait_begin_ns > 0
+
+        throttle = Throttle(pid, fault.factor or 1.0, is_waiting)
         self.injector.do_later(fault.for_s or 0.0, throttle.end)
         return pid
 
