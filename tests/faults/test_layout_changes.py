@@ -7,9 +7,9 @@ import os
 import signal
 
 import pytest
-from network_nodes import result_of, wait_until
 
 from meshwright.elastic.faults.invariants import check_checkpoints, read_history
+from meshwright.runs.faults.checks.network_nodes import result_of, wait_until
 
 TOLERANCE = 1e-5
 """Relative difference of a loss from that of the undisturbed run, in float32."""

@@ -82,6 +82,13 @@ class StateSource:
     snapshot_step: int | None = None
     checkpoint: str | None = None
 
+    @property
+    def name(self) -> str:
+        """``snapshot``, ``checkpoint`` or ``start``."""
+        if self.snapshot_step is not None:
+            return "snapshot"
+        return "start" if self.checkpoint is None else "checkpoint"
+
 
 @dataclass(frozen=True)
 class LayoutChange:
@@ -107,6 +114,8 @@ class EarlierLayout:
     """What a supervisor takes over from the one of the layout before."""
 
     change: LayoutChange
+    generation: int
+    """The first one of the next layout."""
     plan_file: str
     """Plan of the layout before, in the run folder."""
     files: Mapping[str, str]

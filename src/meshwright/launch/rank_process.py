@@ -53,9 +53,10 @@ class RankSetup:
 class Order:
     """What the supervisor tells a rank to do."""
 
-    action: Literal["join", "halt", "fence", "exit", "leave"]
-    """``join`` a generation, ``halt`` the current one, leave it because another process has taken the rank
-    (``fence``), ``exit`` because the run has failed, or ``leave`` because it goes on in another layout."""
+    action: Literal["join", "halt", "stop", "fence", "exit", "leave"]
+    """``join`` a generation, ``halt`` the current one at once, ``stop`` it after a step with a checkpoint,
+    leave it because another process has taken the rank (``fence``), ``exit`` because the run has failed, or
+    ``leave`` because it goes on in another layout."""
     generation: int
     store: str | None = None
     """File of the rendezvous store; None for one process."""
@@ -113,6 +114,8 @@ class RankLink:
         self._abort: Callable[[], None] | None = None
         self.requests = Requests(channel)
         """To the supervisor, for the rendezvous store."""
+        self.stopped_generation = -1
+        """The generation that the supervisor asked to stop after a step."""
 
     def start(self) -> None:
         """Start reading orders."""
@@ -204,7 +207,9 @@ class RankLink:
                 if self._abort is not None:
                     self._call_abort(self._abort)
                     threading.Thread(target=self._exit_if_stuck, args=(self._abort,), daemon=True).start()
-        if order.action != "halt":
+        if order.action == "stop":
+            self.stopped_generation = order.generation
+        elif order.action != "halt":
             self._orders.put(order)
 
     def _call_abort(self, abort: Callable[[], None]) -> None:

@@ -117,7 +117,7 @@ class RunLayouts:
         choose = partial(
             _choose_state, before, following, placement, lambda: find_checkpoint(plan, following)
         )
-        return plan, following, EarlierLayout(change, earlier_file, files, choose)
+        return plan, following, EarlierLayout(change, following.generation, earlier_file, files, choose)
 
 
 def _changed_keys(plan: PlanContract) -> dict[str, object]:

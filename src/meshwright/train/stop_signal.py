@@ -1,15 +1,26 @@
-"""Turns SIGINT, SIGTERM and SIGHUP into a flag that the ranks agree on; finds a grace that is too short."""
+"""Turns signals and orders to stop into a flag that the ranks agree on; finds a grace that is too short."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 
 class StopSignal:
     """Whether this rank was asked to stop; the control all-reduce sums it over all ranks."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, is_ordered: Callable[[], bool] = lambda: False) -> None:
+        """Start without a signal.
+
+        Args:
+            is_ordered: Whether the supervisor has asked for a stop.
+        """
+        self._signalled, self.is_ordered = False, is_ordered
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal came, or the supervisor asked for a stop."""
+        return self._signalled or self.is_ordered()
 
     def install(self) -> None:
         """Set the flag on a signal from now on."""
@@ -19,7 +30,7 @@ class StopSignal:
                 signal.signal(number, self._request)
 
     def _request(self, *_: object) -> None:
-        self.requested = True
+        self._signalled = True
 
 
 class StopGrace:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -119,6 +119,7 @@ class _RankSession:
         or exits.
         """
         link, rank = self.link, int(os.environ.get("RANK", "0"))
+        retired = {} if first is None or first.setup is None else first.setup.retired
         assignment = Assignment.read(self.folder)
         order = first or Order("join", assignment.generation)
         commit: Commit = nullcontext if link is None else link.commit
@@ -133,7 +134,7 @@ class _RankSession:
                 events.generation = order.generation
                 flight.start(rank, order.generation)
                 reassigned = _reassign(assignment, order)
-                generation = _Generation(self.folder, reassigned, order, events, flight, link)
+                generation = _Generation(self.folder, reassigned, order, events, flight, link, retired)
                 failure = generation.run(self.work, self.stop, store)
                 if failure is None:
                     flight.enter("finished")
@@ -189,11 +190,14 @@ class _Generation:
     events: EventWriter
     flight: FlightRecorder
     link: RankLink | None
+    retired: Mapping[str, str]
+    """Memory of the in-memory snapshots of the layout before, by rank."""
 
     def run(
         self, work: Callable[[Trainer], None], stop: StopSignal, store: dist.Store | None
     ) -> RankFailure | None:
         """Join, build, work; returns the failure, if there was one."""
+        stop.is_ordered = self._is_stopped
         counter, aborter = CollectiveCounter(self.flight), GroupAborter()
         plan, trainer, free = None, None, (0, 0)
         setup = SetupTimes(None if self.link is None else self.link.ordered_at)
@@ -249,9 +253,9 @@ class _Generation:
     def _open_retired(self) -> RetiredSnapshots | None:
         """The snapshots of the layout before, if the state is loaded from them."""
         order = self.order
-        if order.reshard_from is None or order.restore_step is None or order.setup is None:
+        if order.reshard_from is None or order.restore_step is None:
             return None
-        paths = {int(rank): path for rank, path in order.setup.retired.items()}
+        paths = {int(rank): path for rank, path in self.retired.items()}
         return RetiredSnapshots(read_plan(self.folder / order.reshard_from).job, order.restore_step, paths)
 
     def _relayed_store(self, job: Job) -> dist.Store | None:
@@ -260,6 +264,9 @@ class _Generation:
             return None
         timeout = timedelta(seconds=job.elastic.collective_timeout_s)
         return RelayedStore(self.link, self.order.generation, timeout)
+
+    def _is_stopped(self) -> bool:
+        return self.link is not None and self.link.stopped_generation == self.order.generation
 
     def _is_halted(self) -> bool:
         return self.link is not None and self.link.is_halted(self.order.generation)

@@ -179,7 +179,7 @@ def test_stop_request_ends_the_run_at_the_same_step(job_file, tmp_path, monkeypa
 
     def on_event(event):
         if event["event"] == "step" and event["step"] == 3:
-            trainer.stop.requested = True
+            trainer.stop.is_ordered = lambda: True
 
     trainer = build_rank(job_file, tmp_path / "run", listener=on_event)
     loop.train(trainer)
