@@ -15,10 +15,13 @@ from meshwright.elastic.faults.schedule import (
     fail,
     parse_fault,
     shift_clock,
+    spoil_gradient,
     stop,
     stop_supervisor,
 )
-from meshwright.runs.faults import judges
+from meshwright.runs.faults import judges, suite
+from meshwright.runs.faults.checks.check import CannotRunError, ViolationError
+from meshwright.runs.faults.checks.table import CHECKS, Check
 from meshwright.runs.faults.job import LAYOUTS, TinyJob
 from meshwright.runs.faults.judges import Figure, worst
 from meshwright.runs.faults.suite import run_faults
@@ -144,6 +147,92 @@ def test_a_clock_test_fails_if_the_shift_had_no_effect(trial, shifted_s, passes)
     assert outcome(judges.judge_clocks(made), made) == passes
 
 
+SKIPPED = [event("skipped_update", 10.1, rank, step=6, unchanged=True) for rank in range(4)]
+BAD = spoil_gradient(rank=2, step=7, value="nan")
+BAD_EVENTS = [
+    event("injected", 10.0, 2, fault=str(BAD)),
+    *SKIPPED,
+    event("not_finite", 10.2, step=7, ranks=[2]),
+    event("step", 10.3, step=7, bad_step="gradient norm"),
+    event("step", 10.4, step=8, bad_step=None),
+]
+
+
+@pytest.mark.parametrize(
+    ("events", "passes"),
+    [
+        (BAD_EVENTS, True),
+        (BAD_EVENTS[1:], False),
+        ([e for e in BAD_EVENTS if e is not SKIPPED[3]], False),
+        ([e | {"unchanged": False} if e is SKIPPED[3] else e for e in BAD_EVENTS], False),
+        ([e | {"ranks": [1]} if e["event"] == "not_finite" else e for e in BAD_EVENTS], False),
+        ([*BAD_EVENTS, event("step", 10.5, step=9, bad_step="spike")], False),
+    ],
+    ids=["skipped", "not injected", "one rank went on", "state changed", "another rank", "one more"],
+)
+def test_a_bad_gradient_passes_only_if_all_ranks_skip_it_and_its_rank_is_named(trial, events, passes):
+    made = trial(BAD, events)
+    assert outcome(judges.judge_bad_gradients(made), made) == passes
+
+
+def test_all_numbers_of_the_list_have_a_test():
+    """Test 25 concerns asynchronous training."""
+    numbers = [test.number for test in (*TESTS, *CHECKS)]
+    assert len(set(numbers)) == len(numbers)
+    assert set(numbers) >= set(range(1, 25)) - {8}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_every_test_without_a_schedule_can_be_loaded(check):
+    assert callable(check.load())
+
+
+@pytest.fixture
+def run_check(monkeypatch):
+    """Run a test without a schedule, which does what it is told."""
+
+    def run(work, budget_s=100.0):
+        check = Check(99, "check", "criterion", "module:function", 5.0)
+        monkeypatch.setattr(Check, "load", lambda _: work)
+        monkeypatch.setattr(suite, "CHECKS", (check,))
+        return run_faults(["check"], 3, budget_s, None, SILENT)
+
+    return run
+
+
+def test_a_broken_promise_fails_and_can_be_run_again(run_check):
+    def work(run):
+        assert not list(run.folder.iterdir())
+        raise ViolationError("a file is lost")
+
+    found = run_check(work).as_dict()
+    assert (found["failed"], found["violations"]) == (["check"], {"check": ["a file is lost"]})
+    assert found["replay"] == {"check": "meshwright faults check --seed 3 --budget 3600"}
+
+
+def test_figures_have_limits(run_check):
+    report = run_check(lambda run: run.limit("error", 30, 25, "%"))
+    assert (report.ok, report.as_dict()["violations"]) == (False, {"check": ["error 30% (<= 25)"]})
+    report = run_check(lambda run: run.count("found", 100, 100))
+    assert report.ok
+    assert report.as_dict()["passed"] == ["check"]
+
+
+def test_what_this_machine_lacks_skips_a_test_with_the_reason(run_check):
+    def work(run):
+        raise CannotRunError("strace is not installed")
+
+    with pytest.raises(UserError, match="strace is not installed"):
+        run_check(work)
+
+
+def test_a_seed_always_gives_the_same_random_numbers(run_check):
+    drawn = []
+    for _ in range(2):
+        run_check(lambda run: drawn.append(run.random.random()))
+    assert drawn[0] == drawn[1]
+
+
 def test_an_attack_without_a_port_tests_nothing_and_fails(trial):
     made = trial(connect(step=7, connections=600), STARTED)
     judges.judge_attack(made)
@@ -172,7 +261,12 @@ def test_schedules_are_a_function_of_the_seed_and_can_be_replayed_from_their_tex
 
 
 @pytest.mark.parametrize(
-    "lines", ["fail(rank=4, step=3)", 'call_wrongly(rank=1, step=4, call="skip")\nfail(rank=1, step=3)']
+    "lines",
+    [
+        "fail(rank=4, step=3)",
+        'call_wrongly(rank=1, step=4, call="skip")\nfail(rank=1, step=3)',
+        'spoil_gradient(rank=1, step=4, value="nan")\nfail(rank=1, step=3)',
+    ],
 )
 def test_a_schedule_that_the_tiny_job_cannot_run_is_refused(tmp_path, lines):
     path = tmp_path / "faults.txt"
