@@ -165,7 +165,7 @@ _RECOVERY: TypeAdapter[Recovery] = TypeAdapter(Recovery)
 
 @dataclass
 class GenerationRecord:
-    """What the ranks measured in one generation."""
+    """The measurements of all ranks in one generation."""
 
     generation: int
     attempt_start: int
@@ -221,7 +221,7 @@ class RunRecord:
     checkpoint_step: int | None = None
     """Steps done when the newest checkpoint was taken."""
     saves: Saves = field(default_factory=Saves)
-    """What all checkpoints cost."""
+    """The cost of all checkpoints."""
     checkpoint_failures: list[str] = field(default_factory=list)
     last_checkpoint_failed: bool = False
     notes: list[str] = field(default_factory=list)
