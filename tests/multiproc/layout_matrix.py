@@ -294,6 +294,12 @@ def list_pairs_and_degrees(cell: Cell) -> Iterable[tuple[Any, ...]]:
     return [*list_pairs(cell), ("degrees", cell.degrees)]
 
 
+def list_routing_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
+    """The pairs of which one is a routing setting."""
+    layout = (("workload", cell.workload), *cell.settings)
+    return [*itertools.product(layout, cell.routing), *itertools.combinations(cell.routing, 2)]
+
+
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
     """All pairs of settings, with traits in place of pp, schedule, cp, context, ep and etp; these once each.
 
@@ -322,7 +328,10 @@ def choose_covering(cells: Sequence[Cell], combinations: Combinations) -> list[C
     """
     numbers: dict[Any, int] = {}
     shuffled = random.Random(SEED).sample(cells, len(cells))
-    masks = [sum(1 << numbers.setdefault(c, len(numbers)) for c in combinations(cell)) for cell in shuffled]
+    masks = [
+        sum(1 << numbers.setdefault(c, len(numbers)) for c in dict.fromkeys(combinations(cell)))
+        for cell in shuffled
+    ]
     uncovered, chosen = (1 << len(numbers)) - 1, []
     heap = [(-mask.bit_count(), shuffled[index].cost, index) for index, mask in enumerate(masks)]
     heapq.heapify(heap)

@@ -24,6 +24,7 @@ from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.core.events import read_events  # noqa: E402
 from meshwright.data.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.data.tokenizer import ByteTokenizer  # noqa: E402
+from meshwright.parallel.mesh import Mesh  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.train.generate import GenerateTask, load_model  # noqa: E402
 
@@ -102,7 +103,7 @@ def test_finetuning_starts_from_the_folder_and_exports_equal_logits(finetune, fo
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokens = torch.randint(0, 256, (2, 200), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        ours = load_model(GenerateTask(result["checkpoint"]))(tokens)
+        ours = load_model(GenerateTask(result["checkpoint"]), Mesh(0, 1, torch.device("cpu")))(tokens)
         torch.testing.assert_close(ours, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 

@@ -28,6 +28,7 @@ from layout_matrix import (
     list_compiled,
     list_pairs,
     list_pairs_and_degrees,
+    list_routing_pairs,
     list_traits,
     list_values,
     sample_cells,
@@ -87,9 +88,18 @@ def pair_cells() -> list[Cell]:
 
 
 @cache
+def covering_cells() -> list[Cell]:
+    """Cells that cover all legal pairs of traits, all legal pairs of settings and all degrees."""
+    both = list(dict.fromkeys([*trait_cells(), *pair_cells()]))
+    return choose_covering(both, lambda cell: [*list_traits(cell), *list_pairs_and_degrees(cell)])
+
+
+@cache
 def routings() -> list[Cell]:
-    """MoE cells that cover all pairs of layout and routing settings."""
-    return choose_covering(sample_routings(all_cells(), 1000), list_pairs)
+    """MoE cells that cover all pairs with a routing setting; other cells cover pairs of layout settings."""
+    return choose_covering(
+        choose_covering(sample_routings(all_cells(), 1000), list_pairs), list_routing_pairs
+    )
 
 
 def compiled_cells() -> list[Cell]:
@@ -102,7 +112,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize by cells; the slow sets are computed only if ``-m`` selects them."""
     slow = "not slow" not in metafunc.config.option.markexpr
     sets: dict[str, tuple[list[Cell], Callable[[], list[Cell]]]] = {
-        "cell": (FAST, lambda: list(dict.fromkeys([*trait_cells(), *pair_cells()]))),
+        "cell": (FAST, covering_cells),
         "compiled": ([], compiled_cells),
         "large": (
             [],
@@ -160,14 +170,14 @@ def test_fast_cells_cover_every_axis_method_and_workload():
 
 @pytest.mark.slow
 def test_cells_cover_all_pairs_of_traits():
-    assert require_covering(trait_cells(), list_traits) < len(all_cells()) / 10
-    pipelines = [dict(cell.settings) for cell in trait_cells() if cell.pipelined]
+    assert require_covering(covering_cells(), list_traits) < len(all_cells()) / 10
+    pipelines = [dict(cell.settings) for cell in covering_cells() if cell.pipelined]
     assert {settings["schedule"] for settings in pipelines} == set(SETTINGS["schedule"])
     assert {settings["zero"] for settings in pipelines} == {0, 1, 2, 3}
-    context = [dict(cell.settings) for cell in trait_cells() if cell.context_method]
+    context = [dict(cell.settings) for cell in covering_cells() if cell.context_method]
     assert {settings["zero"] for settings in context if settings["dp_shard"] == 1} == {0, 1, 2, 3}
     assert {settings["cp"] for settings in context} == {2, 3, 4}
-    experts = [dict(cell.settings) for cell in trait_cells() if cell.expert_axes]
+    experts = [dict(cell.settings) for cell in covering_cells() if cell.expert_axes]
     degrees = {(settings["ep"], settings["etp"]) for settings in experts}
     assert degrees >= {(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)}
     assert {settings["zero"] for settings in experts} == {0, 1, 2, 3}
@@ -176,9 +186,9 @@ def test_cells_cover_all_pairs_of_traits():
 @pytest.mark.slow
 def test_cells_cover_all_pairs_of_settings():
     """`make test-all` covers all legal pairs, all degrees of 2 to 4 ranks, and axes with routing."""
-    assert require_covering(pair_cells(), list_pairs_and_degrees) < len(all_cells()) / 10
+    assert require_covering(covering_cells(), list_pairs_and_degrees) < len(all_cells()) / 10
     all_degrees = {degrees for degrees in product(range(1, 5), repeat=5) if 2 <= prod(degrees) <= 4}
-    assert {cell.degrees for cell in pair_cells()} == all_degrees
+    assert {cell.degrees for cell in covering_cells()} == all_degrees
     covered = {pair for cell in routings() for pair in list_pairs(cell)}
     routing = [(key, value) for key, values in ROUTING.items() for value in values]
     degrees = [(key, 2) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")]

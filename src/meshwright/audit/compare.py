@@ -201,7 +201,7 @@ def _list_generations(
 
 
 def _describe_coverage(audited: AuditedGenerations, record: RunRecord) -> list[str]:
-    """What earlier generations did not report."""
+    """Generations and ranks that could not be audited."""
     numbers = {generation.generation for _, generation in audited}
     found = [
         f"generation {number} is not audited: its plan is not in the run folder"
@@ -242,7 +242,7 @@ def audit_rank(plan: PlanContract, rank: int, record: RunRecord) -> Audit:
 
 
 def describe_match(plan: PlanContract) -> str:
-    """What matches, for a run that matches its plan."""
+    """The sentence for a run that matches its plan: the quantities that are equal."""
     totals = [sum(rank.state_bytes.values()) for rank in plan.classes().values()]
     total = " to ".join(dict.fromkeys(format_bytes(size) for size in (min(totals), max(totals))))
     if not plan.collectives:

@@ -17,7 +17,7 @@ from meshwright.plan.memory.ledger import predict_ledger
 
 @dataclass(frozen=True)
 class LoadEffect:
-    """What uneven expert load adds to a rank's prediction, in bytes."""
+    """Bytes that uneven expert load adds to a rank's prediction."""
 
     share: float
     """Rows relative to an even load, minus one."""

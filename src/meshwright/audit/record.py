@@ -187,7 +187,7 @@ _LAYOUT_CHANGE: TypeAdapter[LayoutChanged] = TypeAdapter(LayoutChanged)
 
 @dataclass
 class GenerationRecord:
-    """What the ranks measured in one generation."""
+    """The measurements of all ranks in one generation."""
 
     generation: int
     attempt_start: int
@@ -249,7 +249,7 @@ class RunRecord:
     checkpoint_step: int | None = None
     """Steps done when the newest checkpoint was taken."""
     saves: Saves = field(default_factory=Saves)
-    """What all checkpoints cost."""
+    """The cost of all checkpoints."""
     checkpoint_failures: list[str] = field(default_factory=list)
     last_checkpoint_failed: bool = False
     stragglers: StragglerLog = field(default_factory=StragglerLog)

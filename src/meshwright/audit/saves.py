@@ -1,4 +1,4 @@
-"""What the checkpoints of a run cost: time blocked, slower steps, waits; and the interval between them."""
+"""The cost of a run's checkpoints: time blocked, slower steps, waits; and the interval between them."""
 
 from __future__ import annotations
 

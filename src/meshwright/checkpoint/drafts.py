@@ -134,7 +134,7 @@ def list_drafts(root: AnyPath) -> list[Draft]:
 
 
 def list_leftovers(root: AnyPath) -> list[AnyPath]:
-    """What killed processes left: drafts, and in a folder also checkpoints that were being removed."""
+    """Leftovers of killed processes: drafts, and in a folder also checkpoints that were being removed."""
     if isinstance(root, ObjectPath):
         return [draft.folder for draft in ObjectDraft.list_in(root)]
     return [*root.glob(".step-*.part"), *root.glob(".step-*.old")]

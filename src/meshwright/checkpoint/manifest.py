@@ -150,7 +150,7 @@ def list_checkpoints(root: AnyPath) -> list[AnyPath]:
 
 
 def sort_by_step(folders: Iterable[AnyPath]) -> list[AnyPath]:
-    """Those that have the name of a checkpoint, oldest first."""
+    """The paths that have the name of a checkpoint, oldest first."""
     numbered = {number: path for path in folders if (number := parse_name(path.name))}
     return [numbered[number] for number in sorted(numbered)]
 

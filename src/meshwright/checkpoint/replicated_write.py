@@ -68,7 +68,7 @@ class ReplicatedWrite:
 
     @property
     def error(self) -> BaseException | None:
-        """What failed: an error that ends training before others."""
+        """The error of the write; one that ends training comes before others."""
         errors = [write.error for write in self._writes if write.error is not None]
         fatal = [error for error in errors if not isinstance(error, OSError)]
         if fatal or len(self._writes) == 1:

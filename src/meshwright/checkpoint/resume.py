@@ -123,7 +123,7 @@ def require_finite(location: str, name: str, values: Tensor) -> None:
 
 
 def list_differences(manifest: Manifest, state: CheckpointedState) -> list[str]:
-    """What differs from the run that saved and changes the loss curve, in sentences."""
+    """Settings that differ from the saved run and change the loss curve, in sentences."""
     plan, job, notes = state.plan, state.plan.job, []
     if manifest.world_size != plan.world_size:
         notes.append(f"{manifest.world_size} ranks before, {plan.world_size} now: equal up to rounding")

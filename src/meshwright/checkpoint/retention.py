@@ -1,6 +1,6 @@
 """Which checkpoints are kept: the newest, the best, and every one at a multiple of a number of steps.
 
-One rule for the rotation after a save (``manifest.rotate``) and for ``meshwright checkpoint prune``. It knows
+One rule for the rotation after a save (``manifest.rotate``) and for ``meshwright checkpoint prune``. It reads
 names only; without torch.
 """
 
@@ -15,7 +15,7 @@ Revision = tuple[int, int]
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep besides the best checkpoint."""
+    """The checkpoints to keep besides the best one."""
 
     keep_last: int
     """Number of the newest, at least one."""

@@ -31,7 +31,7 @@ class Slowdown:
     factor: float | None
     """Median step time during the write over that outside; None if there was no such step."""
     seconds: float
-    """What the steps during the write took longer, in all."""
+    """Sum of the extra time of the steps during the write."""
 
 
 class StepTimes:

@@ -1,4 +1,4 @@
-"""Decides when a checkpoint is saved, and lets a thread write it while training goes on.
+"""Decides when a checkpoint is saved; a thread writes it while training goes on.
 
 Every rank writes its part of the state from staging memory (``staging``); rank 0 commits the checkpoint
 (``writer``, ``drafts``). At most one checkpoint is in flight: the next save waits for it.
@@ -98,7 +98,7 @@ class CheckpointSaver:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether rank 0 tells other ranks when a save is due by time."""
+        """Whether the control all-reduce carries rank 0's decision that a save is due by time."""
         return self.state.plan.world_size > 1
 
     @property
@@ -114,11 +114,11 @@ class CheckpointSaver:
         return 0 < self._settings.every_minutes <= since_s / 60
 
     def is_due_at(self, step: int) -> bool:
-        """Whether ``checkpoint.every_steps`` asks for a save after a step."""
+        """Whether a save is due after a step by ``checkpoint.every_steps``."""
         return self._settings.every_steps > 0 and step % self._settings.every_steps == 0
 
     def has_checkpoint(self) -> bool:
-        """Whether there is one to resume from; reads the folder, since only rank 0 knows what it saved."""
+        """Whether there is one to resume from; reads the stores: only rank 0 records saves."""
         return self._stores.has_checkpoints() is not None
 
     def after_step(
@@ -150,7 +150,7 @@ class CheckpointSaver:
             self._snapshots.after_step()
 
     def close(self) -> None:
-        """End the thread of a generation that failed. What it did not commit is left to the next one."""
+        """End the thread of a generation that failed. The next one finishes its draft."""
         if self._in_flight is not None:
             self._in_flight.cancel()
             self._in_flight = None
@@ -215,7 +215,7 @@ class CheckpointSaver:
         """Report the checkpoint in flight, if it is committed or has failed.
 
         Args:
-            wait: Wait for it; training is blocked by it meanwhile.
+            wait: Wait for it; training is blocked.
 
         Raises:
             NotFiniteError: A weight has a NaN or an Inf.

@@ -51,7 +51,7 @@ class OpenStores:
 
     locks: contextlib.ExitStack
     locked: list[str]
-    """Those that the run may write."""
+    """The stores that the run may write."""
     notes: list[str]
     """Which others are not reached, and why; the quorum can do without them."""
 

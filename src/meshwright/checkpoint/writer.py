@@ -1,6 +1,6 @@
 """Writes this rank's part of a checkpoint in a thread, and on rank 0 commits the checkpoint.
 
-The protocol is in ``draft``. The thread touches no process group: what ranks tell each other is in files.
+The protocol is in ``draft``. The thread uses no process group: ranks communicate through files.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def dry_run_job(output: Output, source: str, overrides: Sequence[str], rank: int
 
 
 def _describe(output: Output, done: DryRun) -> None:
-    """What was built, the two tables, and the verdict."""
+    """Print the model that was built, the two tables, and the verdict."""
     plan, job, audit = done.plan, done.job, done.audit
     step = f"one step of {plan.micro_batches} x {plan.job.layout.micro_batch} samples, with fake tensors"
     what = f"{job.name}: {format_count(plan.parameters)} parameters, {describe_layout(plan.job.layout)}"
@@ -53,7 +53,7 @@ def _describe(output: Output, done: DryRun) -> None:
 
 
 def _explain_device(done: DryRun) -> list[str]:
-    """What the figures mean if the job is for other devices, and whether it fits those."""
+    """A note for a job on other devices: what the figures mean, and whether the job fits there."""
     ledger, cluster = done.prediction.ledger, done.job.cluster
     sentences = []
     if cluster.device != "cpu":

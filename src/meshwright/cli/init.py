@@ -83,7 +83,7 @@ def _describe_devices(job: Job) -> str:
 
 
 def _explain_devices(job: Job) -> str:
-    """What a number of devices means on a machine that has fewer; empty if it has enough."""
+    """A note for a machine with fewer devices than the job; empty if it has enough."""
     cluster = job.cluster
     named, wanted = "name their type, such as --gpus 8xh100-sxm", cluster.devices_per_node
     if cluster.preset != "local":

@@ -17,7 +17,7 @@ VALUE_RULES = (
     (r"less than (\S+)", r"must be less than \1"),
     (r"not one of (.*)", r"must be one of \1"),
 )
-"""What the parser says about a value, and what we say."""
+"""Messages of the parser about a value, and ours instead."""
 
 
 def describe_usage(error: Any) -> Problem:

@@ -53,7 +53,7 @@ def can_write(path: Path) -> bool:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; files that vanish meanwhile are skipped."""
+    """Bytes of all files below a folder; files that vanish during the scan are skipped."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -35,7 +35,7 @@ PHASES = (
     "checkpoint",
     "finished",
 )
-"""What a rank is doing; a pipeline runs forward and backward passes in turn. The header has the index."""
+"""Phases of a rank; a pipeline alternates forward and backward passes. The header has the index."""
 HEARTBEAT_S = 0.5
 """Seconds between two heartbeats."""
 

@@ -50,7 +50,7 @@ class BadDataError(ValueError):
 
 
 class FileKind(NamedTuple):
-    """What a file's name says about its content."""
+    """Kind and compression of a file, from its name."""
 
     kind: Kind
     compression: Compression | None

@@ -88,4 +88,4 @@ def find_text_field(records: list[dict[str, Any]]) -> str | None:
 
 
 def _ignore(name: str, reason: str) -> None:
-    """What cannot be listed is reported by the preparation."""
+    """Ignore a file that cannot be listed: the preparation reports it."""

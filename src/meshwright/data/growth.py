@@ -81,7 +81,7 @@ def check_growth(before: Mapping[str, SourceIdentity], folder: Path, positions: 
 def describe_growth(
     before: Mapping[str, SourceIdentity], now: Mapping[str, SourceIdentity], positions: Mapping[str, int]
 ) -> list[str]:
-    """What grown data mean for the run, in sentences; for data that :func:`check_growth` accepts.
+    """The effects of grown data on the run, in sentences; for data that :func:`check_growth` accepts.
 
     Args:
         before: Sources of the checkpoint.

@@ -44,4 +44,4 @@ class SourceIdentity:
     samples: Natural
     """Training samples of an epoch."""
     last_samples: Natural
-    """Those of the last shard."""
+    """Training samples of the last shard."""

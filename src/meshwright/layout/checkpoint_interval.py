@@ -33,7 +33,7 @@ class FailureRate:
     between_s: float
     """Mean time between failures of the whole run."""
     devices: str
-    """Those that it is for, such as ``16 devices``."""
+    """Its scope, such as ``16 devices``."""
     basis: str
     """Where the figure is from."""
 
@@ -88,7 +88,7 @@ def expected_goodput(interval_s: float, cost_s: float, between_s: float, restart
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What a save costs training."""
+    """The time that a save costs training."""
 
     blocked_s: float
     """Training waits for it."""
@@ -99,7 +99,7 @@ class SaveCost:
 
     @property
     def cost_s(self) -> float:
-        """What the interval is computed from: the time that training loses."""
+        """The time that training loses; the interval is computed from it."""
         return self.blocked_s + self.slowed_s
 
 

@@ -213,7 +213,7 @@ class _ShardedTensor:
 
 
 class _Replicas(NamedTuple):
-    """What tells apart ranks of a pipeline stage with different chunks; others are replicas."""
+    """The axes that give ranks of a pipeline stage different chunks; ranks equal on them are replicas."""
 
     inner_axis: str
     """``tp`` or ``ep``; empty if neither shards the parameter."""

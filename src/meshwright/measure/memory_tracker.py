@@ -119,7 +119,7 @@ class PeakTracker(TorchDispatchMode):
             self._inputs += [(tensor, References.of(tensor)) for tensor in real]
         result = func(*args, **kwargs)
         if self._gathered:
-            self._update_gathered()  # first: what was freed meanwhile was not live beside the result
+            self._update_gathered()  # first: the operator may have freed some before the result existed
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
                 self._track(leaf)

@@ -136,7 +136,7 @@ class Head(nn.Linear):
     """
 
     tied_embedding: tuple[nn.Embedding] | None = None
-    """That embedding; in a tuple, so that it is no submodule of the head."""
+    """The embedding, in a tuple, so that it is no submodule of the head."""
     weight_copy: Tensor | None = None
     """The weight in the GEMM's dtype, if a copy persists."""
     uses_fused_loss = False

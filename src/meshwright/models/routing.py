@@ -1,7 +1,7 @@
 """The MoE router: top-k experts and weights of each token, capacity, load-balancing loss and z-loss.
 
 Routing is a function of a token and its sequence, never of the micro-batch or the rank: capacity and the
-balance loss are counted per sequence. :class:`Tokens` says what a rank knows of its tokens' sequences.
+balance loss are counted per sequence. :class:`Tokens` describes the sequences of a rank's tokens.
 
 The balance loss and the z-loss have no autograd graph. Their gradients have a closed form and are added to
 the gradient of the router's logits in the backward pass. So the reported loss is cross-entropy only, and
@@ -41,7 +41,7 @@ class Routing:
 
 
 class Tokens:
-    """What a rank knows of its tokens' sequences: here it has whole sequences."""
+    """The sequences of a rank's tokens; here each rank has whole sequences."""
 
     def select_local(self, x: Tensor) -> Tensor:
         """The tokens that this rank routes, (N, D)."""

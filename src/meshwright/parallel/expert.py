@@ -1,8 +1,8 @@
 """Expert parallelism: ranks of ``ep`` hold different experts, and tokens are sent to their experts and back.
 
-A rank sorts its tokens by expert. An all-to-all tells every rank how many rows it will get from each other
-rank. A second all-to-all sends the rows to the ranks of their experts (*dispatch*), a third one sends the
-outputs back in the same order (*combine*). The counts differ from call to call; the CPU waits for them once.
+A rank sorts its tokens by expert. An all-to-all exchanges the numbers of rows. A second all-to-all sends
+the rows to the ranks of their experts (*dispatch*), a third one sends the outputs back in the same order
+(*combine*). The counts differ from call to call; the CPU waits for them once.
 A rank whose experts get no token takes part with no rows, and its gradients are zero.
 
 With ``etp`` several ranks hold columns of the same experts. Each gets a copy of every row, and the sender

@@ -10,10 +10,10 @@ Heads go around in up to eight chunks (``layout.ring_chunks``), one after the ot
 before the first one computes, and a later step starts with the first chunk that has arrived. So transfers
 overlap with the last step, too, and only the gradients of the last chunk return without overlap.
 
-Positions are in zig-zag order: the sequence is split into twice as many pieces as there are ranks, and rank r
-has piece r and the r-th piece from the end. Every rank then has the same causal work in every step: all its
-queries see the first piece of an earlier rank's keys and none sees the second; the second half of its queries
-sees both pieces of a later rank's keys.
+Positions are in zig-zag order: the sequence is split into twice as many chunks as there are ranks, and rank r
+has chunk r and the r-th chunk from the end. Every rank then has the same causal work in every step: all its
+queries attend to the first chunk of an earlier rank's keys and none to the second; the second half of its
+queries attends to both chunks of a later rank's keys.
 
 Forward and backward are one custom op each: torch.compile does not trace into it, and selective activation
 checkpointing saves its output and sends nothing twice.
@@ -98,8 +98,8 @@ class _Ring:
         self._length, self._causal = length, causal
         self._segments: list[Tensor] | None = None
         if segments_BT is not None:
-            pieces = segments_BT.chunk(2 * self.ranks, dim=1)
-            self._segments = [torch.cat((pieces[r], pieces[-1 - r]), 1) for r in range(self.ranks)]
+            chunks = segments_BT.chunk(2 * self.ranks, dim=1)
+            self._segments = [torch.cat((chunks[r], chunks[-1 - r]), 1) for r in range(self.ranks)]
 
     def send_recv(self, tensor: Tensor) -> RingSendRecv:
         """Start to send to the next rank and to receive from the previous one."""
@@ -137,7 +137,7 @@ class _HeadChunk:
         self._grads_in_flight: RingSendRecv | None = None
 
     def next_kv(self, step: int) -> Tensor:
-        """The keys and values of a step, each called once. They are sent on to the next rank meanwhile."""
+        """The keys and values of a step, each called once. The next rank gets them at the same time."""
         if step:
             assert self._kv_in_flight is not None, "there is a step for every rank"
             self._kv_2BKTE = self._kv_in_flight.wait()

@@ -1,4 +1,4 @@
-"""What ``meshwright probe`` measures: GEMM and attention shapes, and small models for real steps.
+"""The measurements of ``meshwright probe``: GEMM and attention shapes, and small models for real steps.
 
 The shapes are those of the small models, so that the rest of their steps can be fitted, and some others, so
 that shapes of other models have a neighbour.
@@ -43,7 +43,7 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeSuite:
-    """What is measured on one kind of device."""
+    """The measurements on one kind of device."""
 
     precision: Literal["fp32", "bf16"]
     """Of GEMMs, attention and steps; the other one is measured on a large GEMM only."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MemoryRules:
-    """What a framework keeps in memory. The defaults are Meshwright's."""
+    """Memory rules of a framework. The defaults are Meshwright's."""
 
     master_weights: bool = False
     """16-bit weights with float32 master weights; False: the weights are float32."""
@@ -52,7 +52,7 @@ class MemoryRules:
     vocabulary_multiple: int = 1
     """A rank's vocabulary shard is padded to a multiple of this."""
     gathers: Literal["block", "matrix"] = "block"
-    """What ZeRO-3 gathers at once: a block and the prefetched ones, or one weight (DeepSpeed)."""
+    """The unit that ZeRO-3 gathers: a block and the prefetched ones, or one weight (DeepSpeed)."""
     bucket_bytes: float = 0.0
     """Bucket buffers of ZeRO collectives, per rank."""
     stale_boundaries: int = 0

@@ -39,7 +39,7 @@ MAX_PASSES = 100
 
 @dataclass(frozen=True)
 class PlanPicture:
-    """What is drawn."""
+    """The values of a plan's picture."""
 
     title: str
     memory: dict[str, dict[str, float]]
@@ -58,7 +58,7 @@ class PlanPicture:
 
 
 def gather_picture(plan: PlanContract, found: SearchResult) -> PlanPicture:
-    """What is drawn of a plan and of its search."""
+    """Collect the values of the picture from a plan and its search."""
     job = plan.job
     device_s = (
         np.concatenate(found.rates)

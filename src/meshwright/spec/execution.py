@@ -21,8 +21,8 @@ MIN_ROPE_HEAD_SIZE = 16
 def resolve_block_backend(job: Job) -> BlockBackend:
     """The backend that computes the transformer blocks.
 
-    ``triton`` falls back to ``eager`` on a CPU, where nobody asked to compile, and to ``compile`` where the
-    model or the layout rules Triton blocks out (``layout.no_effect`` reports both).
+    ``triton`` falls back to ``eager`` on a CPU, and to ``compile`` where the model or the layout rules Triton
+    blocks out (``layout.no_effect`` reports both).
 
     Args:
         job: With its layout settled.

@@ -67,7 +67,7 @@ class Layout:
     recompute: Recompute = "none"
     """Activation checkpointing: recompute norms and activation functions (`selective`) or blocks (`full`)."""
     offload: Offload = "none"
-    """What is kept in CPU memory between uses: the optimizer state, or all state."""
+    """State kept in CPU memory between uses: none, the optimizer state, or all state."""
     prefetch: Natural = 1
     """Layers that ZeRO-3 all-gathers ahead."""
     bucket_mb: Annotated[float, Field(gt=0, le=65536, strict=True)] = 25.0

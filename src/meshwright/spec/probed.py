@@ -1,4 +1,4 @@
-"""What ``meshwright probe`` measured on one device: the table ``probed`` of a cluster file.
+"""Measurements of ``meshwright probe`` on one device: the table ``probed`` of a cluster file.
 
 It has the times of single operations as a run calls them; ``plan.time.probed`` adds them up to a step.
 Without the table a step is predicted from the cluster's rates.

@@ -1,4 +1,4 @@
-"""What follows a bad step: its cause is named, and ``train.on_bad_step`` decides.
+"""The reaction to a bad step: its cause is named, and ``train.on_bad_step`` decides.
 
 ======== =======================================================================================
 skip     the run goes on with the next samples; ``MAX_IN_A_ROW`` bad steps in a row end it

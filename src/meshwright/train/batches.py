@@ -40,10 +40,10 @@ def split_into_micro_batches(
 
     All ranks get as many micro-batches as the rank with most samples, or as ``min_samples`` would need.
     """
-    own = samples[list(assign_samples(len(samples), rank, ranks))]
+    local = samples[list(assign_samples(len(samples), rank, ranks))]
     fullest = len(assign_samples(max(len(samples), min_samples), 0, ranks))
     for start in range(0, fullest, micro_batch):
-        yield own[start : start + micro_batch]
+        yield local[start : start + micro_batch]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,11 @@ class Batcher:
     def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
         """The arguments of the model, micro-batch by micro-batch."""
         for part in split_into_micro_batches(samples, self.rank, self.ranks, self.micro_batch, min_samples):
-            yield self._pad(self.dataset.read(part))
+            yield self._pad(self.read(part))
+
+    def read(self, samples: Samples) -> SampleBatch:
+        """The tokens and targets of some samples."""
+        return self.dataset.read(samples)
 
     def count_targets(self, samples: Samples) -> int:
         """Target tokens of all ranks: every rank computes the divisor of the loss without a collective."""
@@ -93,7 +97,7 @@ class Source(Protocol):
     """Gives micro-batches of tokens or of images."""
 
     def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
-        """Those of this rank, in order."""
+        """The micro-batches of this rank, in order."""
 
     def count_targets(self, samples: Samples) -> int:
         """Targets of all ranks."""
@@ -109,7 +113,7 @@ class StepBatch(NamedTuple):
     targets: int
     """Target tokens of all ranks."""
     micro_batches: Iterator[Batch]
-    """Those of this rank, read lazily."""
+    """The micro-batches of this rank, read lazily."""
 
 
 class BatchPrefetcher:

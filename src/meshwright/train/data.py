@@ -29,7 +29,7 @@ OpenSplit = Callable[[str], TokenDataset]
 
 @dataclass(frozen=True)
 class TrainData:
-    """What one rank trains and evaluates on."""
+    """The training and evaluation data of one rank."""
 
     train: Batcher | ImageBatcher
     eval: Batcher | ImageBatcher

@@ -71,7 +71,7 @@ class Finding:
 
 
 RankFinding = tuple[Finding | None, int, str]
-"""What a rank found, the index of its data-parallel replica, and its host."""
+"""The finding of a rank, the index of its data-parallel replica, and its hostname."""
 _RANK_FINDING: TypeAdapter[RankFinding] = TypeAdapter(RankFinding)
 
 
@@ -102,7 +102,7 @@ class FiniteChecks:
         self._begin(FORWARD, micro_batch)
 
     def after_forward(self, border_bytes: int = 0) -> None:
-        """What follows is no forward pass of the step."""
+        """A forward pass ended; forward passes outside of a step are not checked."""
         self._phase = None
 
     def before_backward(self, micro_batch: int) -> None:
@@ -233,7 +233,7 @@ def _find_layers(name: str, root: nn.Module) -> tuple[int, int]:
 
 
 def _input_module(stage: nn.Module) -> tuple[str, str]:
-    """What gives the input of the whole model, or of a pipeline stage."""
+    """The module that produces the input of the whole model, or of a pipeline stage."""
     if isinstance(stage, Decoder) and not stage.first:
         return f"blocks.{next(iter(stage.blocks), '')}", "as received from the previous stage"
     return "data", ""
@@ -342,7 +342,7 @@ def _describe(first: Finding, ranks: list[int]) -> str:
 
 
 def _advise(trainer: Trainer, first: Finding, device: str) -> str:
-    """What to change, by the cause.
+    """The advice, by the cause.
 
     Args:
         trainer: After the step.
@@ -370,7 +370,7 @@ def _advise(trainer: Trainer, first: Finding, device: str) -> str:
 
 
 def _advise_unrepeated(trainer: Trainer) -> str:
-    """What to try if the recomputed step is finite."""
+    """The advice if the recomputed step is finite."""
     if uses_torch_compile(trainer.job):
         return "Use train.block_backend=eager: the step was recomputed with eager blocks, and is finite"
     return (

@@ -71,7 +71,7 @@ def measure_free_memory(plan: PlanContract) -> tuple[int, int]:
 
 
 def _process_bytes(field: str) -> int:
-    """What the kernel counts against a limit of this process: a field of ``/proc/self/status``."""
+    """Bytes that the kernel counts against a limit of this process: a field of ``/proc/self/status``."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

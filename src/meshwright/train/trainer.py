@@ -55,7 +55,7 @@ BAD_RANKS = 2
 
 @dataclass(frozen=True)
 class RankContext:
-    """What the launcher passes to a rank: its plan and mesh, and where it reports."""
+    """Arguments of the launcher to a rank: its plan and mesh, and where it reports."""
 
     plan: PlanContract
     assignment: Assignment
@@ -97,13 +97,13 @@ class ParallelModel:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed; sums are over all ranks."""
+    """Results of a step; sums are over all ranks."""
 
     loss_sum: float
     target_count: float
     """Targets that were trained on."""
     stop_requested: bool
-    """A rank was asked to stop."""
+    """A rank received a request to stop."""
     save_requested: bool
     """Rank 0 found a save due by ``checkpoint.every_minutes``; only if a save is a collective."""
     noise_sums: list[float]

@@ -57,7 +57,7 @@ PEER_LOST_MESSAGES = (
     "remote process exited or there was a network error",
     "NCCL communicator was aborted",
 )
-"""What gloo and NCCL raise when another rank is gone: then this rank is not the cause."""
+"""Messages of gloo and NCCL when another rank is gone: then this rank is not the cause."""
 
 
 def run_rank(run_dir: str, listener: Listener | None = None, store: dist.Store | None = None) -> int:

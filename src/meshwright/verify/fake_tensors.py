@@ -19,7 +19,7 @@ from meshwright.measure.collective_counter import DEVICE_KEYS
 from meshwright.parallel.full_tensors import is_sharded
 
 _READ = torch.ops.aten._local_scalar_dense.default
-"""What ``item``, ``tolist`` and ``float`` call."""
+"""The operators behind ``item``, ``tolist`` and ``float``."""
 _ARANGE = torch.ops.aten.arange
 """Its result has integers if its arguments do and no dtype is given."""
 

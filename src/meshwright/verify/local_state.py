@@ -1,4 +1,4 @@
-"""What one rank holds of each parameter: the parameter, its gradient and its optimizer state."""
+"""The local shard of each parameter on one rank: values, gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.verify.update_formulas import ParameterState
 
 @dataclass
 class LocalState:
-    """What this rank holds of a parameter."""
+    """This rank's shard of a parameter."""
 
     parameter: Tensor
     gradient: Tensor | None

@@ -144,7 +144,7 @@ class ProofTask:
 
 @dataclass
 class ReferenceRecord:
-    """What the reference records beside its tensors."""
+    """The record of the reference beside its tensors."""
 
     modules: list[str] = field(default_factory=list)
     """In the order of their outputs."""
@@ -186,7 +186,7 @@ class TensorDifference:
     factor: float | None = None
     """The factor of the reference that fits best."""
     rest: float | None = None
-    """What that factor leaves unexplained, relative to the norm."""
+    """The difference after that factor, relative to the norm."""
     missing: bool = False
     """The rank holds the parameter and has no gradient for it."""
     note: str = ""
@@ -221,7 +221,7 @@ class StateDifference:
 
 @dataclass
 class RunFigures:
-    """What the ranks of one run reported in their events."""
+    """Losses and norms that the ranks of one run reported in their events."""
 
     losses: list[float | None] = field(default_factory=list)
     """By step, of rank 0."""
@@ -265,7 +265,7 @@ class RankFindings:
     updates: dict[str, dict[str, UpdateDifference]] = field(default_factory=dict)
     """By step and parameter."""
     checkpoint: list[StateDifference] = field(default_factory=list)
-    """What a saved and reloaded checkpoint changed."""
+    """Differences between the state before a save and after a reload."""
     wrong_tokens: dict[str, list[int]] = field(default_factory=dict)
     """Tokens whose embedding (`embed`) or loss as a target (`head`) is wrong."""
     not_compared: list[str] = field(default_factory=list)

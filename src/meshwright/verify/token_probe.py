@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.dataset import IGNORE_INDEX, SampleBatch, TokenDataset
+from meshwright.data.dataset import IGNORE_INDEX, SampleBatch
 from meshwright.models.decoder import Decoder, Head
 from meshwright.parallel.full_tensors import full_tensor, is_sharded
 from meshwright.parallel.tensor import gather_full_activation
 from meshwright.spec.model import DecoderModel
-from meshwright.train.batches import Batcher, BatchPrefetcher
+from meshwright.train.batches import Batcher, BatchPrefetcher, Samples
 from meshwright.train.trainer import Trainer
 from meshwright.verify.proof_task import FIRST_PROBE_STEP, LOSS_TOLERANCE
 
@@ -43,29 +43,24 @@ def order_tokens(vocab_size: int) -> npt.NDArray[np.int64]:
     return np.concatenate((first, np.setdiff1d(np.arange(vocab_size), first)))
 
 
-class ProbeDataset(TokenDataset):
-    """A dataset in which some samples have other tokens."""
+@dataclass(frozen=True, kw_only=True)
+class ProbeBatcher(Batcher):
+    """Replaces the tokens of some samples."""
 
-    def __init__(self, dataset: TokenDataset, rows: dict[int, int], tokens: npt.NDArray[np.int64]) -> None:
-        """Replace the tokens of samples.
+    rows: dict[int, int]
+    """The number of each sample with other tokens: 0 for the first ``seq_len`` of them."""
+    probe: npt.NDArray[np.int64]
+    """The other tokens, in order."""
 
-        Args:
-            dataset: The samples.
-            rows: The number of each sample with other tokens: 0 for the first ``seq_len`` of them.
-            tokens: To be read, in order.
-        """
-        self.__dict__.update(dataset.__dict__)
-        self._rows, self._probe = rows, tokens
-
-    def read(self, indices: npt.ArrayLike) -> SampleBatch:
-        """As the samples are, with other tokens; ignored targets stay ignored."""
-        batch = super().read(indices)
-        for place, sample in enumerate(np.asarray(indices).reshape(-1).tolist()):
-            if sample in self._rows:
-                start = self._rows[sample] * self.seq_len
-                chosen = self._probe[np.arange(start, start + self.seq_len + 1) % len(self._probe)]
-                batch.tokens[place] = chosen[:-1]
-                batch.targets[place] = np.where(batch.targets[place] < 0, IGNORE_INDEX, chosen[1:])
+    def read(self, samples: Samples) -> SampleBatch:
+        """The samples, some with other tokens; ignored targets stay ignored."""
+        batch, seq_len = super().read(samples), self.dataset.seq_len
+        for row, sample in enumerate(samples.tolist()):
+            if sample in self.rows:
+                start = self.rows[sample] * seq_len
+                chosen = self.probe[np.arange(start, start + seq_len + 1) % len(self.probe)]
+                batch.tokens[row] = chosen[:-1]
+                batch.targets[row] = np.where(batch.targets[row] < 0, IGNORE_INDEX, chosen[1:])
         return batch
 
 
@@ -83,7 +78,8 @@ def probe_last_steps(trainer: Trainer, steps: int) -> int:
         for sample in trainer.data.order.samples_at(np.arange((step - 1) * batch, step * batch)).tolist():
             if len(rows) * trainer.job.data.seq_len < len(tokens):
                 rows.setdefault(sample, len(rows))
-    batcher = dataclasses.replace(batcher, dataset=ProbeDataset(batcher.dataset, rows, tokens))
+    settings = {field.name: getattr(batcher, field.name) for field in dataclasses.fields(batcher)}
+    batcher = ProbeBatcher(**settings, rows=rows, probe=tokens)
     prefetcher = BatchPrefetcher(trainer.data.order, batcher, batch, trainer.mesh.device)
     trainer.data = dataclasses.replace(trainer.data, train=batcher, prefetcher=prefetcher)
     return min(len(rows) * trainer.job.data.seq_len, len(tokens))

@@ -53,7 +53,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported."""
+    """The files and sizes of an exported folder."""
 
     architecture: str
     step: int

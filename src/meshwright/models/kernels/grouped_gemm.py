@@ -1,7 +1,7 @@
 """Grouped GEMM of experts: rows are sorted by expert, and each group is multiplied by its expert's weight.
 
 Two custom ops, ``meshwright::grouped_gemm`` and its backward: activation checkpointing treats the first as
-one GEMM, a dry run knows its shape without computing, and memory tracking sees one output, not one per
+one GEMM, a dry run gets its shape without computing, and memory tracking counts one output, not one per
 expert. The weight gradient of an expert without rows is zero, never None.
 
 On GPUs in bf16 it is torch's grouped GEMM if rows are multiples of 16 bytes; elsewhere one GEMM per group.

@@ -1,4 +1,4 @@
-"""What a pipeline needs of mixed precision. ``train.amp`` implements it."""
+"""The interface of mixed precision that a pipeline uses. ``train.amp`` implements it."""
 
 from __future__ import annotations
 

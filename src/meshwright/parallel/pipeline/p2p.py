@@ -1,10 +1,10 @@
 """Point-to-point transfers between the ranks of a pipeline, in an order that the schedule fixes.
 
-Between two ranks, results arrive in the order in which the sender computes them (``Mesh.pp_group``). A rank
-knows the whole schedule. It posts its receives in that order, one ahead of the action that it runs: the next
-result is transferred while the rank computes. Sends are asynchronous. A sent tensor is kept until the rank
-receives something that the receiver computed after using it. Then the transfer is complete, and waiting for
-it takes no time.
+Between two ranks, results arrive in the order in which the sender computes them (``Mesh.pp_group``). Each
+rank has the whole schedule. It posts its receives in that order, one ahead of the action that it runs. So the
+next result is transferred while the rank computes. Sends are asynchronous. A sent tensor is kept until the
+rank receives something that the receiver computed after using it. Then the transfer is complete, and waiting
+for it takes no time.
 
 On a GPU the first steps post no receive ahead. A receive is a kernel that waits on the device. Whatever is
 initialized for the first time (a kernel that is loaded, a library handle) waits for it to end, and the other

@@ -1,10 +1,9 @@
 """Runs the actions of a schedule on the pipeline stages of one rank.
 
 Between its forward and its backward pass a micro-batch leaves its input and the end of its autograd graph
-with the stage. With a split backward pass the weight gradients of linears wait for the third action
+with the stage. With a split backward pass the weight gradients of linears are computed in the third action
 (``models.linear``). Norms, biases added after a reduction, embedding and head have their gradients at once.
-A stage knows which of its backward passes is the last one of the step: then its gradients are reduced over
-data parallelism.
+After its last backward pass of a step, the gradients of a stage are reduced over data parallelism.
 """
 
 from __future__ import annotations

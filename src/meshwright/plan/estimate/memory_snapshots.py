@@ -93,7 +93,7 @@ class StageActivations:
     all: Sum
     """All blocks of all in-flight micro-batches."""
     recomputed: Sum
-    """What the recomputation of a block adds to what it saved."""
+    """Bytes that recomputing a block adds to its saved activations."""
     block: Sum
     """The largest block without activation checkpointing."""
     saved: Sum

@@ -23,7 +23,7 @@ class Stage:
     exists: Flags
     layers: Floats
     expert_layers: Floats
-    """Those of them with routed experts."""
+    """The number of them with routed experts."""
     embeds: Flags
     """Whether it has the embedding."""
     heads: Flags

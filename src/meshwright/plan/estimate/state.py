@@ -25,7 +25,7 @@ class Sharding:
     dense: Floats
     """dp_shard x cp."""
     experts: Floats
-    """What ep and etp leave of dp_shard x cp x tp."""
+    """Ranks that shard an expert's state: dp_shard x cp x tp over ep x etp."""
     parameters: Flags
     gradients: Flags
     optimizer: Flags

@@ -18,7 +18,7 @@ class Weights:
     attention: float
     """Weights of a block's attention that tensor parallelism shards."""
     latents: float
-    """Those that it does not shard: the down projections of latent attention."""
+    """The parameters that it does not shard: the down projections of latent attention."""
     norms: float
     """Norms of a block, and biases that are not sharded."""
     ffn: float

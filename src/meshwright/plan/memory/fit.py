@@ -44,7 +44,7 @@ class MemoryNeed:
     first_step: int
     """The same in the first step of a run."""
     allocator: int
-    """What the caching allocator reserves beyond live tensors, at the largest peak."""
+    """Bytes that the caching allocator reserves beyond live tensors, at the largest peak."""
     context: int
     """CUDA context and NCCL buffers."""
 

@@ -1,4 +1,4 @@
-"""What each framework supports. A search stays within it; a given layout need not."""
+"""The layouts that each framework supports. A search stays within them; a given layout need not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ parallelism."""
 
 
 def runtime_support(job: Job) -> RuntimeSupport:
-    """What the job's runtime supports; everything for a runtime that is not listed."""
+    """Support of the job's runtime; everything for a runtime that is not listed."""
     runtime = job.train.runtime
     return next(
         (support for name, support in RUNTIME_SUPPORT.items() if runtime.startswith(name)), RuntimeSupport()

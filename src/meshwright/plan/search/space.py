@@ -47,7 +47,7 @@ CHUNK = 1 << 16
 MOST_VIRTUAL_STAGES = 8
 """Most virtual stages in a search; more are possible if named."""
 NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
-"""What ZeRO can shard over: nothing, only cp, or dp_shard."""
+"""The axes that ZeRO can shard over: none, only cp, or dp_shard."""
 
 
 def pinned_keys(layout: Layout, named: Sequence[str] = ()) -> dict[str, Any]:

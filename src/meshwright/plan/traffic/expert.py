@@ -1,4 +1,4 @@
-"""Traffic of expert parallelism: dispatch, combine, balance counts, and gathers for a checkpoint.
+"""Traffic of expert parallelism: dispatch, combine and balance counts.
 
 With N tokens of a micro-batch on a rank, of which it routes n = N / tp, D hidden, E experts, k experts per
 token, B sequences, e bytes of an operand (2 under bf16 and fp16, else 4), a block moves:
@@ -18,8 +18,7 @@ tokens depends on the router. The audit subtracts the rows that the router dropp
 of the ``etp`` ranks that share an expert gets the full row.
 
 Activation checkpointing repeats the forward pass, except a final all-gather over ``tp`` that no shared expert
-follows. An evaluation is a forward pass without the balance loss. For a checkpoint each expert tensor that is
-sharded over ``ep`` is gathered, one call per tensor.
+follows. An evaluation is a forward pass without the balance loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives of FSDP (ZeRO-2 and 3) and the all-gathers of a checkpoint; see ``layout.fsdp_groups``."""
+"""Collectives of FSDP (ZeRO-2 and 3); see ``layout.fsdp_groups``."""
 
 from __future__ import annotations
 

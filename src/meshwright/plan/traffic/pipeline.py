@@ -5,8 +5,7 @@ elements of the residual stream to the next stage in every forward pass, and as 
 previous stage in every backward pass. Stages on the same rank need no send. Sends are counted at the sender;
 receives are not counted.
 
-A tied head on another rank than the embedding is a copy: their gradients are all-reduced once per step. For a
-checkpoint every pipeline rank sends its full tensors to the first, one call per tensor.
+A tied head on another rank than the embedding is a copy: their gradients are all-reduced once per step.
 """
 
 from __future__ import annotations

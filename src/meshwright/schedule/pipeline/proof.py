@@ -41,7 +41,7 @@ class Violation:
     rank: int
     action: Action
     message: str
-    """What is wrong, without rank and action."""
+    """The violated rule, without rank and action."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}, {self.action}: {self.message}"

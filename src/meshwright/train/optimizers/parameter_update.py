@@ -1,4 +1,4 @@
-"""What AdamW reads and writes for one parameter, and its update in torch operations.
+"""The tensors that AdamW reads and writes for one parameter, and its update in torch operations.
 
 ``adamw`` uses these operations on a CPU; ``triton_adamw`` is tested against them.
 """

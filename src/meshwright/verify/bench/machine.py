@@ -1,4 +1,4 @@
-"""What ``meshwright probe`` times on one device: single operations as a run calls them, and real steps.
+"""The timings of ``meshwright probe`` on one device: single operations as a run calls them, and real steps.
 
 Operands are random: the speed of a GPU depends on the values and on its temperature. So each operation is
 repeated for a while. On a GPU the mean counts, not the best. On a CPU the lower quartile of CPU time counts:
