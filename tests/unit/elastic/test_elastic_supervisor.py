@@ -57,6 +57,9 @@ class PlayedAgents:
     def end_adoption(self):
         pass
 
+    def let_return(self, may_return):
+        pass
+
     def close(self, ok=True):
         pass
 

@@ -45,6 +45,7 @@ CLOCKS = {
     "path",
     "peak_flops_per_s",
     "setup_s",
+    "spent_s",
 }
 """Fields of events that differ between two runs."""
 
