@@ -23,6 +23,7 @@ from meshwright.core.units import format_plural
 from meshwright.elastic.faults.clock import ShiftedClocks, build_clock_library
 from meshwright.elastic.faults.invariants import compare_runs
 from meshwright.elastic.faults.schedule import read_schedule
+from meshwright.elastic.faults.slow_work import SlowWork, build_slow_library
 from meshwright.runs.faults.job import LAYOUTS, WORLD_SIZE, TinyJob
 from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, Figure, count_steps, worst
 from meshwright.runs.faults.table import TESTS, FaultTest, Schedule, build_custom_test
@@ -220,6 +221,9 @@ class _Suite:
         needed_s, left_s = len(case.schedules) * run_s + calm_s, self._budget_s - self.elapsed_s
         if needed_s > left_s:
             return f"needs about {needed_s:.0f} s, {max(0.0, left_s):.0f} s of the budget are left"
+        if any(fault.kind == "slow" for fault in case.schedules[0]):
+            built = build_slow_library(self._job.folder)
+            return built if isinstance(built, str) else ""
         if not self._shifts_clocks(case.schedules[0]):
             return ""
         if self._clock_library is None:
@@ -253,6 +257,10 @@ class _Suite:
         if self._shifts_clocks(schedule):
             assert isinstance(self._clock_library, Path), "the case is skipped without it"
             trial.clocks = ShiftedClocks(self._clock_library, run_dir.with_suffix(".clocks"))
+        if any(fault.kind == "slow" for fault in schedule):
+            library = build_slow_library(self._job.folder)
+            assert isinstance(library, Path), "the case is skipped without it"
+            trial.slow_work = SlowWork(library, run_dir.with_suffix(".slow"))
         trial.run(test.is_over, LIMIT_FACTOR * self._expect_s(test) + LIMIT_S)
         self._learn(trial)
         trial.check(*([(EXIT_FAILED,)] if test.ends_run else []))
