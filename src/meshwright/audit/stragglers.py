@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshwright.core.events import Event
@@ -40,11 +40,11 @@ class StragglerSpan:
         )
 
 
+@dataclass
 class StragglerLog:
     """All stragglers of a run, in order."""
 
-    def __init__(self) -> None:
-        self.spans: list[StragglerSpan] = []
+    spans: list[StragglerSpan] = field(default_factory=list)
 
     def feed(self, event: Event) -> None:
         """Take an event ``straggler`` or ``straggler_recovered``."""

@@ -99,8 +99,10 @@ class Supervisor(RankSupervisor):
         """Write what was found; by policy, take the rank from a straggler."""
         for one in found:
             rank = self._ranks[one.fields["rank"]]
-            host = {"host": self._report_on(rank).host} if one.name == "straggler" else {}
-            self._write_event(one.name, **one.fields, **host)
+            if one.name == "straggler":
+                self._write_event("straggler", host=self._report_on(rank).host, **one.fields)
+            else:
+                self._write_event("straggler_recovered", **one.fields)
             if one.action == "replace" and self.state is State.RUNNING:
                 rank.replaced = True
                 self._signal(signal.SIGKILL, [rank])

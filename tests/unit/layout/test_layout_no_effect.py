@@ -187,6 +187,9 @@ READERS = {
     "elastic.snapshot_every": "train",
     "elastic.spares": "runs",
     "elastic.stop_grace_s": "runs",
+    "elastic.straggler": "elastic",
+    "elastic.metrics": "runs",
+    "elastic.metrics_token_file": "runs",
 }
 """Keys whose effect no plan shows, by the package or module that reads them."""
 NOT_BUILT = {"consistency.mode": "consistency-mode-not-built"}
@@ -350,6 +353,8 @@ CASES = [
     ("elastic.node_wait_s", "10.0", "replicas"),
     ("elastic.node_wait_s", "10.0 elastic.policy=give-up", "nodes"),
     ("elastic.node_wait_s", "10.0 elastic.restarts=0", "nodes"),
+    ("elastic.straggler", "replace", "one process"),
+    ("elastic.metrics_token_file", "token", "replicas"),
     ("elastic.policy", "give-up", "replicas"),
     ("elastic.may_change", "any", "one process"),
     ("elastic.may_change", "data elastic.restarts=0", "replicas"),
@@ -400,6 +405,9 @@ def test_every_row_of_the_table_has_a_case_and_a_default_is_never_reported():
         ("elastic.may_change=data elastic.policy=give-up", "replicas"),
         ("elastic.may_change=any elastic.grow_after_s=5.0 elastic.retry_device_s=0.0", "replicas"),
         ("elastic.node_wait_s=10.0", "nodes"),
+        ("elastic.straggler=replace", "replicas"),
+        ("elastic.metrics=127.0.0.1:0", "one process"),
+        ("elastic.metrics_token_file=token elastic.metrics=127.0.0.1:0", "one process"),
         ("data.cache=elsewhere", "one process"),
     ],
 )

@@ -15,6 +15,7 @@ from meshwright.elastic.faults.schedule import (
     fail,
     parse_fault,
     shift_clock,
+    slow,
     spoil_gradient,
     stop,
     stop_supervisor,
@@ -273,3 +274,36 @@ def test_a_schedule_that_the_tiny_job_cannot_run_is_refused(tmp_path, lines):
     path.write_text(lines)
     with pytest.raises(UserError, match="faults-schedule"):
         run_faults([], 0, 100.0, path, SILENT)
+
+
+def straggler(time, rank=2, phase="compute", step=20):
+    return event("straggler", time, rank, phase=phase, step=step, slowdown=1.6)
+
+
+@pytest.mark.parametrize(
+    ("events", "clean", "passes"),
+    [
+        ([*STARTED, straggler(11.0)], 500, True),
+        ([*STARTED], 500, False),
+        ([*STARTED, straggler(9.0, rank=1), straggler(11.0)], 500, False),
+        ([*STARTED, straggler(11.0, rank=1)], 500, False),
+        ([*STARTED, straggler(11.0, phase="data")], 500, False),
+        ([*STARTED, straggler(11.0)], 499, False),
+        ([*STARTED, straggler(11.0, step=40)], 500, False),
+    ],
+    ids=["named", "not named", "false alarm", "another rank", "another phase", "too few steps", "too late"],
+)
+def test_a_slow_rank_must_be_named(tmp_path, events, clean, passes):
+    fault = slow(rank=2, step=501, factor=1.5, for_s=60)
+    made = Trial(TinyJob(tmp_path), tmp_path / "run", (), [fault])
+    shift = clean if clean == 499 else 500
+    made.view.events = [{**e, "step": e["step"] + shift} if "step" in e else e for e in events]
+    made.injections.append(Injection(fault, 10.0, 12, 501, "backward", 0, clean))
+    assert outcome(judges.judge_straggler(made), made) == passes
+
+
+def test_a_slow_rank_is_a_sentence():
+    fault = slow(rank=2, step=501, factor=1.5, for_s=60)
+    assert parse_fault(str(fault)) == fault
+    with pytest.raises(UserError, match="factor must be a number of at least 1"):
+        parse_fault("slow(rank=2, step=5, factor=0.5, for_s=60)")

@@ -53,8 +53,8 @@ def step(number, rank=0, generation=0, **fields):
 
 
 STRAGGLER = event(
-    "straggler", 1, host='a"b\\c\nd', phase="compute", lateness_s=0.5, share=0.3, slowdown=1.5, preempted=False,
-    since_step=3, step=20, action="none",
+    "straggler", 1, host='a"b\\c\nd', phase="compute", lateness_s=0.5, share=0.3, slowdown=1.5,
+    preempted=False, since_step=3, step=20, action="none",
 )  # fmt: skip
 
 

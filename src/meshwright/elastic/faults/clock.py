@@ -43,10 +43,15 @@ class ShiftedClocks:
 
 def build_clock_library(folder: Path) -> Path | str:
     """Compile the library; returns its path, or why there is none."""
+    return build_library(SOURCE, folder)
+
+
+def build_library(source: Path, folder: Path) -> Path | str:
+    """Compile a C source to a shared library; returns its path, or why there is none."""
     compiler = shutil.which("cc")
     if compiler is None:
         return "there is no C compiler: cc was not found"
-    library = folder / "clock_shim.so"
-    command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE)]
+    library = folder / f"{source.stem}.so"
+    command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(source)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     return library if built.returncode == 0 else f"cc failed: {built.stderr.strip().splitlines()[-1]}"

@@ -106,7 +106,7 @@ def connect(step: int, connections: int) -> Fault:
 
 
 def slow(rank: int, step: int, factor: float, for_s: float) -> Fault:
-    """Let the work of a rank take longer, by SIGSTOP and SIGCONT in turn, for a while."""
+    """Let the work of a rank take longer for a while."""
     return _checked(Fault("slow", rank, step, factor=factor, for_s=for_s))
 
 

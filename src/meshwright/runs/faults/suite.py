@@ -23,6 +23,7 @@ from meshwright.core.units import format_plural
 from meshwright.elastic.faults.clock import ShiftedClocks, build_clock_library
 from meshwright.elastic.faults.invariants import compare_runs
 from meshwright.elastic.faults.schedule import INSIDE, read_schedule
+from meshwright.elastic.faults.slow_work import SlowWork, build_slow_library
 from meshwright.runs.faults.checks.check import CannotRunError, CheckRun, ViolationError
 from meshwright.runs.faults.checks.table import CHECKS, Check
 from meshwright.runs.faults.job import LAYOUTS, WORLD_SIZE, TinyJob
@@ -278,6 +279,9 @@ class _Suite:
         calm_s = self._start_s + max(test.calm_s, run_s - self._start_s) if test.compares else 0.0
         if obstacle := self._exceeds_budget(len(case.schedules) * run_s + calm_s):
             return obstacle
+        if any(fault.kind == "slow" for fault in case.schedules[0]):
+            built = build_slow_library(self._job.folder)
+            return built if isinstance(built, str) else ""
         if not self._shifts_clocks(case.schedules[0]):
             return ""
         if self._clock_library is None:
@@ -311,6 +315,10 @@ class _Suite:
         if self._shifts_clocks(schedule):
             assert isinstance(self._clock_library, Path), "the case is skipped without it"
             trial.clocks = ShiftedClocks(self._clock_library, run_dir.with_suffix(".clocks"))
+        if any(fault.kind == "slow" for fault in schedule):
+            library = build_slow_library(self._job.folder)
+            assert isinstance(library, Path), "the case is skipped without it"
+            trial.slow_work = SlowWork(library, run_dir.with_suffix(".slow"))
         trial.run(test.is_over, LIMIT_FACTOR * self._expect_s(test) + LIMIT_S)
         self._learn(trial)
         trial.check(*([(EXIT_FAILED,)] if test.ends_run else []))

@@ -20,7 +20,7 @@ from meshwright.elastic.faults.injector import FINE_POLL_S, Injection, Injector,
 from meshwright.elastic.faults.invariants import History, check_checkpoints, read_history
 from meshwright.elastic.faults.run_view import RunView
 from meshwright.elastic.faults.schedule import FAULT_VARIABLE, INSIDE, Fault
-from meshwright.elastic.faults.throttle import Throttle
+from meshwright.elastic.faults.slow_work import SlowWork
 from meshwright.launch.agent_file import AgentFile
 from meshwright.runs.faults.job import GLOBAL_BATCH, TinyJob
 
@@ -47,6 +47,8 @@ class Trial:
     schedule: Sequence[Fault] = ()
     clocks: ShiftedClocks | None = None
     """Needed to shift clocks."""
+    slow_work: SlowWork | None = None
+    """Needed to slow down ranks."""
     violations: list[str] = field(default_factory=list)
     status: int | None = None
     """Exit status of the command."""
@@ -169,6 +171,7 @@ class Trial:
         command = FAULTY_TRAIN if self._inside else TRAIN
         environment = {FAULT_VARIABLE: "\n".join(map(str, self._inside))} if self._inside else {}
         environment |= self.clocks.environment if self.clocks is not None else {}
+        environment |= self.slow_work.environment if self.slow_work is not None else {}
         number = len(self._commands) + 1
         output, log = (self.run_dir.with_suffix(f".{kind}{number}").open("wb") for kind in ("out", "err"))
         with output, log:
@@ -249,16 +252,10 @@ class Trial:
 
     def _slow(self, fault: Fault) -> int:
         assert fault.rank is not None, "an argument of the fault"
-        process = self.view.ranks[fault.rank]
-        memory, pid = process.memory, process.pid
-        assert memory is not None, "it is in a step"
-
-        def is_waiting() -> bool:
-            progress = memory.progress()
-            return progress is not None and progress.wait_begin_ns > 0
-
-        throttle = Throttle(pid, fault.factor or 1.0, is_waiting)
-        self.injector.do_later(fault.for_s or 0.0, throttle.end)
+        assert self.slow_work is not None, "given with a schedule that slows down ranks"
+        slow_work, pid = self.slow_work, self.view.ranks[fault.rank].pid
+        slow_work.slow(pid, fault.factor or 1.0)
+        self.injector.do_later(fault.for_s or 0.0, lambda: slow_work.slow(pid, 1.0))
         return pid
 
     def _measure_attack(self) -> None:

@@ -1,0 +1,63 @@
+"""A rank that takes longer is named, replaced by policy, and the run ends with the losses of a calm one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.elastic.faults.slow_work import SlowWork, build_slow_library
+from meshwright.report.run_report import read_report
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ("layout.dp_replicate=2", "elastic.snapshot_every=5", "train.steps=160", "data.seq_len=128")
+
+
+@pytest.fixture
+def slow_work(tmp_path, monkeypatch):
+    """The table of a run whose ranks can be slowed down."""
+    library = build_slow_library(tmp_path)
+    if isinstance(library, str):
+        pytest.skip(library)
+    found = SlowWork(library, tmp_path / "table")
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["warn", "replace"])
+def test_a_slow_rank_is_named_and_replaced(command, train, job_file, tmp_path, slow_work, policy):
+    run_dir = tmp_path / "run"
+    more = (f"run_dir={run_dir}", f"elastic.straggler={policy}", "--json")
+    running = command("train", job_file, *OPTIONS, *more)
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 30)
+    started = {e["rank"]: e["pid"] for e in running.events(run_dir) if e["event"] == "started"}
+    slow_work.slow(started[1], 2.5)
+    named = running.wait_for(run_dir, lambda e: e["event"] == "straggler")
+    assert (named["rank"], named["phase"], named["host"] != "") == (1, "compute", True)
+    slow_work.slow(started[1], 1.0)
+    status, out, err = running.finish()
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["stragglers"][0]["action"] == ("replace" if policy == "replace" else "none")
+    again = [e["pid"] for e in running.events(run_dir) if e["event"] == "started" and e["rank"] == 1]
+    assert len(again) == (2 if policy == "replace" else 1)
+    if policy == "replace":
+        (lost,) = [e for e in running.events(run_dir) if e["event"] == "rank_lost"]
+        assert (lost["failed_rank"], lost["how"]) == (1, "a straggler, replaced")
+        assert result["stragglers"][0]["recovered_step"] is not None
+        assert result["losses"] == train(*OPTIONS, "run_dir=calm").losses
+    assert "<h2>Stragglers</h2>" in (run_dir / "report.html").read_text()
+    assert any("was a straggler" in note for note in read_report(run_dir).notes())
+
+
+@pytest.mark.timeout(1800)
+def test_the_fault_test_of_a_slow_rank_passes(command):
+    """500 steps without an alarm; then the slow rank is named within 20 (fault test 8)."""
+    running = command("faults", "slow-rank/ddp", "--seed", "1", "--json", "--budget", "3600")
+    status, out, err = running.finish(1500)
+    assert status == 0, err
+    figures = json.loads(out)["figures"]["slow-rank/ddp"]
+    assert figures["clean steps"]["value"] >= 500
+    assert figures["named after steps"]["value"] <= 20
