@@ -52,6 +52,27 @@ def test_a_slow_rank_is_named_and_replaced(command, train, job_file, tmp_path, s
     assert any("was a straggler" in note for note in read_report(run_dir).notes())
 
 
+def test_a_run_goes_on_without_the_device_of_a_slow_rank(command, train, job_file, tmp_path, slow_work):
+    """No step is lost or repeated, and the losses are those of a calm run up to rounding."""
+    run_dir = tmp_path / "run"
+    more = (f"run_dir={run_dir}", "elastic.straggler=exclude", "elastic.may_change=data", "--json")
+    running = command("train", job_file, *OPTIONS, "train.steps=240", *more)
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 30)
+    started = {e["rank"]: e["pid"] for e in running.events(run_dir) if e["event"] == "started"}
+    slow_work.slow(started[1], 2.5)
+    changed = running.wait_for(run_dir, lambda e: e["event"] == "layout_changed")
+    assert (changed["ranks_before"], changed["ranks"]) == (2, 1)
+    assert "rank 1 is a straggler" in changed["reason"]
+    status, out, err = running.finish()
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["audit_ok"], result["differences"]
+    recovered = running.wait_for(run_dir, lambda e: e["event"] == "recovered")
+    assert (recovered["source"], recovered["replayed_steps"]) == ("checkpoint", 0)
+    calm = train(*OPTIONS, "train.steps=240", "run_dir=calm").losses
+    assert result["losses"] == pytest.approx(calm, rel=1e-5)
+
+
 @pytest.mark.timeout(1800)
 def test_the_fault_test_of_a_slow_rank_passes(command):
     """500 steps without an alarm; then the slow rank is named within 20 (fault test 8)."""
