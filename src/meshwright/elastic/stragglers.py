@@ -228,7 +228,7 @@ class StragglerWatch:
 
     def _expect(self, reports: Mapping[int, Spent]) -> dict[int, dict[str, float]]:
         """What the time of each rank should be, by kind; without ranks for which it is not known yet."""
-        found = {}
+        found: dict[int, dict[str, float]] = {}
         for peers in (peers for peers in self._peers if len(peers) > 1):
             if len(peers) > MANY_PEERS:
                 found |= dict.fromkeys(peers, _typical([reports[rank] for rank in peers]))
@@ -261,7 +261,7 @@ class StragglerWatch:
     def _measure_noise(self, name: str) -> float:
         """How much the lateness of a rank varies between steps, as a share of the step."""
         ranks = list(self._ranks.values())
-        kept = [getattr(rank, name) for rank in ranks[:: -(-len(ranks) // NOISE_RANKS)]]
+        kept: list[_Lateness] = [getattr(rank, name) for rank in ranks[:: -(-len(ranks) // NOISE_RANKS)]]
         return statistics.median([one.deviation for one in kept if one.shares] or [0.0])
 
     def _note_late_save(self, step: int, step_s: float, reports: Mapping[int, Spent]) -> None:

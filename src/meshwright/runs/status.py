@@ -179,7 +179,7 @@ class RunStatus:
         named = len(record.stragglers.spans)
         text.add("stragglers_total", "counter", "Times that a rank was named as a straggler.", named)
         for span in record.stragglers.current:
-            labels = {"rank": span.rank, "host": span.host, "phase": span.phase}
+            labels: dict[str, str | int] = {"rank": span.rank, "host": span.host, "phase": span.phase}
             text.add(
                 "straggler_lateness_seconds", "gauge", "Lateness of a straggler.", span.lateness_s, **labels
             )
