@@ -64,6 +64,10 @@ PICTURES = {
         for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
     },
     "plan-llama3-70b.png": "meshwright plan llama3-70b --on 8x8xh100-sxm --picture",
+    "simulate-step.svg": (
+        "meshwright simulate step llama3-8b layout.pp=4 layout.tp=2 layout.dp_shard=2 layout.micro_batch=1 "
+        "train.global_batch=16 --on 2x8xh100-sxm -o"
+    ),
     "simulate-failures.svg": "meshwright simulate failures llama3-405b --on 2048x8xh100-sxm --runs 1000 -o",
 }
 """Pictures that are drawn without devices, with the command that draws each."""

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from meshwright.runs.size import SizedCluster
     from meshwright.runs.tune import TuneResult
     from meshwright.simulate.months import FailureSimulation
+    from meshwright.simulate.step import StepTimeline
     from meshwright.validation.evaluate import Outcome
 
 __all__ = [
@@ -285,6 +286,14 @@ class Job:
 
         return simulate_job(self.spec, days, runs, seed, settings or FailureSettings())
 
+    def simulate_step(self, *, reporter: Reporter = SILENT) -> StepTimeline:
+        """Plan this job, and simulate one step of the chosen layout. Needs no torch and no devices.
+
+        Raises:
+            UserError: No layout fits; the error names changes that would.
+        """
+        return self.plan(top=1, explain=False, reporter=reporter).simulate_step()
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -349,6 +358,12 @@ class Plan:
         from meshwright.report.plan_plot import draw_plan, gather_picture  # noqa: PLC0415
 
         save_figure(draw_plan(gather_picture(self.contract, self.search)), Path(path))
+
+    def simulate_step(self) -> StepTimeline:
+        """One step as a timeline per pp rank: compute, collectives by axis, bubbles. It takes ``step_s``."""
+        from meshwright.simulate.step import StepTimeline  # noqa: PLC0415
+
+        return StepTimeline.of(self.contract)
 
     def as_dict(self, top: int = 50) -> dict[str, Any]:
         """The object of ``meshwright plan --json``."""

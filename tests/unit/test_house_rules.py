@@ -40,6 +40,7 @@ COMMANDS = {
 COMMANDS |= {f"checkpoint {name}" for name in ("copy", "export", "list", "prune", "verify")} | {
     "schedule pipeline",
     "simulate failures",
+    "simulate step",
 }
 COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
 NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "simulate", "validation", "data", "launch")

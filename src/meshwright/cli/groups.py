@@ -23,6 +23,15 @@ Checkpoints = Annotated[
     str, typer.Argument(help="Folder of checkpoints, run folder, or s3://BUCKET/PREFIX.", metavar="DIR")
 ]
 
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.",
+        autocompletion=complete_cluster,
+    ),
+]
+
 
 @checkpoint_app.command("list")
 def list_checkpoints(path: Checkpoints, as_json: Json = False) -> None:
@@ -185,16 +194,36 @@ def _simulate() -> None:
 
 
 @simulate_app.command()
+def step(
+    job: PlanSource,
+    overrides: Overrides = None,
+    on: Cluster = None,
+    pp_ranks: Annotated[
+        str | None,
+        typer.Option(help="Pipeline ranks in the picture and the trace, such as 0,3. Default: all."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace to write: Chrome JSON, for Perfetto or chrome://tracing.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Picture to write: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate one step of a layout: compute, collectives by axis and bubbles as a timeline."""
+    from meshwright.cli.simulate_step import StepRequest, simulate_step  # noqa: PLC0415
+
+    output = Output(as_json)
+    request = StepRequest(job, tuple(overrides or ()), on, pp_ranks, trace, out)
+    guarded(output, lambda: simulate_step(output, request))
+
+
+@simulate_app.command()
 def failures(  # noqa: PLR0913, PLR0917  (options of a command)
     job: PlanSource,
     overrides: Overrides = None,
     days: Annotated[float, typer.Option(help="Length of each simulated run.")] = 54.0,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.", autocompletion=complete_cluster
-        ),
-    ] = None,
+    on: Cluster = None,
     runs: Annotated[int, typer.Option(help="Number of simulated runs.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the failures.")] = 0,
     every_minutes: Annotated[

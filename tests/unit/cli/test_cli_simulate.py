@@ -1,6 +1,8 @@
-"""``meshwright simulate failures``: table, JSON, picture, and arguments that are refused."""
+"""``meshwright simulate``: tables, JSON, pictures, a trace, and arguments that are refused."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -72,3 +74,46 @@ def test_a_long_interval_is_a_warning(cli):
     found = cli(*JOB, "--every-minutes", 100_000)
     assert found.status == 0
     assert "warning: the checkpoint interval" in found.err
+
+
+STEP = (
+    "simulate", "step", "llama3-8b", "layout.pp=4", "layout.tp=2", "layout.dp_shard=2",
+    "layout.micro_batch=1", "train.global_batch=16", "--on", "2x8xh100-sxm",
+)  # fmt: skip
+
+
+def test_step_prints_lanes_and_writes_picture_and_trace(cli, tmp_path):
+    picture, trace = tmp_path / "step.svg", tmp_path / "step.json"
+    found = cli(*STEP, "-o", picture, "--trace", trace, "--pp-ranks", "0,3")
+    assert found.status == 0
+    for words in ("pp rank 3", "tensor parallel", "bubble", "as planned", "overlapped with compute"):
+        assert words in found.out, words
+    drawn = picture.read_text()
+    assert "pp rank 3" in drawn
+    assert "pp rank 1" not in drawn
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 3}
+
+
+def test_step_json_is_the_plan(cli):
+    found = cli(*STEP, "--json").json
+    planned = cli("plan", *STEP[2:], "--json").json["layouts"][0]
+    assert found["step_s"] == pytest.approx(planned["step_s"], rel=1e-9)
+    assert found["breakdown_s"] == pytest.approx(planned["breakdown_s"], rel=1e-9)
+    assert len(found["lanes"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--pp-ranks", "4"), "there are 4, from 0"),
+        (("--pp-ranks", "a"), "simulate-pp-ranks"),
+        (("-o", "step.txt"), "picture-kind"),
+        (("--trace", "no/such/folder/step.json"), "trace-not-written"),
+        (("layout.tp=3",), "layout-tp-heads"),
+    ],
+)
+def test_bad_arguments_of_step_end_with_status_2(cli, arguments, words):
+    found = cli(*STEP, *arguments)
+    assert found.status == 2
+    assert words in found.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNELS, BlockModel, Bloc
 from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.network import Groups, build_group, build_groups
+from meshwright.plan.time.overlap import Overlap, PassParts
 from meshwright.plan.time.probed import ProbedSteps, probe_steps
 from meshwright.plan.time.rates import Rates, ranks_per_core, rates_of
 from meshwright.plan.time.stage_layers import slowest_load
@@ -53,6 +55,14 @@ class StepEstimate:
     embedding: Passes
     send_s: Floats
     """One transfer between pipeline stages."""
+    block_parts: PassParts
+    """What the passes of a block consist of besides compute."""
+    embedding_tp_s: Floats
+    """Tensor-parallel collectives in the embedding's forward pass."""
+    head_tp_s: Floats
+    """Tensor-parallel collectives in the head's forward pass."""
+    hidden_gather_s: Floats
+    """The all-gather of ZeRO-1 and 2 in ``hidden``; the rest of it is gradient reduction."""
 
     def times(self, factor: Floats) -> StepEstimate:
         """Every time, multiplied."""
@@ -65,6 +75,10 @@ class StepEstimate:
             head=self.head.times(factor),
             embedding=self.embedding.times(factor),
             send_s=self.send_s * factor,
+            block_parts=self.block_parts.times(factor),
+            embedding_tp_s=self.embedding_tp_s * factor,
+            head_tp_s=self.head_tp_s * factor,
+            hidden_gather_s=self.hidden_gather_s * factor,
         )
 
 
@@ -106,39 +120,41 @@ class _Step:
         self.kernels: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[back]
         """Kernels per block, relative to the blocks that the host time was calibrated with."""
         self.shares: Shares = share_parameters(self.model, grid)
-        self.work: Passes = self._recomputed()
+        self.recompute_s: Floats = self._recompute_s()
+        """Forward work that the backward pass of a block repeats."""
+        work = self.block.work
+        self.work = Passes(work.forward, work.backward_input + self.recompute_s, work.backward_weight)
+        """An average block with activation checkpointing, without communication."""
         self.probed: ProbedSteps | None = probe_steps(workload, grid)
         if self.probed is not None:
             self._apply_probed(self.probed)
 
-    def _recomputed(self) -> Passes:
-        """An average block with activation checkpointing, without communication."""
-        block, grid = self.block, self.grid
-        work = block.work
-        again = np.where(grid.recompute == FULL, work.forward, 0.0)
-        again = again + np.where(grid.recompute == SELECTIVE, block.selective, 0.0)
-        return Passes(work.forward, work.backward_input + again, work.backward_weight)
+    def _recompute_s(self) -> Floats:
+        """Activation checkpointing of an average block, without communication."""
+        again = np.where(self.grid.recompute == FULL, self.block.work.forward, 0.0)
+        return again + np.where(self.grid.recompute == SELECTIVE, self.block.selective, 0.0)
 
     def _apply_probed(self, probed: ProbedSteps) -> None:
         """Scale blocks, head and embedding of probed layouts to the compute time from probed operations."""
         counted = self.work.total * self.layers + self.head.total + self.embedding.total
         scale = np.where(probed.known, probed.compute_s / self.micro_batches / counted, 1.0)
-        self.work = self.work.times(scale)
+        self.work, self.recompute_s = self.work.times(scale), self.recompute_s * scale
         self.head, self.embedding = self.head.times(scale), self.embedding.times(scale)
 
     def estimate(self) -> StepEstimate:
         """Add up."""
-        passes, exposed = self._block_passes()
-        head, embedding, ends_tp = self._head_and_embedding()
+        passes, block_parts = self._block_passes()
+        head, embedding, head_tp, embedding_tp = self._head_and_embedding()
         mean = passes.times(self.layers) + (head + embedding).times(1 / self.grid.pp)
         slow_s = self._slowest_s(passes, head, embedding, mean)
         send_s = self._send_s()
         bubble_s, p2p_s = self._pipeline(mean, slow_s, send_s)
-        reduce_s, hidden_s = self._data_parallel(passes)
+        reduce_s, hidden_reduce_s, hidden_gather_s = self._data_parallel(passes)
         count = self.micro_batches * self.layers
-        tp_s, cp_s, ep_s = (exposed[name] * count for name in ("tp", "cp", "ep"))
-        tp_s = tp_s + ends_tp * (self.micro_batches / self.grid.pp)
-        fsdp_s = exposed["dp_shard"] * count
+        tp_s, cp_s, ep_s, fsdp_s = (
+            block_parts.exposed[name].total * count for name in ("tp", "cp", "ep", "dp_shard")
+        )
+        tp_s = tp_s + (head_tp + embedding_tp) * (self.micro_batches / self.grid.pp)
         parts = {
             "compute": self.micro_batches * mean.total - (tp_s + cp_s + ep_s + fsdp_s),
             "tensor parallel": tp_s,
@@ -153,33 +169,34 @@ class _Step:
             "step overhead": self._overhead_s(),
         }
         total = sum(parts.values(), np.zeros(len(self.grid)))
-        return StepEstimate(total, parts, {"data parallel": hidden_s}, mean, passes, head, embedding, send_s)
+        hidden = {"data parallel": hidden_reduce_s + hidden_gather_s}
+        return StepEstimate(
+            total, parts, hidden, mean, passes, head, embedding, send_s, block_parts, embedding_tp, head_tp,
+            hidden_gather_s,
+        )  # fmt: skip
 
-    def _block_passes(self) -> tuple[Passes, dict[str, Floats]]:
-        """An average block with exposed communication, and the exposed time of each axis."""
+    def _block_passes(self) -> tuple[Passes, PassParts]:
+        """An average block with exposed communication, and what is not compute in it."""
         work, full = self.work, self.grid.recompute == FULL
-        tp_forward, tp_backward = self._tensor_parallel()
-        cp_forward, cp_backward = self._context_parallel()
-        ep_s = self._expert_parallel()
-        repeated = np.where(full, tp_forward + ep_s + cp_forward, 0.0)
+        axes = {"tp": self._tensor_parallel(), "cp": self._context_parallel(), "ep": self._expert_parallel()}
+        axes = {name: axis.repeated(full) for name, axis in axes.items()}
+        tp, cp, ep = axes["tp"], axes["cp"], axes["ep"]
         host = self._host_s()
-        forward = np.maximum(work.forward + tp_forward + cp_forward + ep_s, host)
+        forward = np.maximum(work.forward + tp.forward + cp.forward + ep.forward, host)
         backward_host = host * np.where(full, 2.0, 1.0)
-        back_input = work.backward_input + tp_backward + cp_backward + ep_s + repeated
+        back_input = work.backward_input + tp.backward + cp.backward + ep.backward
         back = np.maximum(back_input + work.backward_weight, backward_host)
-        late_forward, late_backward = self._fsdp_s(forward, back)
+        fsdp = self._fsdp_s(forward, back)
         # Offload and all-gather use different links at the same time: the slower one counts.
-        late_forward = np.maximum(late_forward, self._parameter_streaming_s(forward))
-        late_backward = np.maximum(late_backward, self._parameter_streaming_s(back))
-        passes = Passes(
-            forward + late_forward, back - work.backward_weight + late_backward, work.backward_weight
+        fsdp = dataclasses.replace(
+            fsdp,
+            forward=np.maximum(fsdp.forward, self._parameter_streaming_s(forward)),
+            backward=np.maximum(fsdp.backward, self._parameter_streaming_s(back)),
         )
-        return passes, {
-            "tp": tp_forward + tp_backward + np.where(full, tp_forward, 0.0),
-            "cp": cp_forward + cp_backward + np.where(full, cp_forward, 0.0),
-            "ep": 2 * ep_s + np.where(full, ep_s, 0.0),
-            "dp_shard": late_forward + late_backward,
-        }
+        passes = Passes(
+            forward + fsdp.forward, back - work.backward_weight + fsdp.backward, work.backward_weight
+        )
+        return passes, PassParts.of({**axes, "dp_shard": fsdp}, self.recompute_s)
 
     def _host_s(self) -> Floats:
         """Host (Python) time per pass through a block; 0 where the pass already includes it (CPU, probed)."""
@@ -189,19 +206,19 @@ class _Step:
         host = (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels
         return host if self.probed is None else np.where(self.probed.known, 0.0, host)
 
-    def _head_and_embedding(self) -> tuple[Passes, Passes, Floats]:
+    def _head_and_embedding(self) -> tuple[Passes, Passes, Floats, Floats]:
         """Head and embedding with their tensor-parallel collectives, and the time of the collectives."""
         none = np.zeros(len(self.grid))
         if not self.rules.counts_calls:
-            return self.head, self.embedding, none
+            return self.head, self.embedding, none, none
         moved, group = self.rows * self.model.hidden_size, self.groups.tp
         given = group.all_reduce_s(moved * FLOAT32_BYTES)
         loss = 2 * group.all_reduce_s(self.rows * FLOAT32_BYTES)
         taken = group.all_reduce_s(moved * self.workload.wire_bytes) + loss
         head = self.head + Passes(taken, none, none)
-        return head, self.embedding + Passes(given, none, none), taken + given
+        return head, self.embedding + Passes(given, none, none), taken, given
 
-    def _tensor_parallel(self) -> tuple[Floats, Floats]:
+    def _tensor_parallel(self) -> Overlap:
         """Two all-reduces in each direction; in expert layers only that of attention."""
         model, group = self.model, self.groups.tp
         routed = model.expert_layers / model.num_layers
@@ -211,13 +228,14 @@ class _Step:
         if self.rules.counts_calls:  # sequence parallelism: an all-gather and a reduce-scatter
             one = np.where(self.grid.sequence_parallel, 2 * group.all_gather_s(moved), one)
         exposed = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
-        exposed_s = calls * one * exposed
-        if not self.rules.hides_tp_backward:
-            return exposed_s, exposed_s
-        beside = self.rates.overlap * self.block.gemms.backward_weight
-        return exposed_s, np.maximum(exposed_s - beside, (1 - self.rates.overlap) * exposed_s)
+        whole_s = calls * one
+        forward = backward = whole_s * exposed
+        if self.rules.hides_tp_backward:
+            beside = self.rates.overlap * self.block.gemms.backward_weight
+            backward = np.maximum(forward - beside, (1 - self.rates.overlap) * forward)
+        return Overlap(forward, backward, whole_s - forward, whole_s - backward)
 
-    def _context_parallel(self) -> tuple[Floats, Floats]:
+    def _context_parallel(self) -> Overlap:
         """Ring attention's sends, overlapped with attention; or the all-to-alls of Ulysses."""
         model, grid = self.model, self.grid
         wire = self.workload.wire_bytes
@@ -234,7 +252,12 @@ class _Step:
             exchange,
             np.maximum(ring_back - hide * attention.backward_input, 0.1 * ring_back),
         )
-        return forward, backward
+        return Overlap(
+            forward,
+            backward,
+            np.where(exchanged, 0.0, ring - forward),
+            np.where(exchanged, 0.0, ring_back - backward),
+        )
 
     def _ring_attention_s(self, keys: Floats, gradients: Floats) -> tuple[Floats, Floats]:
         """Ring sends: keys and values forward; the same and their gradients backward."""
@@ -245,31 +268,38 @@ class _Step:
         calls = self.head_chunks * (self.grid.cp - 1)
         return group.sends_s(keys, calls), group.sends_s(keys, calls) + group.sends_s(gradients, calls)
 
-    def _expert_parallel(self) -> Floats:
-        """Dispatch and combine in one direction, averaged over all layers."""
-        model = self.model
+    def _expert_parallel(self) -> Overlap:
+        """Dispatch and combine in each direction, averaged over all layers; nothing overlaps."""
+        model, none = self.model, np.zeros(len(self.grid))
         if not model.expert_layers:
-            return np.zeros(len(self.grid))
+            return Overlap(none, none, none, none)
         sent = self.rows / self.tp * (model.experts_per_token or 1) * model.hidden_size
         sent = sent * self.workload.wire_bytes
         copies = (model.experts_per_token or 1) if self.rules.one_copy_per_node else 1
         once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all, copies)
         # etp ranks all-gather the tokens of an expert before it and reduce-scatter its outputs.
         once = once + self.groups.etp.all_gather_s(sent * self.grid.etp)
-        return 2 * once * model.expert_layers / model.num_layers
+        both = 2 * once * model.expert_layers / model.num_layers
+        return Overlap(both, both, none, none)
 
-    def _fsdp_s(self, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
-        """ZeRO-3: exposed time of parameter all-gathers in both directions and gradient reduce-scatters."""
-        grid, rules = self.grid, self.rules
+    def _fsdp_s(self, forward: Floats, backward: Floats) -> Overlap:
+        """ZeRO-3: parameter all-gathers in both directions and gradient reduce-scatters."""
+        grid, rules, none = self.grid, self.rules, np.zeros(len(self.grid))
         on = grid.zero == 3
         if not on.any():
-            return np.zeros(len(grid)), np.zeros(len(grid))
+            return Overlap(none, none, none, none)
         block, experts = self.shares.block, self.shares.expert_block
         gather = self._shards_s(block, experts, self.workload.wire_bytes)
         scatter = self._shards_s(block, experts, rules.reduce_bytes)
         wanted_back = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
-        late_forward, late_backward = self._exposed_s(gather, forward), self._exposed_s(wanted_back, backward)
-        return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
+        hide = self.rates.overlap
+        times = (
+            self._exposed_s(gather, forward),
+            self._exposed_s(wanted_back, backward),
+            hide * np.minimum(gather, forward),
+            hide * np.minimum(wanted_back, backward),
+        )
+        return Overlap(*(np.where(on, seconds, 0.0) for seconds in times))
 
     def _exposed_s(self, wanted: Floats, passed: Floats) -> Floats:
         """Exposed part of communication that overlaps with a pass, plus the slow-down by contention."""
@@ -333,8 +363,11 @@ class _Step:
         bubble = np.where(staged, still - self.micro_batches * slow_s, 0.0)
         return bubble, np.where(staged, makespan(send_s) - still, 0.0)
 
-    def _data_parallel(self, block: Passes) -> tuple[Floats, Floats]:
-        """Gradient reduction at the end of a step, and the all-gather of ZeRO-1 and 2: exposed and hidden."""
+    def _data_parallel(self, block: Passes) -> tuple[Floats, Floats, Floats]:
+        """Gradient reduction at the end of a step, and the all-gather of ZeRO-1 and 2.
+
+        Returns the exposed time of both, and the overlapped time of each.
+        """
         grid, rules, groups = self.grid, self.rules, self.groups
         dense, experts = self.shares.rank, self.shares.expert_rank
         wire = rules.reduce_bytes
@@ -364,7 +397,7 @@ class _Step:
         )
         hidden = hidden_reduce + hidden_gather
         exposed = reduce + gather - hidden + self.rates.contention * hidden
-        return exposed + self._tied_embedding_s(), hidden
+        return exposed + self._tied_embedding_s(), hidden_reduce, hidden_gather
 
     def _tied_embedding_s(self) -> Floats | float:
         """All-reduce of a tied embedding's gradient over the first and the last stage."""

@@ -19,7 +19,8 @@ from meshwright.spec.job import Job
 def walk_pipeline(job: Job, micro_batches: int, planned: PipelineTime) -> tuple[PipelineSchedule, Walk]:
     """The schedule of a step, and the planned time of each action."""
     schedule = schedule_of(job, micro_batches)
-    return schedule, walk_schedule(schedule, planned.stage_times, planned.send_s)
+    overlap = PROFILES[job.train.runtime].time.overlap_p2p
+    return schedule, walk_schedule(schedule, planned.stage_times, planned.send_s, overlap)
 
 
 def plan_pipeline(job: Job, micro_batches: int, times: StageTimes, send_s: float) -> PipelineTime | None:

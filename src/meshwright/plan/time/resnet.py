@@ -24,6 +24,9 @@ PYTHON_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
 """Share of the gradient all-reduce that overlaps with the last backward pass."""
 
+BACKWARD_SHARE = 2 / 3
+"""Share of the compute that is backward."""
+
 
 def estimate_resnet_step(
     job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[CollectiveTraffic]
@@ -41,7 +44,7 @@ def estimate_resnet_step(
     compute_s = _compute_s(job, micro_batches, touched_bytes, rate)
     cost = predict_optimizer(local_parameters(job, 0), job.train)
     reduced_s, control_s = _communication_s(cluster, job.layout.world_size, traffic)
-    hidden_s = min(reduced_s * OVERLAP[device], compute_s * 2 / 3 / micro_batches)
+    hidden_s = min(reduced_s * OVERLAP[device], compute_s * BACKWARD_SHARE / micro_batches)
     parts = {
         "compute": compute_s,
         "gradient reduction": reduced_s - hidden_s,
