@@ -241,13 +241,42 @@ def failures(  # noqa: PLR0913, PLR0917  (options of a command)
     ] = None,
     load_s: Annotated[float | None, typer.Option(help="Time to read the checkpoint, in seconds.")] = None,
     repair_hours: Annotated[float, typer.Option(help="Time to repair a failed node.")] = 24.0,
+    repair: Annotated[
+        str, typer.Option(help="Distribution of the repair time: fixed or exponential.")
+    ] = "fixed",
     rate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Failures per 1,000 node-days of device, node, switch or software, such as device=2.4.",
+            help="Failures per 1,000 node-days of device, node, switch, software or preemption, such as "
+            "device=2.4.",
             metavar="KIND=RATE",
         ),
     ] = None,
+    nodes_per_switch: Annotated[
+        int, typer.Option(help="Nodes that a switch failure takes out of service.")
+    ] = 1,
+    snapshot_minutes: Annotated[
+        float | None, typer.Option(help="Minutes between in-memory snapshots. Default: no snapshots.")
+    ] = None,
+    snapshot_cost_s: Annotated[
+        float | None, typer.Option(help="Training that a snapshot costs, in seconds.")
+    ] = None,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="Go on with fewer nodes instead of waiting for repairs.")
+    ] = False,
+    min_nodes: Annotated[
+        int | None, typer.Option(help="Fewest nodes to go on with. Default: the fewest that hold the job.")
+    ] = None,
+    nodes_per_replica: Annotated[
+        int | None, typer.Option(help="Fewer nodes are a multiple of this. Default: nodes of pp x cp x tp.")
+    ] = None,
+    price_factor: Annotated[
+        float, typer.Option(help="Price of preemptible machines over cluster.cost_per_hour.")
+    ] = 1.0,
+    notice_s: Annotated[float, typer.Option(help="Notice of a preemption, in seconds.")] = 30.0,
+    replace_hours: Annotated[
+        float, typer.Option(help="Time from a preemption until another node is there.")
+    ] = 1.0,
     observed_goodput: Annotated[
         float | None, typer.Option(help="Print the time lost per failure that this goodput implies.")
     ] = None,
@@ -262,5 +291,23 @@ def failures(  # noqa: PLR0913, PLR0917  (options of a command)
 
     output = Output(as_json)
     request = SimulationRequest(job, overrides or [], on, days, runs, seed)
-    settings = FailureSettings(every_minutes, spares, save_s, detect_s, restart_s, load_s, repair_hours)
+    settings = FailureSettings(
+        every_minutes=every_minutes,
+        spares=spares,
+        save_s=save_s,
+        detect_s=detect_s,
+        restart_s=restart_s,
+        load_s=load_s,
+        repair_hours=repair_hours,
+        repair=repair,
+        nodes_per_switch=nodes_per_switch,
+        snapshot_minutes=snapshot_minutes,
+        snapshot_cost_s=snapshot_cost_s,
+        replan=replan,
+        min_nodes=min_nodes,
+        nodes_per_replica=nodes_per_replica,
+        price_factor=price_factor,
+        notice_s=notice_s,
+        replace_hours=replace_hours,
+    )
     guarded(output, lambda: simulate_failures(output, request, settings, rate or [], observed_goodput, out))

@@ -84,25 +84,49 @@ def _show(output: Output, found: FailureSimulation) -> None:
         ("goodput", *(f"{value:.2%}" for value in _values(found.goodput)), ""),
         ("interruptions", *(f"{value:.1f}" for value in _values(found.interruptions)), ""),
     ]
+    used = {"snapshots": model.snapshot_s > 0, "fewer nodes": model.replans}
     rows += [
         (f"hours lost: {reason}", *(f"{value:.2f}" for value in _values(hours)), _share(hours, model.wall_s))
         for reason, hours in found.lost_hours.items()
+        if used.get(reason, True)
     ]
     title = f"{format_plural(found.runs, 'run')} of {days:g} days, {format_plural(model.nodes, 'node')}"
     output.table(title, ("", "mean", "5%", "95%", "of the time"), rows)
     output.print()
-    first_order = f"{found.first_order_goodput:.2%}"
-    output.print(f"first-order formula (no waiting, no failures during restarts): goodput {first_order}")
+    if found.first_order_goodput is not None:
+        goodput = f"{found.first_order_goodput:.2%}"
+        output.print(f"first-order formula (no waiting, no failures during restarts): goodput {goodput}")
     if found.cost is not None:
         lost = format_cost(found.cost * (1 - found.goodput.mean))
-        spares = format_plural(model.spares, "spare node")
-        output.print(f"cost: {format_cost(found.cost)} with {spares}; {lost} of it for lost time")
+        output.print(f"cost: {_describe_cost(found)}; {lost} of it for lost time")
+    if found.on_demand is not None:
+        output.print(_compare(found, found.on_demand))
     for reason in found.reasons:
         output.print(reason)
     for assumption in found.assumptions:
         output.print(f"assumed: {assumption}")
     for warning in found.warnings:
         output.warn(warning)
+
+
+def _describe_cost(found: FailureSimulation) -> str:
+    spares = format_plural(found.model.spares, "spare node")
+    if found.cost is None or found.cost_per_useful_hour is None:
+        return f"unknown price with {spares}"
+    hour = f"{found.cost_per_useful_hour:.2f} USD per useful device hour"
+    return f"{format_cost(found.cost)} with {spares} ({hour})"
+
+
+def _compare(found: FailureSimulation, other: FailureSimulation) -> str:
+    """Preemptible machines against machines that are not."""
+    text = f"without preemption: goodput {other.goodput.mean:.2%}, {_describe_cost(other)}"
+    hours = found.cost_per_useful_hour, other.cost_per_useful_hour
+    if hours[0] is None or hours[1] is None:
+        return text
+    better = (
+        "preemptible machines are cheaper" if hours[0] < hours[1] else "preemption costs more than it saves"
+    )
+    return f"{text}: {better}"
 
 
 def _values(found: Range) -> tuple[float, float, float]:

@@ -56,6 +56,8 @@ def _draw_losses(axes: Axes, found: FailureSimulation) -> None:
     reached = 0.0
     for number, (reason, hours) in enumerate(found.lost_hours.items()):
         share = 100 * hours.mean / total
+        if share <= 0 and reached:
+            continue
         label = f"{reason} {share:.2g}%"
         axes.barh([0], [share], left=reached, color=COLORS[number], height=0.7, label=label)
         reached += share

@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshwright.simulate.failures import FailureModel, Failures, evaluate, find_downtime
+import numpy as np
+
+from meshwright.simulate.downtime import Events, find_downtime
+from meshwright.simulate.failures import KINDS, FailureModel
+from meshwright.simulate.outcomes import evaluate
 
 INTERVAL_STEPS = range(-16, 17)
 """Tried: the base interval x 2^(step / 8), a quarter to four times."""
 MOST_SPARES_TRIED = 24
 """Numbers of spares per pass; a second pass refines the first where it skipped numbers."""
+
+MOST_SPARES = 100_000
+"""Most that are tried."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,10 @@ class SparesPoint:
 
 
 def try_intervals(
-    model: FailureModel, failures: Failures, spares: int, base_s: float
+    model: FailureModel, events: Events, spares: int, base_s: float
 ) -> tuple[IntervalPoint, ...]:
     """Intervals around a base, no longer than the run."""
-    downtime = find_downtime(failures, model, spares)
+    downtime = find_downtime(events, model, spares)
     intervals = dict.fromkeys(min(base_s * 2 ** (step / 8), model.wall_s) for step in INTERVAL_STEPS)
     return tuple(
         IntervalPoint(interval_s, float(evaluate(downtime, model, interval_s).goodput.mean()))
@@ -45,19 +52,20 @@ def try_intervals(
     )
 
 
-def try_spares(model: FailureModel, failures: Failures, interval_s: float) -> tuple[SparesPoint, ...]:
+def try_spares(model: FailureModel, events: Events, interval_s: float) -> tuple[SparesPoint, ...]:
     """Numbers of spare nodes from 0 to more than are ever missing at once, ordered."""
     tried: dict[int, SparesPoint] = {}
 
     def attempt(spares: int) -> None:
         if spares not in tried:
-            outcomes = evaluate(find_downtime(failures, model, spares), model, interval_s)
+            outcomes = evaluate(find_downtime(events, model, spares), model, interval_s)
             goodput = float(outcomes.goodput.mean())
             tried[spares] = SparesPoint(spares, goodput, goodput * model.nodes / (model.nodes + spares))
 
-    hardware_per_s = sum(rate for kind, rate in model.rates_per_s.items() if kind != "software")
-    missing = hardware_per_s * (model.detect_s + model.repair_s)  # mean number of nodes in repair
-    most = math.ceil(missing + 5 * math.sqrt(missing))
+    rates = np.array([model.rates_per_s.get(kind, 0.0) for kind in KINDS])
+    in_repair = rates * model.out_s  # mean number of failures that are not repaired, by kind
+    mean, variance = float(in_repair @ model.taken), float(in_repair @ model.taken**2)
+    most = min(math.ceil(mean + 5 * math.sqrt(variance)), MOST_SPARES)
     step = math.ceil((most + 1) / MOST_SPARES_TRIED)
     for spares in range(0, most + 1, step):
         attempt(spares)

@@ -1,4 +1,4 @@
-"""Months of a job: its failure model with all assumptions, the outcomes, and the best interval and spares."""
+"""Months of a job: the outcomes of its failure model, and the best interval and number of spare nodes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.units import format_bytes, format_plural, format_seconds
-from meshwright.layout.checkpoint_interval import NODE_HOURS, daly_interval_s, failure_rate, lost_share
-from meshwright.plan.sizing import (
-    ASSUMED_STORAGE_BYTES_PER_S,
-    CHECKPOINT_BYTES,
-    RESTART_S,
-    checkpoint_write_s,
-)
+from meshwright.core.units import format_plural, format_seconds
+from meshwright.layout.checkpoint_interval import lost_share
+from meshwright.simulate.checks import check_number, check_settings, find_warnings
 from meshwright.simulate.choices import (
     IntervalPoint,
     SparesPoint,
@@ -27,22 +22,15 @@ from meshwright.simulate.choices import (
     try_intervals,
     try_spares,
 )
-from meshwright.simulate.failures import KINDS, FailureModel, Floats, Outcomes, draw_failures, simulate
+from meshwright.simulate.downtime import Events
+from meshwright.simulate.failures import FailureModel, Floats, draw_failures
+from meshwright.simulate.job_model import build_model, checkpoint_between_s, daly_s
+from meshwright.simulate.outcomes import simulate
 from meshwright.simulate.settings import FailureSettings
 from meshwright.spec.job import Job
 
-CAUSES = {
-    "device": {"GPU": 148, "HBM": 72, "SRAM": 19, "GPU processor": 17, "silent corruption": 6, "thermal": 6},
-    "node": {"host maintenance": 32, "NIC": 7, "other": 16},
-    "switch": {"switch or cable": 35},
-    "software": {"software": 54, "watchdog": 7},
-}
-"""The 419 unexpected interruptions of Llama 3 (54 days, 16,384 GPUs), by kind and cause."""
-DAY_S = 86_400.0
-MOST_DAYS = 3650.0
-MOST_RUNS = 1_000_000
-MOST_FAILURES = 1_000_000.0
-"""Expected failures of one run that the simulator takes."""
+SWEEP_FAILURES = 250_000
+"""Failures of the trials of intervals and spares."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +59,11 @@ class FailureSimulation:
     devices_per_node: int
     cost_per_hour: float | None
     """Per device, in USD."""
-    first_order_goodput: float
-    """By Young's first-order formula; it knows neither spares nor failures during restarts."""
+    price_factor: float
+    """Price of preemptible machines over that of others; 1 without preemptions."""
+    first_order_goodput: float | None
+    """By Young's first-order formula; it knows neither spares nor failures during restarts. None with
+    snapshots, re-planning or preemptions, for which it does not hold."""
     intervals: tuple[IntervalPoint, ...]
     """Tried under the same failures, ordered."""
     spares: tuple[SparesPoint, ...]
@@ -83,6 +74,8 @@ class FailureSimulation:
     reasons: tuple[str, ...]
     """Of the interval and the number of spares."""
     warnings: tuple[str, ...]
+    on_demand: FailureSimulation | None = None
+    """The same without preemptions at the full price; None if nothing is preempted."""
 
     @property
     def cost(self) -> float | None:
@@ -90,7 +83,16 @@ class FailureSimulation:
         if self.cost_per_hour is None:
             return None
         nodes = self.model.nodes + self.model.spares
-        return self.cost_per_hour * nodes * self.devices_per_node * self.model.wall_s / 3600
+        hours = nodes * self.devices_per_node * self.model.wall_s / 3600
+        return self.cost_per_hour * self.price_factor * hours
+
+    @property
+    def cost_per_useful_hour(self) -> float | None:
+        """Price of an hour of one device that trains without interruptions, in USD."""
+        if self.cost is None or not self.goodput.mean:
+            return None
+        hours = self.model.nodes * self.devices_per_node * self.model.wall_s / 3600
+        return self.cost / (hours * self.goodput.mean)
 
     def lost_per_failure_s(self, goodput: float) -> float:
         """The time lost per failure that a goodput implies: inferred, not simulated.
@@ -124,6 +126,9 @@ class FailureSimulation:
             "interruptions": dataclasses.asdict(self.interruptions),
             "lost_hours": {reason: dataclasses.asdict(found) for reason, found in self.lost_hours.items()},
             "cost": self.cost,
+            "price_factor": self.price_factor,
+            "cost_per_useful_hour": self.cost_per_useful_hour,
+            "on_demand": None if self.on_demand is None else self.on_demand.as_dict(),
             "first_order_goodput": self.first_order_goodput,
             "best_interval_s": best_interval(self.intervals).interval_s,
             "best_spares": best_spares(self.spares).spares,
@@ -146,169 +151,58 @@ def simulate_job(job: Job, days: float, runs: int, seed: int, settings: FailureS
     Raises:
         UserError: A length, rate or time is out of range.
     """
-    check_settings(days, runs, seed, settings)
+    check_settings(job, days, runs, seed, settings)
+    found = _simulate(job, days, runs, seed, settings)
+    if not settings.rates.get("preemption"):
+        return found
+    kept = {kind: rate for kind, rate in settings.rates.items() if kind != "preemption"}
+    alternative = dataclasses.replace(settings, rates=kept, price_factor=1.0)
+    return dataclasses.replace(found, on_demand=_simulate(job, days, runs, seed, alternative))
+
+
+def _simulate(job: Job, days: float, runs: int, seed: int, settings: FailureSettings) -> FailureSimulation:
     model, assumptions = build_model(job, days, settings)
-    if model.expected > MOST_FAILURES:
-        rule = f"gives {model.expected:.2g} failures per run; at most {MOST_FAILURES:.0e} can be simulated"
-        raise UserError(
-            Problem("simulate-rate", rule, path="rate", fix="Lower --rate or --days", is_argument=True)
-        )
-    failures = next(draw_failures(model, runs, seed))  # the first chunk is enough for the trials
-    interval_s = model.interval_s
-    spares = try_spares(model, failures, interval_s)
+    check_number(model)
+    sample = next(draw_failures(model, runs, seed, SWEEP_FAILURES))
+    events = Events.of(sample, model)
+    spares = try_spares(model, events, model.interval_s)
     if settings.spares is None:
         model = dataclasses.replace(model, spares=best_spares(spares).spares)
-    base_s = daly_s(model) if model.save_s and model.rate_per_s else interval_s
-    intervals = try_intervals(model, failures, model.spares, base_s)
+    base_s = daly_s(model) if model.save_s and model.rate_per_s else model.interval_s
+    intervals = try_intervals(model, events, model.spares, base_s)
     outcomes = simulate(model, runs, seed)
-    first_order = lost_share(
-        interval_s, model.save_s, model.between_s, model.detect_s + model.restart_s + model.load_s
-    )
     return FailureSimulation(
         model=model,
         runs=runs,
         seed=seed,
-        goodput=_range(outcomes.goodput),
-        interruptions=_range(outcomes.interruptions.astype(float)),
-        lost_hours={reason: _range(lost_s / 3600) for reason, lost_s in outcomes.lost_s.items()},
+        goodput=find_range(outcomes.goodput),
+        interruptions=find_range(outcomes.interruptions.astype(float)),
+        lost_hours={reason: find_range(lost_s / 3600) for reason, lost_s in outcomes.lost_s.items()},
         devices_per_node=job.cluster.devices_per_node,
         cost_per_hour=job.cluster.cost_per_hour,
-        first_order_goodput=1 - first_order,
+        price_factor=settings.price_factor,
+        first_order_goodput=_first_order(model),
         intervals=intervals,
         spares=spares,
-        swept_runs=failures.runs,
+        swept_runs=sample.runs,
         assumptions=assumptions,
-        reasons=explain_choices(model, settings, intervals, spares, len(failures.run) - failures.runs),
-        warnings=find_warnings(model, outcomes),
+        reasons=explain_choices(model, settings, intervals, spares, sample.failures),
+        warnings=find_warnings(job, model, outcomes),
     )
 
 
-def _range(values: Floats) -> Range:
+def find_range(values: Floats) -> Range:
+    """Mean and spread over the runs."""
     low, high = np.quantile(values, (0.05, 0.95))
     return Range(float(values.mean()), float(low), float(high))
 
 
-def daly_s(model: FailureModel) -> float:
-    """Daly's interval, no longer than the run; the whole run without failures."""
-    if not model.rate_per_s:
-        return model.wall_s
-    return min(daly_interval_s(model.save_s, model.between_s), model.wall_s)
-
-
-def build_model(job: Job, days: float, settings: FailureSettings) -> tuple[FailureModel, tuple[str, ...]]:
-    """The failure model of a job, with the values that were assumed for what is not set."""
-    cluster = job.cluster
-    write_s = checkpoint_write_s(job, cluster.nodes)
-    rates_per_s, rate_basis = find_rates(job, settings.rates)
-    watch_s = job.elastic.heartbeat_timeout_s or job.elastic.collective_timeout_s
-    detect_s = watch_s if settings.detect_s is None else settings.detect_s
-    load_s = write_s if settings.load_s is None else settings.load_s
-    rest_s = max(0.0, RESTART_S - detect_s - load_s)
-    restart_s = rest_s if settings.restart_s is None else settings.restart_s
-    model = FailureModel(
-        wall_s=days * DAY_S,
-        nodes=cluster.nodes,
-        rates_per_s=rates_per_s,
-        detect_s=detect_s,
-        restart_s=restart_s,
-        load_s=load_s,
-        save_s=write_s if settings.save_s is None else settings.save_s,
-        interval_s=days * DAY_S,
-        repair_s=settings.repair_hours * 3600,
-        spares=settings.spares or 0,
-    )
-    given_s = None if settings.every_minutes is None else settings.every_minutes * 60
-    model = dataclasses.replace(model, interval_s=daly_s(model) if given_s is None else given_s)
-    assumed = [rate_basis]
-    if settings.save_s is None or settings.load_s is None:
-        assumed.append(_storage_basis(job, write_s))
-    if settings.restart_s is None:
-        assumed.append(f"{format_seconds(RESTART_S)} from a failure to the next step, as in plan --tokens")
-    assumed.append(f"a failed node is repaired in {format_seconds(model.repair_s)}; software needs no repair")
-    return model, tuple(assumed)
-
-
-def _storage_basis(job: Job, write_s: float) -> str:
-    rate = job.cluster.storage_bytes_per_s
-    at = (
-        f"{format_bytes(ASSUMED_STORAGE_BYTES_PER_S)}/s per node"
-        if rate is None
-        else f"{format_bytes(rate)}/s"
-    )
-    size = f"{CHECKPOINT_BYTES} bytes per parameter"
-    return f"checkpoints of {size} at {at}: {format_seconds(write_s)}, synchronous"
-
-
-def find_rates(job: Job, given: Mapping[str, float]) -> tuple[dict[str, float], str]:
-    """Failures per second of the whole run by kind, and where they are from."""
-    cluster = job.cluster
-    found = failure_rate(cluster, cluster.world_size)
-    counts = {kind: sum(CAUSES[kind].values()) for kind in KINDS}
-    total = sum(counts.values())
-    rates = {kind: counts[kind] / total / found.between_s for kind in KINDS}
-    per_node_s = 1 / (NODE_HOURS * 3600)
-    rates |= {kind: rate * cluster.nodes * per_node_s for kind, rate in given.items()}
-    basis = f"failures: {found.basis.removeprefix('assumed: ')}; kinds as in Llama 3 ({total} failures)"
-    if given:
-        named = ", ".join(f"{kind} {rate:g}" for kind, rate in given.items())
-        basis = f"failures per 1,000 node-days: {named}" + (
-            "" if len(given) == len(KINDS) else f"; other {basis}"
-        )
-    return rates, basis
-
-
-def check_settings(days: float, runs: int, seed: int, settings: FailureSettings) -> None:
-    """Refuse what cannot be simulated, all mistakes at once.
-
-    Raises:
-        UserError: A length, rate or time is out of range.
-    """
-    minutes = settings.every_minutes
-    free = settings.save_s == 0 and minutes is None
-    length = f"must be more than 0 and at most {MOST_DAYS:g}"
-    checks = [
-        (0 < days <= MOST_DAYS, Problem("simulate-days", length, "days", days, is_argument=True)),
-        (1 <= runs <= MOST_RUNS, _bad_setting("runs", runs, f"must be from 1 to {MOST_RUNS:,}")),
-        (seed >= 0, _bad_setting("seed", seed, "must not be negative")),
-        (
-            minutes is None or 0 < minutes < math.inf,
-            _bad_setting("every_minutes", minutes, "must be more than 0"),
-        ),
-        (not free, _bad_setting("save_s", 0, "needs every_minutes: the best interval would be 0")),
-    ]
-    for name in ("spares", "save_s", "detect_s", "restart_s", "load_s", "repair_hours"):
-        value = getattr(settings, name)
-        checks.append(
-            (value is None or 0 <= value < math.inf, _bad_setting(name, value, "must be 0 or more"))
-        )
-    for kind, rate in settings.rates.items():
-        checks.append((kind in KINDS, _bad_rate(kind, f"is not one of {', '.join(KINDS)}")))
-        rule = f"of {kind} must be 0 or more, in failures per 1,000 node-days"
-        checks.append((0 <= rate < math.inf, _bad_rate(rate, rule)))
-    if wrong := [problem for holds, problem in checks if not holds]:
-        raise UserError(*wrong)
-
-
-def _bad_setting(name: str, value: float | None, rule: str) -> Problem:
-    return Problem("simulate-setting", rule, path=name, value=value, is_argument=True)
-
-
-def _bad_rate(value: str | float, rule: str) -> Problem:
-    return Problem("simulate-rate", rule, path="rate", value=value, is_argument=True)
-
-
-def find_warnings(model: FailureModel, outcomes: Outcomes) -> tuple[str, ...]:
-    """What the user should look at."""
-    found = []
-    if model.interval_s > model.between_s:
-        between = format_seconds(model.between_s)
-        found.append(
-            f"the checkpoint interval of {format_seconds(model.interval_s)} is longer than the mean time "
-            f"between failures, {between}: most of the work is lost"
-        )
-    if not outcomes.goodput.any():
-        found.append("no run makes progress: failures come faster than the run is restored or repaired")
-    return tuple(found)
+def _first_order(model: FailureModel) -> float | None:
+    """Young's formula, where its assumptions are those of the model."""
+    if model.replans or model.snapshot_s or model.rates_per_s.get("preemption"):
+        return None
+    restore_s = model.detect_s + model.restart_s + model.load_s
+    return 1 - lost_share(model.interval_s, model.save_s, model.between_s, restore_s)
 
 
 def explain_choices(
@@ -323,10 +217,15 @@ def explain_choices(
         return ("nothing fails: neither checkpoints nor spares gain anything",)
     best, used = best_interval(intervals), format_seconds(model.interval_s)
     whose = "Daly's interval" if settings.every_minutes is None else "as given"
+    between_s = checkpoint_between_s(model)
+    which = "failures" if between_s == model.between_s else "failures that go back to a checkpoint"
+    mean = "there are no failures that go back to a checkpoint"
+    if math.isfinite(between_s):
+        mean = f"the mean time between {which} is {format_seconds(between_s)}"
     every = (
-        f"a checkpoint every {used} ({whose}): a save costs {format_seconds(model.save_s)}, and the mean "
-        f"time between failures is {format_seconds(model.between_s)}; best of {len(intervals)} intervals "
-        f"tried under {failures:,} failures: {format_seconds(best.interval_s)}, goodput {best.goodput:.2%}"
+        f"a checkpoint every {used} ({whose}): a save costs {format_seconds(model.save_s)}, and {mean}; "
+        f"best of {len(intervals)} intervals tried under {failures:,} failures: "
+        f"{format_seconds(best.interval_s)}, goodput {best.goodput:.2%}"
     )
     chosen = best_spares(spares)
     whose = "as given" if settings.spares is not None else "the most useful work per paid device hour"

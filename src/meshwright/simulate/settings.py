@@ -25,4 +25,25 @@ class FailureSettings:
     repair_hours: float = 24.0
     """From the detection of a failed node until it can be used again."""
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Failures per 1,000 node-days by kind. Default: the cluster's rate, in the shares of Llama 3."""
+    """Failures per 1,000 node-days by kind. Default: the cluster's rate, in the shares of Llama 3; no
+    preemptions."""
+    repair: str = "fixed"
+    """Distribution of the repair time: ``fixed`` or ``exponential``."""
+    nodes_per_switch: int = 1
+    """Nodes that a switch failure takes out of service."""
+    snapshot_minutes: float | None = None
+    """Training between in-memory snapshots. Default: no snapshots."""
+    snapshot_cost_s: float | None = None
+    """Training that a snapshot costs. Default: state of a device / ``cluster.host_bytes_per_s``."""
+    replan: bool = False
+    """Go on with fewer nodes instead of waiting, and grow when nodes are back."""
+    min_nodes: int | None = None
+    """Fewest nodes to go on with. Default: the fewest on which the planner finds a layout."""
+    nodes_per_replica: int | None = None
+    """A run with fewer nodes has a multiple of this. Default: nodes of ``pp x cp x tp`` devices."""
+    price_factor: float = 1.0
+    """Price of preemptible machines over ``cluster.cost_per_hour``."""
+    notice_s: float = 30.0
+    """From the notice of a preemption until the node is gone."""
+    replace_hours: float = 1.0
+    """From a preemption until another node is there."""

@@ -1,0 +1,54 @@
+"""The fewest nodes on which a job can go on: those on which the planner finds a layout."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.layout.parameters import count_parameters
+from meshwright.plan.memory.fit import usable_bytes
+from meshwright.plan.search.find import find_layouts, with_cluster
+from meshwright.plan.sizing import CHECKPOINT_BYTES
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+SEARCH_S = 2.0
+"""Longest search of one number of nodes, in CPU seconds."""
+
+
+def replica_nodes(job: Job) -> int:
+    """Nodes of one data-parallel replica, by the degrees that the job gives."""
+    layout = job.layout
+    return math.ceil(layout.pp * layout.cp * layout.tp / job.cluster.devices_per_node)
+
+
+def least_nodes(job: Job) -> int:
+    """A lower bound: weights and optimizer state must fit the memory of all devices."""
+    room = job.cluster.devices_per_node * usable_bytes(job.cluster)
+    return max(1, math.ceil(CHECKPOINT_BYTES * count_parameters(job.model) / room))
+
+
+def fewest_nodes(job: Job) -> int | None:
+    """The fewest nodes that hold the job without offloading: the lower bound, and doublings of it.
+
+    A job with a given layout needs the nodes of one replica. None if the cluster does not hold the job.
+    """
+    most = job.cluster.nodes
+    if job.layout.mode == "given" or not isinstance(job.model, DecoderModel):
+        return min(replica_nodes(job), most)
+    nodes = least_nodes(job)
+    while nodes < most:
+        if holds_model(job, nodes):
+            return nodes
+        nodes *= 2
+    return most if holds_model(job, most) else None
+
+
+def holds_model(job: Job, nodes: int) -> bool:
+    """Whether the planner finds a layout without offloading that uses every device of so many nodes."""
+    if nodes < least_nodes(job):
+        return False
+    worlds = [nodes * job.cluster.devices_per_node]
+    found = find_layouts(
+        with_cluster(job, nodes=nodes), {"offload": "none"}, 1, worlds=worlds, budget_s=SEARCH_S
+    )
+    return bool(found.best)
