@@ -1,8 +1,8 @@
 """The interval between checkpoints that loses the least time: mean time between failures, Young, Daly.
 
 A failure loses the work since the last checkpoint, and every checkpoint costs time. Young (1974) minimizes
-the sum to first order; Daly (2006) refines it for frequent failures. ``plan`` sizes clusters with it, and
-``checkpoint.auto`` saves by it.
+the sum to first order; Daly (2006) refines it for frequent failures. ``checkpoint.auto`` saves by it, and the
+simulator of failures (``simulate``) starts from it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ research clusters 2.3 and 6.5, BLOOM about 3.
 """
 NODE_HOURS = 24_000.0
 """In 1,000 node-days."""
+
+MOST_EXPONENT = 700.0
+"""Of e, in a float."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,18 @@ def daly_interval_s(cost_s: float, between_s: float) -> float:
 def lost_share(interval_s: float, cost_s: float, between_s: float, restart_s: float) -> float:
     """Share of time lost to saves, repeated work and restarts; 1 where no progress is possible."""
     return min(1.0, cost_s / interval_s + interval_s / (2 * between_s) + restart_s / between_s)
+
+
+def expected_goodput(interval_s: float, cost_s: float, between_s: float, restart_s: float) -> float:
+    """Expected share of useful time if failures can also hit saves and restarts.
+
+    interval / (M e^(R/M) (e^((interval + d) / M) - 1)) (Daly 2006, complete model). The simulator has the
+    same mean where no node is missing.
+    """
+    cycles = (interval_s + cost_s) / between_s
+    if restart_s / between_s + cycles > MOST_EXPONENT:
+        return 0.0
+    return interval_s / (between_s * math.exp(restart_s / between_s) * math.expm1(cycles))
 
 
 @dataclass(frozen=True)

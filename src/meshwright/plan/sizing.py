@@ -1,7 +1,7 @@
 """How many devices a deadline or a budget allows, their cost, and the time lost to failures.
 
-The failure model is simple. The failure rate of a cluster is the sum over its devices. A checkpoint stops the
-run while it is written, at Young's interval (``layout.checkpoint_interval``).
+How long a training takes with failures is simulated (``simulate.run_length``). The planner is below the
+simulator, which uses its assumptions: the caller passes the function.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_plural, format_seconds
-from meshwright.layout.checkpoint_interval import failure_rate, lost_share, young_interval_s
+from meshwright.layout.checkpoint_interval import failure_rate
 from meshwright.layout.parameters import count_parameters
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import find_layouts, with_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
 ASSUMED_STORAGE_BYTES_PER_S = 1e9
@@ -58,17 +57,43 @@ def parse_duration(text: str) -> float:
 
 
 @dataclass(frozen=True)
+class RunLength:
+    """Length of a training with checkpoints and failures; infinite where it makes no progress."""
+
+    wall_s: float
+    """The mean."""
+    low_s: float
+    """5% of the simulated runs are shorter."""
+    high_s: float
+    """5% of the simulated runs are longer."""
+    lost_share: float
+    """Share of it lost to checkpoints, repeated work and restarts."""
+
+
+RunLengthOf = Callable[[Job, float], RunLength]
+"""Length of a training by a job on a cluster, and by its length without failures."""
+
+
+@dataclass(frozen=True)
 class ClusterSize:
     """One number of devices with its best layout."""
 
     devices: int
     nodes: int
     prediction: Prediction
-    wall_s: float
-    """Time of the whole training, failures included."""
-    lost_share: float
-    """Share of it lost to checkpoints, repeated work and restarts."""
+    length: RunLength
+    """Of the whole training, failures included."""
     cost: float | None
+
+    @property
+    def wall_s(self) -> float:
+        """Mean time of the whole training."""
+        return self.length.wall_s
+
+    @property
+    def lost_share(self) -> float:
+        """Share of it lost to checkpoints, repeated work and restarts."""
+        return self.length.lost_share
 
 
 @dataclass(frozen=True)
@@ -126,6 +151,8 @@ class Sizing:
             "devices": None if self.answer is None else self.answer.devices,
             "nodes": None if self.answer is None else self.answer.nodes,
             "wall_s": None if self.answer is None else self.answer.wall_s,
+            "wall_s_low": None if self.answer is None else self.answer.length.low_s,
+            "wall_s_high": None if self.answer is None else self.answer.length.high_s,
             "cost": None if self.answer is None else self.answer.cost,
             "lost_share": None if self.answer is None else self.answer.lost_share,
             "tried": [
@@ -134,6 +161,8 @@ class Sizing:
                     "step_s": size.prediction.step_s,
                     "mfu": size.prediction.mfu,
                     "wall_s": size.wall_s,
+                    "wall_s_low": size.length.low_s,
+                    "wall_s_high": size.length.high_s,
                     "lost_share": size.lost_share,
                     "cost": size.cost,
                 }
@@ -150,15 +179,6 @@ def checkpoint_write_s(job: Job, nodes: int) -> float:
     return CHECKPOINT_BYTES * count_parameters(job.model) / rate
 
 
-def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
-    """Share of time lost to checkpoints, repeated work and restarts; 1 where no progress is possible."""
-    assert isinstance(job.model, DecoderModel), "sizing is for decoders"
-    cluster = job.cluster
-    between_s = failure_rate(cluster, devices).between_s
-    write_s = checkpoint_write_s(job, nodes)
-    return lost_share(young_interval_s(write_s, between_s), write_s, between_s, RESTART_S)
-
-
 def list_assumptions(job: Job) -> tuple[str, ...]:
     """Values assumed for what the cluster does not define."""
     cluster, found = job.cluster, []
@@ -168,6 +188,7 @@ def list_assumptions(job: Job) -> tuple[str, ...]:
         found.append(f"checkpoints written at {format_bytes(ASSUMED_STORAGE_BYTES_PER_S)}/s per node")
     found.append(f"{format_seconds(RESTART_S)} from a failure to the next step")
     found.append(f"checkpoints of {CHECKPOINT_BYTES} bytes per parameter, written synchronously")
+    found.append("failed nodes replaced at once (spare nodes: simulate failures)")
     if cluster.cost_per_hour is None:
         found.append("price unknown: set cluster.cost_per_hour")
     return tuple(found)
@@ -177,6 +198,7 @@ def size_cluster(
     job: Job,
     goal: Goal,
     pins: dict[str, Any],
+    length_of: RunLengthOf,
     progress: Callable[[int], None] = lambda devices: None,
 ) -> Sizing:
     """Try doublings of the devices, then the sizes between them that may be better.
@@ -185,9 +207,10 @@ def size_cluster(
         job: With a decoder; its number of nodes is ignored.
         goal: Tokens, and a deadline or a budget.
         pins: Layout keys that keep their value.
+        length_of: How long a training takes with failures.
         progress: Called with each number of devices before its search.
     """
-    search = _SizeSearch(job, goal.tokens, pins, progress)
+    search = _SizeSearch(job, goal.tokens, pins, length_of, progress)
     answer = search.find(goal)
     if answer is None and goal.deadline_s is not None and goal.max_cost is not None:
         search.find(dataclasses.replace(goal, deadline_s=None))  # for the error: what each limit alone allows
@@ -201,10 +224,16 @@ class _SizeSearch:
     """Tries cluster sizes, each once."""
 
     def __init__(
-        self, job: Job, tokens: float, pins: dict[str, Any], progress: Callable[[int], None]
+        self,
+        job: Job,
+        tokens: float,
+        pins: dict[str, Any],
+        length_of: RunLengthOf,
+        progress: Callable[[int], None],
     ) -> None:
         self.tried: dict[int, ClusterSize | None] = {}
         self._job, self._tokens, self._pins, self._progress = job, tokens, pins, progress
+        self._length_of = length_of
 
     def find(self, goal: Goal) -> ClusterSize | None:
         """The best size for a goal; None if none meets it."""
@@ -240,7 +269,7 @@ class _SizeSearch:
     def _try(self, devices: int) -> ClusterSize | None:
         if devices not in self.tried:
             self._progress(devices)
-            self.tried[devices] = _best_on(self._job, devices, self._tokens, self._pins)
+            self.tried[devices] = _best_on(self._job, devices, self._tokens, self._pins, self._length_of)
         return self.tried[devices]
 
 
@@ -276,7 +305,9 @@ def _has_peaked(goal: Goal, sizes: list[ClusterSize | None]) -> bool:
     return all(size.wall_s >= 0.99 * best for size in held[-3:])
 
 
-def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> ClusterSize | None:
+def _best_on(
+    job: Job, devices: int, tokens: float, pins: dict[str, Any], length_of: RunLengthOf
+) -> ClusterSize | None:
     per_node = job.cluster.devices_per_node
     nodes = max(1, devices // per_node)
     resized = with_cluster(job, nodes=nodes, devices_per_node=min(devices, per_node))
@@ -285,11 +316,10 @@ def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> Clu
         return None
     best = found.best[0]
     steps = math.ceil(tokens / (job.train.global_batch * job.data.seq_len))
-    lost = lost_to_failures(resized, devices, nodes)
-    wall_s = steps * best.step_s / (1 - lost) if lost < 1 else math.inf
+    length = length_of(resized, steps * best.step_s)
     price = job.cluster.cost_per_hour
-    cost = None if price is None or math.isinf(wall_s) else price * devices * wall_s / 3600
-    return ClusterSize(devices, nodes, best, wall_s, lost, cost)
+    cost = None if price is None or math.isinf(length.wall_s) else price * devices * length.wall_s / 3600
+    return ClusterSize(devices, nodes, best, length, cost)
 
 
 def explain_size(sizing: Sizing, kind: str) -> str:
@@ -298,7 +328,9 @@ def explain_size(sizing: Sizing, kind: str) -> str:
     if answer is None:
         numbers = sorted([*sizing.too_small, *(size.devices for size in sizing.tried)])
         return f"none of the sizes tried ({', '.join(map(str, numbers))} x {kind}) {_describe_goal(goal)}"
+    low, high = format_days(answer.length.low_s), format_days(answer.length.high_s)
     time = format_days(answer.wall_s)
+    time += "" if low == high else f" ({low} to {high})"
     time += "" if goal.deadline_s is None else f" of {format_days(goal.deadline_s)}"
     cost = "price unknown" if answer.cost is None else format_cost(answer.cost)
     cost += "" if goal.max_cost is None else f" of {format_cost(goal.max_cost)}"

@@ -1,28 +1,32 @@
-"""Simulated failures: goodput over the checkpoint interval, and the time lost by reason."""
+"""Simulated failures: goodput over the checkpoint interval and the spare nodes, and lost time by reason."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from meshwright.report.figure import COLORS, INK, add_axes, new_figure, style
-from meshwright.simulate.choices import best_interval
+from meshwright.simulate.choices import best_interval, best_spares
 from meshwright.simulate.months import FailureSimulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT, BAR = 720, 340, 150
-"""Of the curve, and height of the bar below it, in pixels."""
+WIDTH, HEIGHT, BAR = 960, 380, 150
+"""Of the two curves, and height of the bar below them, in pixels."""
+NEAR = 0.9
+"""Numbers of spares are drawn from the first with this share of the best."""
 LEAST_SPAN = 0.5
 """Of the goodput axis, in percent: smaller differences look as small as they are."""
 
 
 def draw_failures(found: FailureSimulation) -> Figure:
-    """The curve of the intervals above the bar of lost time."""
+    """The curves of intervals and spares above the bar of lost time."""
     with style():
         figure = new_figure(WIDTH, HEIGHT + BAR)
-        _draw_intervals(add_axes(figure, left=64, top=34, right=20, bottom=BAR + 46), found)
+        half = WIDTH // 2
+        _draw_intervals(add_axes(figure, left=64, top=34, right=half + 12, bottom=BAR + 84), found)
+        _draw_spares(add_axes(figure, left=half + 56, top=34, right=20, bottom=BAR + 84), found)
         _draw_losses(add_axes(figure, left=64, top=HEIGHT + 34, right=20, bottom=74), found)
     return figure
 
@@ -45,10 +49,42 @@ def _draw_intervals(axes: Axes, found: FailureSimulation) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     axes.ticklabel_format(axis="y", useOffset=False)
+    _widen(axes)
+    _add_legend(axes)
+
+
+def _draw_spares(axes: Axes, found: FailureSimulation) -> None:
+    """Spare nodes: goodput, and useful work per paid device; the steep beginning is left out."""
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415  (an extra)
+
+    best = best_spares(found.spares)
+    points = [p for p in found.spares if p.per_device >= NEAR * best.per_device] or list(found.spares)
+    axes.set_title("Spare nodes")
+    axes.set_xlabel("spare nodes")
+    axes.set_ylabel("mean in %")
+    axes.grid(True)
+    numbers = [point.spares for point in points]
+    axes.plot(numbers, [100 * p.goodput for p in points], ".-", color=COLORS[0], label="goodput")
+    paid = "useful work per paid device"
+    axes.plot(numbers, [100 * p.per_device for p in points], ".-", color=COLORS[3], label=paid)
+    axes.axvline(found.model.spares, color=COLORS[1], linestyle="--", label=f"used: {found.model.spares}")
+    label = f"best of {len(found.spares)} tried: {best.spares}"
+    axes.plot([best.spares], [100 * best.per_device], "o", color=COLORS[2], label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.ticklabel_format(axis="y", useOffset=False)
+    _widen(axes)
+    _add_legend(axes)
+
+
+def _add_legend(axes: Axes) -> None:
+    """Below the axis, two columns."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=7.5)
+
+
+def _widen(axes: Axes) -> None:
     low, high = axes.get_ylim()
     missing = max(0.0, LEAST_SPAN - (high - low))
     axes.set_ylim(low - 0.8 * missing, high + 0.2 * missing)
-    axes.legend(loc="lower left", bbox_to_anchor=(0.12, 0))  # left of the middle, where the lines meet
 
 
 def _draw_losses(axes: Axes, found: FailureSimulation) -> None:
@@ -65,4 +101,4 @@ def _draw_losses(axes: Axes, found: FailureSimulation) -> None:
     axes.set_xlabel("% of the time", color=INK)
     axes.set_yticks([])
     axes.set_xlim(0, reached or 1.0)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.75), ncols=4, fontsize=7.5)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.75), ncols=6, fontsize=7.5)

@@ -12,6 +12,7 @@ from meshwright.plan.search.space import pinned_keys
 from meshwright.plan.sizing import Goal, Sizing, size_cluster, unmet_goal_error
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.reporter import Reporter
+from meshwright.simulate.run_length import simulate_run_length
 from meshwright.spec.model import DecoderModel
 
 
@@ -45,7 +46,9 @@ def size_job(job: LoadedJob, goal: Goal, reporter: Reporter) -> SizedCluster:
         raise UserError(Problem("plan-no-price", rule, path="max_cost", fix=fix, is_argument=True))
     pins = pinned_keys(spec.layout, job.named_layout_keys())
     with reporter.activity("") as update:
-        sizing = size_cluster(spec, goal, pins, lambda devices: update(f"trying {devices} devices"))
+        sizing = size_cluster(
+            spec, goal, pins, simulate_run_length, lambda devices: update(f"trying {devices} devices")
+        )
     if not sizing.tried:
         raise search_error(spec, pins, find_layouts(spec, pins, 1))
     if sizing.answer is None:

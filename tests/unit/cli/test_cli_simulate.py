@@ -60,6 +60,9 @@ def test_rates_are_given_by_kind(cli):
         (("--rate", "device"), "is not a failure rate"),
         (("--rate", "device=fast"), "simulate-rate"),
         (("--repair-hours", -1), "--repair-hours"),
+        (("--repair", "soon"), "is not one of fixed, exponential"),
+        (("--min-nodes", 1), "--min-nodes=1 has no effect without replan"),
+        (("--price-factor", 0.5), "needs a rate of preemptions"),
         (("--observed-goodput", 2), "--observed-goodput"),
         (("--out", "plot.txt"), "picture-kind"),
     ],
@@ -74,6 +77,32 @@ def test_a_long_interval_is_a_warning(cli):
     found = cli(*JOB, "--every-minutes", 100_000)
     assert found.status == 0
     assert "warning: the checkpoint interval" in found.err
+
+
+def test_every_option_reaches_the_model(cli):
+    found = cli(
+        *JOB, "--replan", "--min-nodes", 4, "--nodes-per-replica", 2, "--nodes-per-switch", 3, "--repair",
+        "exponential", "--snapshot-minutes", 2, "--snapshot-cost-s", 1.5, "--rate", "preemption=10",
+        "--price-factor", 0.5, "--notice-s", 7, "--replace-hours", 2, "--json",
+    ).json  # fmt: skip
+    expected = {
+        "replans": True, "min_nodes": 4, "nodes_per_replica": 2, "nodes_per_switch": 3, "repair": "exponential",
+        "snapshot_s": 120, "snapshot_cost_s": 1.5, "notice_s": 7, "replace_s": 7200,
+    }  # fmt: skip
+    assert {key: found["model"][key] for key in expected} == expected
+    assert found["price_factor"] == 0.5
+    assert found["on_demand"]["price_factor"] == 1
+    lost = sum(hours["mean"] for hours in found["lost_hours"].values())
+    assert found["goodput"]["mean"] == pytest.approx(1 - lost / 720)
+
+
+def test_options_add_their_rows_and_the_comparison(cli):
+    found = cli(*JOB, "--replan", "--min-nodes", 4, "--snapshot-minutes", 2, "--rate", "preemption=10").out
+    for words in ("hours lost: fewer nodes", "hours lost: snapshots", "without preemption: goodput"):
+        assert words in found, words
+    plain = cli(*JOB).out
+    assert "fewer nodes" not in plain
+    assert "snapshots" not in plain
 
 
 STEP = (
