@@ -1,1 +1,1 @@
-"""Simulates what cannot be tried: a step without devices, months of training with failures. Never imports torch."""
+"""Simulates a step without devices, and months of training with failures. Never imports torch."""

@@ -86,8 +86,8 @@ def test_every_option_reaches_the_model(cli):
         "--price-factor", 0.5, "--notice-s", 7, "--replace-hours", 2, "--json",
     ).json  # fmt: skip
     expected = {
-        "replans": True, "min_nodes": 4, "nodes_per_replica": 2, "nodes_per_switch": 3, "repair": "exponential",
-        "snapshot_s": 120, "snapshot_cost_s": 1.5, "notice_s": 7, "replace_s": 7200,
+        "replans": True, "min_nodes": 4, "nodes_per_replica": 2, "nodes_per_switch": 3,
+        "repair": "exponential", "snapshot_s": 120, "snapshot_cost_s": 1.5, "notice_s": 7, "replace_s": 7200,
     }  # fmt: skip
     assert {key: found["model"][key] for key in expected} == expected
     assert found["price_factor"] == 0.5
