@@ -262,8 +262,12 @@ def failures(  # noqa: PLR0913, PLR0917  (options of a command)
         float | None, typer.Option(help="Training that a snapshot costs, in seconds.")
     ] = None,
     replan: Annotated[
-        bool, typer.Option("--replan", help="Go on with fewer nodes instead of waiting for repairs.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--replan/--no-replan",
+            help="Go on with fewer nodes instead of waiting for repairs. Default: by elastic.may_change.",
+        ),
+    ] = None,
     min_nodes: Annotated[
         int | None, typer.Option(help="Fewest nodes to go on with. Default: the fewest that hold the job.")
     ] = None,

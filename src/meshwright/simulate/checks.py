@@ -7,7 +7,7 @@ import math
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_plural, format_seconds
 from meshwright.simulate.failures import KINDS, FailureModel
-from meshwright.simulate.fewest_nodes import least_nodes
+from meshwright.simulate.fewest_nodes import does_replan, least_nodes
 from meshwright.simulate.job_model import checkpoint_between_s
 from meshwright.simulate.outcomes import Outcomes
 from meshwright.simulate.settings import FailureSettings
@@ -32,7 +32,7 @@ def check_settings(job: Job, days: float, runs: int, seed: int, settings: Failur
         (1 <= runs <= MOST_RUNS, _bad_setting("runs", runs, f"must be from 1 to {MOST_RUNS:,}")),
         (seed >= 0, _bad_setting("seed", seed, "must not be negative")),
         *_check_ranges(job, settings),
-        *_check_combinations(settings),
+        *_check_combinations(job, settings),
     ]
     for kind, rate in settings.rates.items():
         checks.append((kind in KINDS, _bad_rate(kind, f"is not one of {', '.join(KINDS)}")))
@@ -65,12 +65,12 @@ def _check_ranges(job: Job, settings: FailureSettings) -> list[tuple[bool, Probl
     return checks
 
 
-def _check_combinations(settings: FailureSettings) -> list[tuple[bool, Problem]]:
+def _check_combinations(job: Job, settings: FailureSettings) -> list[tuple[bool, Problem]]:
     free = settings.save_s == 0 and settings.every_minutes is None
     checks = [(not free, _bad_setting("save_s", 0, "needs every_minutes: the best interval would be 0"))]
     for name in ("min_nodes", "nodes_per_replica"):
         value = getattr(settings, name)
-        alone = value is not None and not settings.replan
+        alone = value is not None and not does_replan(job, settings.replan)
         checks.append((not alone, _bad_setting(name, value, "has no effect without replan")))
     alone = settings.snapshot_cost_s is not None and settings.snapshot_minutes is None
     rule = "has no effect without snapshot_minutes"

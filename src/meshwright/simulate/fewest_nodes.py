@@ -15,9 +15,16 @@ SEARCH_S = 2.0
 """Longest search of one number of nodes, in CPU seconds."""
 
 
+def does_replan(job: Job, replan: bool | None) -> bool:
+    """Whether a run goes on with fewer nodes: as set, else by ``elastic.may_change``."""
+    return job.elastic.may_change != "nothing" if replan is None else replan
+
+
 def replica_nodes(job: Job) -> int:
-    """Nodes of one data-parallel replica, by the degrees that the job gives."""
+    """Nodes of one data-parallel replica, by the job's degrees; 1 if the whole layout may change."""
     layout = job.layout
+    if job.elastic.may_change == "any":
+        return 1
     return math.ceil(layout.pp * layout.cp * layout.tp / job.cluster.devices_per_node)
 
 
@@ -30,10 +37,11 @@ def least_nodes(job: Job) -> int:
 def fewest_nodes(job: Job) -> int | None:
     """The fewest nodes that hold the job without offloading: the lower bound, and doublings of it.
 
-    A job with a given layout needs the nodes of one replica. None if the cluster does not hold the job.
+    A job with a given layout needs the nodes of one replica, unless the whole layout may change. None if the
+    cluster does not hold the job.
     """
     most = job.cluster.nodes
-    if job.layout.mode == "given" or not isinstance(job.model, DecoderModel):
+    if not is_searched(job):
         return min(replica_nodes(job), most)
     nodes = least_nodes(job)
     while nodes < most:
@@ -41,6 +49,12 @@ def fewest_nodes(job: Job) -> int | None:
             return nodes
         nodes *= 2
     return most if holds_model(job, most) else None
+
+
+def is_searched(job: Job) -> bool:
+    """Whether the planner chooses the layout for fewer nodes."""
+    free = job.layout.mode == "auto" or job.elastic.may_change == "any"
+    return free and isinstance(job.model, DecoderModel)
 
 
 def holds_model(job: Job, nodes: int) -> bool:

@@ -17,7 +17,14 @@ from meshwright.plan.sizing import (
 )
 from meshwright.simulate.downtime import loses_checkpoint
 from meshwright.simulate.failures import FailureModel
-from meshwright.simulate.fewest_nodes import fewest_nodes, holds_model, least_nodes, replica_nodes
+from meshwright.simulate.fewest_nodes import (
+    does_replan,
+    fewest_nodes,
+    holds_model,
+    is_searched,
+    least_nodes,
+    replica_nodes,
+)
 from meshwright.simulate.settings import FailureSettings
 from meshwright.spec.job import Job
 
@@ -111,7 +118,7 @@ def _with_snapshots(
 def _with_replanning(
     job: Job, model: FailureModel, settings: FailureSettings
 ) -> tuple[FailureModel, list[str]]:
-    if not settings.replan:
+    if not does_replan(job, settings.replan):
         return model, []
     replica = settings.nodes_per_replica or replica_nodes(job)
     fewest = settings.min_nodes
@@ -119,7 +126,7 @@ def _with_replanning(
         fewest, how = fewest_nodes(job), "the fewest tried on which the planner finds a layout"
     else:
         how = "as given"
-        if job.layout.mode == "auto" and not holds_model(job, fewest):
+        if is_searched(job) and not holds_model(job, fewest):
             fewest = None
     if fewest is None:
         raise UserError(_too_few_nodes(job, settings))

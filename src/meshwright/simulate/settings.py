@@ -35,12 +35,14 @@ class FailureSettings:
     """Training between in-memory snapshots. Default: no snapshots."""
     snapshot_cost_s: float | None = None
     """Training that a snapshot costs. Default: state of a device / ``cluster.host_bytes_per_s``."""
-    replan: bool = False
-    """Go on with fewer nodes instead of waiting, and grow when nodes are back."""
+    replan: bool | None = None
+    """Go on with fewer nodes instead of waiting, and grow when nodes are back. Default: whether
+    ``elastic.may_change`` of the job allows it."""
     min_nodes: int | None = None
     """Fewest nodes to go on with. Default: the fewest on which the planner finds a layout."""
     nodes_per_replica: int | None = None
-    """A run with fewer nodes has a multiple of this. Default: nodes of ``pp x cp x tp`` devices."""
+    """A run with fewer nodes has a multiple of this. Default: nodes of ``pp x cp x tp`` devices; 1
+    if ``elastic.may_change`` is ``any``."""
     price_factor: float = 1.0
     """Price of preemptible machines over ``cluster.cost_per_hour``."""
     notice_s: float = 30.0

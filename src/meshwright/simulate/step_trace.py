@@ -18,6 +18,8 @@ from meshwright.simulate.step import IDLE, WORK, Lane, StepEvent, StepTimeline
 
 MAX_ACTIONS = 200_000
 """Passes in a trace: about 200 MB of JSON, the most that a browser opens."""
+INSIDE = 1e-3
+"""An arrow begins this share of its pass before the end."""
 PASSES, PIECES, FIRST_OVERLAPPED = 0, 1, 2
 """Thread numbers of a process."""
 
@@ -94,7 +96,8 @@ def _arrows(timeline: StepTimeline, chosen: set[int]) -> Iterator[dict[str, Any]
         return
     number = 0
     for rank in sorted(chosen):
-        for action, end_s in zip(schedule.ranks[rank], walk.end_s[rank], strict=True):
+        times = zip(schedule.ranks[rank], walk.start_s[rank], walk.end_s[rank], strict=True)
+        for action, start_s, end_s in times:
             wanted = consumer_of(action, schedule.stages)
             if wanted is None:
                 continue
@@ -103,6 +106,7 @@ def _arrows(timeline: StepTimeline, chosen: set[int]) -> Iterator[dict[str, Any]
                 continue
             number += 1
             arrow = {"name": "transfer", "cat": "pipeline transfers", "id": number, "tid": PASSES}
-            yield {**arrow, "ph": "s", "pid": rank, "ts": end_s * 1e6}
+            inside_s = end_s - INSIDE * (end_s - start_s)  # an arrow begins in the slice that encloses it
+            yield {**arrow, "ph": "s", "pid": rank, "ts": inside_s * 1e6}
             yield {**arrow, "ph": "f", "bp": "e", "pid": receiver,
                    "ts": walk.start_s[receiver][position] * 1e6}  # fmt: skip

@@ -220,3 +220,17 @@ def test_snapshots_that_are_rarer_than_checkpoints_are_a_warning():
     settings = FailureSettings(every_minutes=5.0, snapshot_minutes=10.0)
     found = llama3().simulate_failures(5, runs=5, settings=settings)
     assert any(text.endswith("[simulate-rare-snapshots]") for text in found.warnings)
+
+
+def test_the_job_says_whether_it_goes_on_with_fewer_nodes():
+    def model_of(*overrides, **settings):
+        job = load_job("llama3-8b", "layout.tp=8", "layout.pp=4", *overrides, on="16x8xh100-sxm")
+        return job.simulate_failures(5, runs=5, settings=FailureSettings(**settings)).model
+
+    assert not model_of().replans
+    data = model_of("elastic.may_change=data")
+    assert (data.replans, data.nodes_per_replica, data.min_nodes) == (True, 4, 4)
+    whole = model_of("elastic.may_change=any")
+    assert (whole.replans, whole.nodes_per_replica, whole.min_nodes) == (True, 1, 1)
+    assert not model_of("elastic.may_change=any", replan=False).replans
+    assert model_of(replan=True).min_nodes == 4

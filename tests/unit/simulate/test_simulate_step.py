@@ -149,7 +149,13 @@ def test_the_trace_has_the_events_and_the_transfers(tmp_path):
     assert len(starts) == 2 * 3 * timeline.plan.micro_batches  # three boundaries, both directions
     send_s = timeline.plan.pipeline.send_s
     assert all(ends[e["id"]]["ts"] - e["ts"] >= send_s * 1e6 * (1 - 1e-6) for e in starts)
-    assert all(e["tid"] == PASSES for e in starts)
+    passes = [e for e in slices if e["tid"] == PASSES]
+    for arrow in starts:  # each begins inside a pass of its rank
+        inside = [
+            e for e in passes if e["pid"] == arrow["pid"] and e["ts"] < arrow["ts"] < e["ts"] + e["dur"]
+        ]
+        assert len(inside) == 1
+        assert arrow["tid"] == PASSES
 
 
 def test_a_trace_of_too_many_passes_is_refused(tmp_path, monkeypatch):

@@ -106,6 +106,8 @@ CASES = {
     "checkpoint-store-twice": {"checkpoint": {"dir": "s3://bucket/x", "stores": ["s3://bucket/x/"]}},
     "checkpoint-quorum": {"checkpoint": {"stores": ["s3://bucket/x"], "quorum": 3}},
     "train-rollback-restarts": {"train": {"on_bad_step": "rollback"}, "elastic": {"restarts": 0}},
+    "elastic-straggler-restarts": {"elastic": {"straggler": "replace", "restarts": 0}},
+    "elastic-straggler-may-change": {"elastic": {"straggler": "exclude"}},
     "train-beta1-unused": {"train": {"optimizer": "sgd", "beta1": 0.9}},
     "train-beta2-unused": {"train": {"optimizer": "sgd", "beta2": 0.95}},
     "train-eps-unused": {"train": {"optimizer": "lion", "eps": 1e-8}},
