@@ -270,7 +270,7 @@ TESTS = (
         "chaos",
         "100 kills -9 of random ranks in random phases of one run: same losses and parameters",
         _kill_a_hundred,
-        judges.judge_kill_loop,
+        judges.judge_chaos,
         seconds=1.5 * CHAOS_KILLS,
         overrides=("elastic.restarts=100",),
     ),
