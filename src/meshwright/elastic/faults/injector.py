@@ -87,6 +87,8 @@ class Injector:
         progress = self.view.progress(fault.rank or 0)
         if progress is None or not is_alive(progress.pid):
             return False
+        if any(one.fault.kind == "fail" and one.pid == progress.pid for one in self.injections):
+            return False  # it was killed, and is about to end
         return progress.step >= (fault.step or 0) and _is_in(progress, fault.during)
 
     def _holds(self, fault: Fault) -> bool:

@@ -103,6 +103,12 @@ def is_rejoined(trial: Trial) -> bool:
 
 def judge_kills(trial: Trial) -> list[Figure]:
     """Every killed rank was noticed, and training went on; no other rank died."""
+    kills = sum(injection.fault.kind == "fail" for injection in trial.injections)
+    _expect_processes(trial, WORLD_SIZE + kills)
+    return _measure_kills(trial)
+
+
+def _measure_kills(trial: Trial) -> list[Figure]:
     figures = []
     kills = [injection for injection in trial.injections if injection.fault.kind == "fail"]
     for injection in kills:
@@ -118,7 +124,6 @@ def judge_kills(trial: Trial) -> list[Figure]:
             Figure("noticed after", max(0.0, noticed - injection.time), NOTICED_S),
             Figure("next step after", step["time"] - injection.time, GOES_ON_S),
         ]
-    _expect_processes(trial, WORLD_SIZE + len(kills))
     return worst(figures)
 
 
@@ -126,6 +131,18 @@ def judge_kill_loop(trial: Trial) -> list[Figure]:
     """Every kill was recovered from. Times are only reported; the suite adds the share of steps."""
     kills = Figure("kills", len(trial.injections), unit="")
     return [kills, *(replace(figure, limit=None) for figure in judge_kills(trial))]
+
+
+def judge_chaos(trial: Trial) -> list[Figure]:
+    """Every kill was recovered from.
+
+    A kill during a recovery may cost another process: ranks that connect to each other cannot be interrupted,
+    and are killed after ``elastic.stop_grace_s``.
+    """
+    kills = len(trial.injections)
+    others = len(trial.view.of("started")) - WORLD_SIZE - kills
+    figures = [Figure("kills", kills, unit=""), Figure("other processes that ended", others, unit="")]
+    return [*figures, *(replace(figure, limit=None) for figure in _measure_kills(trial))]
 
 
 def judge_schedule(trial: Trial) -> list[Figure]:

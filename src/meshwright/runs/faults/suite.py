@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,8 +136,12 @@ def run_faults(
     if schedule is not None:
         tests = (build_custom_test(_read_schedule(schedule)),)
     cases = [_build_case(test, layout, seed) for test, layout in _select(names, tests)]
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="meshwright-faults-") as folder:
+    with (
+        _ended_by_sigterm() as check_stop,
+        tempfile.TemporaryDirectory(prefix="meshwright-faults-") as folder,
+    ):
         suite = _Suite(TinyJob.write(Path(folder)), budget_s, reporter, seed)
+        suite.check_stop = check_stop
         suite.run_checks(cases, quick=True)
         suite.run_layouts(cases, long=False)
         suite.run_checks(cases, quick=False)
@@ -150,18 +154,27 @@ def run_faults(
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the tests like Ctrl-C, with another exit status: no run is left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _ended_by_sigterm() -> Iterator[Callable[[], None]]:
+    """Let SIGTERM end the tests like Ctrl-C, with another exit status: no run is left behind.
 
-    def interrupt(*_: object) -> None:
-        raise RunFailedError(Problem("faults-interrupted", "SIGTERM ended the fault tests"))
+    Yields a function that raises after SIGTERM: Python ignores what a handler raises in a callback of a fork.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    received: list[int] = []
+
+    def check_stop() -> None:
+        if received:
+            raise RunFailedError(Problem("faults-interrupted", "SIGTERM ended the fault tests"))
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        check_stop()
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield check_stop
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -216,6 +229,8 @@ class _Suite:
         self._began = time.monotonic()
         self._start_s, self._step_s = FIRST_GUESS_START_S, FIRST_GUESS_STEP_S
         self._runs = 0
+        self.check_stop: Callable[[], None] = lambda: None
+        """Called before each test; raises if the tests are to end."""
         self._clock_library: Path | str | None = None
         """The path, or why there is none; None until it is needed."""
 
@@ -268,6 +283,7 @@ class _Suite:
             self._reporter.progress(f"{case.name}: {case.verdict}")
 
     def _exceeds_budget(self, needed_s: float) -> str:
+        self.check_stop()
         left_s = self._budget_s - self.elapsed_s
         if needed_s <= left_s:
             return ""

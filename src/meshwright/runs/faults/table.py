@@ -38,7 +38,7 @@ KILL_GAP_S, KILL_SEEDS = 9.0, 3
 SLOW_FACTOR, SLOW_S = 1.5, 60.0
 COMPUTE_BOUND = ("data.seq_len=512",)
 """Of a slow rank, whose compute must be a good part of the step."""
-CHAOS_KILLS, CHAOS_GAP_S = 100, 1.0
+CHAOS_KILLS, CHAOS_AT_ONCE, CHAOS_GAP_STEPS = 100, 0.2, (3, 9)
 BAD_STEP_GAP = 8
 
 
@@ -160,12 +160,16 @@ def _spoil_gradients(seed: random.Random, _: str) -> list[Schedule]:
     ]
 
 
-def _kill_a_hundred(seed: random.Random, _: str) -> list[Schedule]:
-    """At any time, also while the ranks recover from the kill before."""
-    schedule, after_s = Schedule(), 0.0
+def _kill_a_hundred(seed: random.Random, layout: str) -> list[Schedule]:
+    """In any phase of a step, a few steps apart; some at once, during the recovery from the kill before."""
+    schedule, step = Schedule(), FIRST_STEP
     for _kill in range(CHAOS_KILLS):
-        after_s += seed.expovariate(1 / CHAOS_GAP_S)
-        schedule.append(fail(rank=seed.randrange(WORLD_SIZE), after_s=round(after_s, 2)))
+        rank = seed.randrange(WORLD_SIZE)
+        if schedule and seed.random() < CHAOS_AT_ONCE:
+            schedule.append(fail(rank=rank, after_s=0.0))
+            continue
+        schedule.append(fail(rank=rank, step=step, during=seed.choice(PHASES[layout])))
+        step += seed.randint(*CHAOS_GAP_STEPS)
     return [schedule]
 
 
@@ -287,10 +291,10 @@ TESTS = (
     FaultTest(
         26,
         "chaos",
-        "100 kills -9 of random ranks at random times in one run: same losses and parameters",
+        "100 kills -9 of random ranks in random phases of one run: same losses and parameters",
         _kill_a_hundred,
-        judges.judge_kill_loop,
-        seconds=2.0 * CHAOS_KILLS * CHAOS_GAP_S,
+        judges.judge_chaos,
+        seconds=1.5 * CHAOS_KILLS,
         overrides=("elastic.restarts=100",),
     ),
 )
