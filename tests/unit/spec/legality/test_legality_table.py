@@ -106,6 +106,8 @@ CASES = {
     "checkpoint-store-twice": {"checkpoint": {"dir": "s3://bucket/x", "stores": ["s3://bucket/x/"]}},
     "checkpoint-quorum": {"checkpoint": {"stores": ["s3://bucket/x"], "quorum": 3}},
     "train-rollback-restarts": {"train": {"on_bad_step": "rollback"}, "elastic": {"restarts": 0}},
+    "elastic-straggler-restarts": {"elastic": {"straggler": "replace", "restarts": 0}},
+    "elastic-straggler-not-built": {"elastic": {"straggler": "exclude"}},
     "train-beta1-unused": {"train": {"optimizer": "sgd", "beta1": 0.9}},
     "train-beta2-unused": {"train": {"optimizer": "sgd", "beta2": 0.95}},
     "train-eps-unused": {"train": {"optimizer": "lion", "eps": 1e-8}},
@@ -231,7 +233,7 @@ def test_fp8_of_a_compiled_dense_decoder_is_legal(tree, refused):
     ]
 
 
-UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
+UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built", "elastic-straggler-not-built"}
 IDLE = {"layout-context-not-built"}
 """Their case has no effect at all, so planning refuses it under another code."""
 
