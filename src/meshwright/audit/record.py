@@ -239,6 +239,8 @@ class RunRecord:
     """Failures of ranks after which the run went on."""
     layout_changes: list[LayoutChanged] = field(default_factory=list)
     """Changes of the layout by which the run went on with fewer devices, or with more."""
+    changed_layouts: set[int] = field(default_factory=set)
+    """Generations that began with another layout: equal losses up to rounding."""
     changed_curves: set[int] = field(default_factory=set)
     """Generations that resumed with a change of the loss curve: another layout, another learning rate."""
     timelines: dict[int, RecordedTimeline] = field(default_factory=dict)
@@ -285,7 +287,7 @@ class RunRecord:
             command = before.command if before.layout_changed else before.command + 1
             known = GenerationRecord(number, number, before.attempt + 1, command)
         if before.layout_changed:
-            self.changed_curves.add(number)
+            self.changed_layouts.add(number)
         self.generations[number] = known
         if number > before.generation:
             self.newest = known
@@ -378,6 +380,7 @@ class RunRecord:
     def _on_layout_changed(self, event: Event, generation: GenerationRecord) -> None:
         generation.layout_changed = True
         self.layout_changes.append(_LAYOUT_CHANGE.validate_python(event))
+        self.stragglers.close(event["step"])
 
     def _on_recovered(self, event: Event, generation: GenerationRecord) -> None:
         self.recoveries.append(_RECOVERY.validate_python(event))
@@ -442,7 +445,7 @@ class RunRecord:
     def _on_resumed(self, event: Event, generation: GenerationRecord) -> None:
         if event["rank"] == 0:
             self.notes += event["notes"]
-            if event["notes"]:
+            if event["notes"] and generation.generation not in self.changed_layouts:
                 self.changed_curves.add(generation.generation)
 
     def _on_no_evaluation(self, event: Event, generation: GenerationRecord) -> None:

@@ -56,6 +56,12 @@ class StragglerLog:
             if span.rank == event["rank"] and span.recovered_step is None:
                 self.spans[index] = replace(span, recovered_step=event["step"])
 
+    def close(self, step: int) -> None:
+        """The layout changes, and rank numbers with it."""
+        self.spans = [
+            replace(span, recovered_step=step) if span.recovered_step is None else span for span in self.spans
+        ]
+
     @property
     def current(self) -> list[StragglerSpan]:
         """Those that have not recovered."""

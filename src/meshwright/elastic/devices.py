@@ -47,6 +47,15 @@ class DevicePool:
         """
         return frozenset(d for d in self.all if d.node in nodes and self._excluded.get(d, 0.0) <= now)
 
+    def may_return(self, nodes: Collection[int], now: float) -> bool:
+        """Whether a device that is missing can come back."""
+        missing = self.all - self.available(nodes, now)
+        return any(device.node not in nodes or self._excluded[device] < math.inf for device in missing)
+
+    def include(self, device: Device) -> None:
+        """Use a device after all."""
+        self._excluded.pop(device, None)
+
     def may_grow(self, nodes: Collection[int], now: float) -> bool:
         """Whether devices came back and have stayed long enough; called again and again."""
         found = self.available(nodes, now)

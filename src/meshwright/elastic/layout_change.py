@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright.core.errors import UserError
 from meshwright.elastic.devices import DevicePool
+from meshwright.elastic.policy import Failure
 from meshwright.elastic.recovery import Recovery
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.placement import Device
@@ -22,8 +23,20 @@ from meshwright.launch.snapshot_slots import EMPTY
 
 FindLayout = Callable[[frozenset[Device]], Any]
 """Finds the best layout for some devices; raises ``UserError`` if there is none."""
-Snapshots = Mapping[int, Mapping[int, list[int]]]
-"""The steps of the snapshots of each rank of a layout, by the node that has them."""
+
+
+@dataclass(frozen=True)
+class RetiredSteps:
+    """The in-memory snapshots that a node has of an earlier layout."""
+
+    retired_from: int
+    """First generation of that layout."""
+    steps: Mapping[int, list[int]]
+    """By its ranks."""
+
+
+Snapshots = Mapping[int, RetiredSteps]
+"""By node."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class LayoutChoice:
 
     devices: DevicePool
     find_layout: FindLayout
+    current: Any
+    """The plan that runs."""
     next: NextLayout | None = None
     missing: str = ""
     """Why no layout fits the devices that are left; empty if one does."""
@@ -55,22 +70,25 @@ class LayoutChoice:
             reason: Why the layout changes.
         """
         found = self.devices.available(ready, time.monotonic())
+        self.next, self.missing = None, ""
         try:
-            self.next, self.missing = NextLayout(self.find_layout(found), found, reason), ""
+            self.next = NextLayout(self.find_layout(found), found, reason)
         except UserError as error:
             self.missing = str(error)
         return self.next is not None
 
     def grow(self, ready: Collection[int]) -> bool:
-        """Choose a layout for more devices, if some came back and it is better; returns whether it is."""
+        """Choose a layout for more devices, if some came back and it is faster; returns whether it is."""
         now = time.monotonic()
         if self.next is not None or not self.devices.may_grow(ready, now):
             return False
         found = self.devices.available(ready, now)
         reason = f"{len(found)} devices are there, {len(self.devices.planned)} before"
         with contextlib.suppress(UserError):
-            self.next = NextLayout(self.find_layout(found), found, reason)
-            return True
+            plan = self.find_layout(found)
+            if found == self.devices.all or plan.step_s < self.current.step_s:
+                self.next = NextLayout(plan, found, reason)
+                return True
         self.devices.refuse(found)
         return False
 
@@ -81,6 +99,8 @@ class StateSource:
 
     snapshot_step: int | None = None
     checkpoint: str | None = None
+    reshard_from: str | None = None
+    """The plan, in the run folder, of the layout whose snapshots have the step; None for this layout."""
 
     @property
     def name(self) -> str:
@@ -107,6 +127,9 @@ class LayoutChange:
     store_dir: str
     members: frozenset[int]
     """Nodes of the last generation whose ranks were all ready."""
+    failures: tuple[Failure, ...]
+    plan_files: tuple[str, ...] = ()
+    """Plans of earlier layouts whose snapshots may still be needed: no rank of a later one was ready."""
 
 
 @dataclass(frozen=True)
@@ -114,31 +137,26 @@ class EarlierLayout:
     """What a supervisor takes over from the one of the layout before."""
 
     change: LayoutChange
-    generation: int
-    """The first one of the next layout."""
-    plan_file: str
-    """Plan of the layout before, in the run folder."""
+    plan_files: tuple[str, ...]
+    """Plans of layouts before, in the run folder, whose snapshots may be loaded."""
     files: Mapping[str, str]
     """Plan and assignment for the run folders of other nodes."""
     choose_state: Callable[[Snapshots], StateSource]
 
 
 def newest_covering_step(
-    snapshots: Snapshots, nodes: frozenset[int], covers: Callable[[frozenset[int]], bool]
+    kept_by_node: Collection[Mapping[int, list[int]]], covers: Callable[[frozenset[int]], bool]
 ) -> int | None:
     """The newest step at which each node has snapshots of the whole state; None if there is none.
 
     Args:
-        snapshots: Of the layout before.
-        nodes: That have a rank in the new layout: a rank reads only from its own node.
+        kept_by_node: The steps that each node of the new layout has, by ranks of the layout before. A rank
+            reads only from its own node.
         covers: Whether some ranks of the layout before have the whole state together.
     """
-    steps = {step for ranks in snapshots.values() for kept in ranks.values() for step in kept} - {EMPTY}
+    steps = {step for ranks in kept_by_node for kept in ranks.values() for step in kept} - {EMPTY}
     for step in sorted(steps, reverse=True):
-        holders = [
-            frozenset(rank for rank, kept in snapshots.get(node, {}).items() if step in kept)
-            for node in nodes
-        ]
+        holders = [frozenset(rank for rank, kept in ranks.items() if step in kept) for ranks in kept_by_node]
         if all(ranks and covers(ranks) for ranks in set(holders)):
             return step
     return None

@@ -334,21 +334,26 @@ class NodeAgent:
         self._selector.modify(self._supervisor, events, "supervisor")
 
     def _lose_supervisor(self) -> None:
-        """The connection is lost. Without ranks there is nothing to wait for."""
+        """The connection is lost. An agent that has not joined yet has nothing to wait for."""
         assert self._supervisor is not None, "it is lost once"
         self._selector.unregister(self._supervisor)
         self._supervisor.close()
         self._supervisor = None
-        if not (self._ranks or self._is_spare) or self._orphan_s == 0:
+        if not self._has_joined or self._orphan_s == 0:
             raise self._describe_loss()
         self._deadline, self._next_dial = time.monotonic() + self._orphan_s, 0.0
         what = "this spare node waits" if self._is_spare else "its ranks go on"
         self.setup.notify(f"lost the supervisor; {what} for {self._orphan_s:.0f} s")
 
+    @property
+    def _has_joined(self) -> bool:
+        """Whether this node has ranks, or may get some: it is idle in this layout, or a spare."""
+        return bool(self._ranks) or self._is_spare or self._agent is not None
+
     def _go_on_alone(self) -> None:
         """Dial the supervisor again; after ``orphan_s`` let the ranks save and stop."""
         now = time.monotonic()
-        if not (self._ranks or self._is_spare) or (self._stopping and now >= self._deadline):
+        if not self._has_joined or (self._stopping and (not self._ranks or now >= self._deadline)):
             raise self._describe_loss()
         if now >= self._deadline:
             self._stopping, self._deadline = True, now + STOP_GRACE_S

@@ -31,6 +31,8 @@ class Failure:
     """Whether another attempt would fail alike: a user error, out of memory, a loss that is not finite."""
     rollback: bool = False
     """Whether a bad step asks for a rollback: the ranks go on with later samples."""
+    device: str = ""
+    """Of the rank; rank numbers change with the layout."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ def decide(failure: Failure, earlier: Sequence[Failure], budget: Budget) -> Deci
     in_a_row = len(since_step)
     if in_a_row > restarts:
         reason = f"{in_a_row} failures without a new step; elastic.restarts={restarts}"
-        same_device = all(f.rank == failure.rank and f.kind != "node" for f in since_step)
+        # Failures of another device after the same step: the job fails, not a device.
+        same_device = all((f.rank, f.device) == (failure.rank, failure.device) for f in since_step)
+        same_device &= failure.kind != "node"
         return Decision("exclude" if budget.may_change and same_device else "give up", reason)
     if failure.kind == "node" and budget.on_lost_node == "give-up" and not budget.may_change:
         return Decision("give up", GIVES_UP)

@@ -27,6 +27,8 @@ class RankStarter:
     """Of every rank, besides torchrun's variables."""
     keep_snapshots: bool
     agents: AgentPool
+    layout_generation: int
+    """First generation of the layout: names the plan of its snapshots."""
 
     def log(self, rank: int) -> Path:
         """The file with the output of a rank."""
@@ -54,6 +56,7 @@ class RankStarter:
                 "log": str(self.log(rank.rank)),
                 "order": order.as_dict(),
                 "keep_snapshots": self.keep_snapshots,
+                "layout_generation": self.layout_generation,
             },
         )
 

@@ -89,6 +89,8 @@ class RankSupervisor(SupervisorSettings):
         self._recorders = RankWatch(self.heartbeat_timeout_s)
         self._hang: Verdict | None = None
         """The last hang of this generation."""
+        self._first_generation = self.generation
+        """Of this layout."""
 
     def run(self) -> list[int]:
         """Run to the end; returns the signals that stopped it, in order.
@@ -112,6 +114,7 @@ class RankSupervisor(SupervisorSettings):
                 self.environment,
                 keep_snapshots=self.budget.restarts > 0,
                 agents=self._agents,
+                layout_generation=self._first_generation,
             )
             for rank in self._ranks:
                 rank.alive = self.adopts  # until the agents report which ones have ended
@@ -157,7 +160,7 @@ class RankSupervisor(SupervisorSettings):
                 self._miss_nodes()
             elif time.monotonic() >= self._deadline:
                 self._deadline = float("inf")
-                self._signal(signal.SIGKILL, [rank for rank in self._ranks if self._is_late(rank)])
+                self._end_late_ranks()
             if len(self._stop) > stops_sent:
                 stops_sent = len(self._stop)
                 self._forward_stop(stops_sent)
@@ -165,6 +168,13 @@ class RankSupervisor(SupervisorSettings):
                 self._find_hang()
             if self.state is State.RUNNING and self._recovery is None and not self._stop:
                 self._use_new_devices()
+
+    def _end_late_ranks(self) -> None:
+        """Kill the ranks that did not leave the generation; those without an agent are gone."""
+        late = [rank for rank in self._ranks if self._is_late(rank)]
+        self._signal(signal.SIGKILL, late)
+        for node in {self._agents.node_of(rank.rank) for rank in late} - self._agents.nodes:
+            self._on_agent_lost({"node": node})
 
     def _use_new_devices(self) -> None:
         """Called again and again while the ranks train."""
@@ -230,7 +240,8 @@ class RankSupervisor(SupervisorSettings):
         self._deadline = float("inf")
         if self._recovery is not None:
             self._snapshots = {}
-            self._agents.broadcast({"do": "list_snapshots"})
+            for node in self._agents.placement.nodes:
+                self._agents.send_to_node(node, {"do": "list_snapshots"})
         else:
             self._start_ranks()
 
@@ -259,7 +270,7 @@ class RankSupervisor(SupervisorSettings):
     def _on_node_refused(self, message: Message) -> None:
         """A node does not reach the data or the checkpoints."""
         problems = [Problem.from_dict(facts) for facts in message["problems"]]
-        if self._recovery is None:
+        if not self._members and self._recovery is None:  # no generation has trained yet
             raise UserError(*problems)
         self._write_event("node_refused", node=message["node"], reason=str(problems[0]))
 
@@ -411,7 +422,8 @@ class RankSupervisor(SupervisorSettings):
         first = first_failed([rank for rank in self._ranks if rank.failed])
         self._find_wrong_call(first)
         report = self._report_on(first)
-        failure, how = report.classify(), report.how()
+        device = str(self._agents.placement.devices[first.rank])
+        failure, how = replace(report.classify(), device=device), report.how()
         decision = decide(failure, self._failures, Budget() if self._stop else self.budget)
         self._failures.append(failure)
         self._deadline = float("inf")
@@ -453,8 +465,10 @@ class RankSupervisor(SupervisorSettings):
 
     def _on_snapshots(self, message: Message) -> None:
         """Regroup when all nodes have answered: every rank joins the next generation."""
-        self._snapshots[message["node"]] = message["steps"]
         nodes = self._agents.placement.nodes
+        if self.state is not State.WAITING or message["node"] not in nodes:
+            return
+        self._snapshots[message["node"]] = message["steps"]
         if not nodes <= self._snapshots.keys() or not nodes <= self._ready:
             return
         self._hang = None
@@ -464,16 +478,11 @@ class RankSupervisor(SupervisorSettings):
         self.generation += 1
         self._join_from(StateSource(restore_step, resume_from))
 
-    def _join_from(self, source: StateSource, reshard_from: str | None = None) -> None:
-        """Let all ranks join the generation and load their state; start those that have no process.
-
-        Args:
-            source: Where the state is.
-            reshard_from: The plan of the layout whose snapshots have it; None for this layout.
-        """
+    def _join_from(self, source: StateSource) -> None:
+        """Let all ranks join the generation and load their state; start those that have no process."""
         self._store.begin(self.generation)
         order = self._join_order(source.snapshot_step, source.checkpoint)
-        order = replace(order, reshard_from=reshard_from)
+        order = replace(order, reshard_from=source.reshard_from)
         self.state, self._joined = State.REGROUPING, set()
         assert self._recovery is not None, "it began with the failure"
         # Before the orders: a rank may begin its part of the recovery while others are still told.

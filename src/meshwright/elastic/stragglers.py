@@ -250,12 +250,13 @@ class StragglerWatch:
             else:
                 usual[rank] = _typical(first)
         ratios = {rank: _work_s(reports[rank]) / max(1e-9, _work_s(times)) for rank, times in usual.items()}
-        found = {}
-        for rank, times in usual.items():
-            others = [ratio for other, ratio in ratios.items() if other != rank]
-            if others:
-                now = statistics.median_low(others)
-                found[rank] = {kind: seconds * now for kind, seconds in times.items()}
+        if len(ratios) < 2:
+            return {}
+        found, order = {}, sorted(ratios, key=lambda rank: ratios[rank])
+        middle = (len(order) - 2) // 2
+        for place, rank in enumerate(order):  # the lower median of all others
+            now = ratios[order[middle + (place <= middle)]]
+            found[rank] = {kind: seconds * now for kind, seconds in usual[rank].items()}
         return found
 
     def _measure_noise(self, name: str) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.events import Event
-from meshwright.elastic.layout_change import LayoutChange, StateSource
+from meshwright.elastic.layout_change import LayoutChange, RetiredSteps, StateSource
 from meshwright.elastic.rank_supervisor import RankSupervisor
 from meshwright.elastic.rank_view import State
 from meshwright.elastic.recovery import Recovery
@@ -31,8 +31,11 @@ class Supervisor(RankSupervisor):
         super().__post_init__()
         self.change: LayoutChange | None = None
         """The next layout, if the run goes on in another one."""
-        self._source: StateSource | None = None
-        """Where the ranks load the state of the layout before; until all of them have."""
+        self._dropped = False
+        self._loaded = self.earlier is None
+        """Whether all ranks of this layout have loaded their state."""
+        self._retired: dict[int, RetiredSteps] = {}
+        """What each node has left of the layout before."""
 
     def _begin(self) -> None:
         """Begin with the agents of the layout before, whose ranks have ended."""
@@ -41,52 +44,62 @@ class Supervisor(RankSupervisor):
         change = self.earlier.change
         self._ready, self._store_dir, self._members = set(change.ready), change.store_dir, change.members
         self._recovery, self._min_position = change.recovery, change.min_position
+        self._failures = list(change.failures)
         self._deadline = time.monotonic() + self.budget.waits_for_node_s  # one may be lost since
         self._go_on_if_complete()
 
     def _go_on_if_complete(self) -> None:
-        """Before the first generation of a layout that follows another one, collect what that one left."""
-        if self.earlier is None or self._source is not None or self.generation != self.earlier.generation:
+        """Until all ranks have loaded their state, collect first what the layout before has left."""
+        if self.layouts is not None and not self._has_all_devices():
+            return
+        if self.earlier is None or self._loaded:
             super()._go_on_if_complete()
         elif self.state is State.WAITING and self._agents.placement.nodes <= self._ready:
-            self._deadline, self._snapshots = float("inf"), {}
-            for node in self._agents.placement.nodes:
-                message: Message = {"do": "begin_layout", "generation": self.generation}
+            self._deadline, self._retired = float("inf"), {}
+            message: Message = {"do": "begin_layout", "generation": self._first_generation}
+            for node in self._agents.nodes:  # idle ones, too: they have snapshots
                 files = {} if node == 0 else {"files": dict(self.earlier.files)}
                 self._agents.send_to_node(node, {**message, **files})
 
-    def _on_retired(self, message: Message) -> None:
-        """A node has kept the snapshots of the layout before. After the last one, start the ranks."""
-        if self.earlier is None or message["generation"] != self.generation or self._source is not None:
-            return
-        self._snapshots[message["node"]] = message["steps"]
-        if self.state is not State.WAITING or not self._agents.placement.nodes <= self._snapshots.keys():
-            return
-        steps = {node: {int(r): s for r, s in kept.items()} for node, kept in self._snapshots.items()}
-        self._source = self.earlier.choose_state(steps)
-        self._join_from(self._source)
+    def _has_all_devices(self) -> bool:
+        """Whether no device of the layout is lost or left out."""
+        assert self.layouts is not None, "the layout may change"
+        available = self.layouts.devices.available(self._ready, time.monotonic())
+        return set(self._agents.placement.devices) <= available
 
-    def _join_from(self, source: StateSource, reshard_from: str | None = None) -> None:
-        """If ranks failed before all had loaded the state of the layout before, load it again."""
-        if self.earlier is not None and self._source is not None and source.snapshot_step is None:
-            source = self._source
-        if self.earlier is not None and source is self._source and source.snapshot_step is not None:
-            reshard_from = self.earlier.plan_file
+    def _on_retired(self, message: Message) -> None:
+        """A node has kept the snapshots of a layout before. After the last one, start the ranks."""
+        nodes = self._agents.placement.nodes
+        late = message["generation"] != self._first_generation  # the answer to the layout before
+        if self.earlier is None or self._loaded or late or self.state is not State.WAITING:
+            return
+        steps = {int(rank): kept for rank, kept in message["steps"].items()}
+        self._retired[message["node"]] = RetiredSteps(message["retired_from"], steps)
+        if not (nodes <= self._retired.keys() and nodes <= self._ready):
+            return
+        if any(rank.exit_status is not None or rank.failure is not None for rank in self._ranks):
+            self.generation += 1  # ranks of this layout failed before they had loaded their state
+        self._join_from(self.earlier.choose_state(self._retired))
+
+    def _join_from(self, source: StateSource) -> None:
         for rank in self._ranks:
             if rank.replaced:
                 self._handle_stragglers(self.stragglers.note_replaced(rank.rank, self.furthest_step))
                 rank.replaced = False
-        super()._join_from(source, reshard_from)
+        super()._join_from(source)
 
     def _resume_running(self, step: int) -> None:
         """All ranks have loaded their state."""
         super()._resume_running(step)
-        if self._source is not None:
+        if not self._loaded:
+            self._loaded = True
             self._agents.broadcast({"do": "drop_retired"})
-            self._source = None
 
     def _note_step(self, event: Event) -> None:
         super()._note_step(event)
+        if self.adopts and not self._dropped:  # the command before may have died while ranks loaded
+            self._dropped = True
+            self._agents.broadcast({"do": "drop_retired"})
         self._handle_stragglers(self.stragglers.feed(event))
 
     def _halt(self) -> None:
@@ -117,6 +130,8 @@ class Supervisor(RankSupervisor):
         self.layouts.devices.exclude(device, time.monotonic())
         if self.layouts.shrink(self._ready, f"{device} is left out: rank {rank} is a straggler"):
             self._stop_after_step()
+        else:
+            self.layouts.devices.include(device)
 
     def _use_new_devices(self) -> None:
         """If devices came back, let the ranks save a checkpoint and end after this step."""
@@ -155,7 +170,9 @@ class Supervisor(RankSupervisor):
             for rank in self._ranks:
                 if rank.alive:
                     self._order(rank, Order("leave", self.generation))
-        elif self.budget.on_lost_node == "give-up":
+        elif self.budget.on_lost_node == "give-up" or not self.layouts.devices.may_return(
+            self._ready, time.monotonic()
+        ):
             self._give_up(f"{reason}; {self.layouts.missing}")
         else:
             self.state, self._deadline = State.WAITING, time.monotonic() + self.budget.node_wait_s
@@ -183,6 +200,8 @@ class Supervisor(RankSupervisor):
             ready=frozenset(self._ready),
             store_dir=self._store_dir,
             members=self._members,
+            failures=tuple(self._failures),
+            plan_files=() if self.earlier is None or self._loaded else self.earlier.plan_files,
         )
 
     def _close_agents(self) -> None:

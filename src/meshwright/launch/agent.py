@@ -30,7 +30,7 @@ from meshwright.launch.channel import Channel, Message
 from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.fence import Fence
 from meshwright.launch.rank_process import Order, RankSetup, run_rank_process
-from meshwright.launch.snapshot_slots import SnapshotSlots
+from meshwright.launch.snapshot_slots import EMPTY, SnapshotSlots
 
 POLL_S = 0.2
 """Interval of looking for ended ranks, where the system has no pidfd."""
@@ -103,8 +103,12 @@ class Agent:
     """By rank."""
     retired: dict[int, SnapshotSlots] = field(default_factory=dict)
     """Snapshots of the layout before, by its ranks, until the ranks of the new one have loaded them."""
-    attempt: int = 0
-    """First generation of the current layout."""
+    retired_from: int = 0
+    """First generation of the layout that wrote them."""
+    layout_generation: int = 0
+    """First generation of the layout that writes ``snapshots``."""
+    begun: int = -1
+    """First generation of the newest layout that the supervisor has announced."""
     recorders: dict[int, FlightMemory] = field(default_factory=dict)
     """The flight recorder of each rank's newest process."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -274,8 +278,10 @@ class Agent:
         log: str,
         order: Message,
         keep_snapshots: bool,
+        layout_generation: int,
     ) -> None:
         """Give a rank to a spare, or to a new process."""
+        self.layout_generation = layout_generation
         self.recipe = {"entry": entry, "run_dir": run_dir, "environment": environment, "log": log}
         self.generation = max(self.generation, order["generation"])
         self.exits.pop(rank, None)
@@ -405,15 +411,22 @@ class Agent:
 
     def _do_begin_layout(self, generation: int) -> None:
         """All ranks have ended, and the run goes on in another layout: keep what they left for its ranks."""
-        if generation != self.attempt:
-            self._do_drop_retired()
-            self.attempt, self.retired, self.snapshots = generation, self.snapshots, {}
+        if generation != self.begun:
+            self.begun = generation
+            if any(step != EMPTY for memory in self.snapshots.values() for step in memory.steps()):
+                self._do_drop_retired()
+                self.retired, self.retired_from = self.snapshots, self.layout_generation
+            else:  # no rank of that layout had loaded its state
+                for memory in self.snapshots.values():
+                    memory.close()
+            self.snapshots = {}
             for recorder in self.recorders.values():
                 recorder.close()
             self.recorders, self.exits = {}, {}
             self.unreported.clear()
         steps = {str(rank): memory.steps() for rank, memory in self.retired.items()}
-        self._report({"is": "retired", "generation": generation, "steps": steps})
+        facts = {"generation": generation, "retired_from": self.retired_from, "steps": steps}
+        self._report({"is": "retired", **facts})
 
     def _do_drop_retired(self) -> None:
         """Free the snapshots of the layout before."""

@@ -121,10 +121,10 @@ class AgentPool:
         for key, _ in self._selector.select(max(0.0, min(timeout_s, until))):
             if key.data is not None:
                 messages += self._receive(key.data)
+        if self.remote is not None:  # before the lost ones: an agent may have dialed again meanwhile
+            messages += self._poll_remote(self.remote)
         late = [node for node, deadline in self._broken.items() if time.monotonic() >= deadline]
         messages += [self._lose(node) for node in (*self._silence.poll(), *late)]
-        if self.remote is not None:
-            messages += self._poll_remote(self.remote)
         return messages
 
     def _poll_remote(self, remote: RemoteNodes) -> list[Message]:

@@ -30,14 +30,17 @@ class Placement:
         return cls(tuple(Device(*divmod(rank, ranks_per_node)) for rank in range(world_size)))
 
     @classmethod
-    def on(cls, devices: Iterable[Device], world_size: int) -> Placement:
+    def on(cls, devices: Iterable[Device], world_size: int, block: int = 1) -> Placement:
         """Ranks on some of these devices, node by node.
 
         Args:
             devices: At least as many as ranks.
             world_size: Number of ranks.
+            block: Consecutive ranks that should be on one node, if there are enough devices for it.
         """
-        return cls(tuple(sorted(devices)[:world_size]))
+        everything = tuple(sorted(devices))
+        together = tuple(keep_blocks(everything, block))
+        return cls((together if len(together) >= world_size else everything)[:world_size])
 
     @classmethod
     def from_pairs(cls, pairs: Sequence[Sequence[int]]) -> Placement:
@@ -52,3 +55,12 @@ class Placement:
     def ranks_on(self, node: int) -> list[int]:
         """The ranks of a node."""
         return [rank for rank, device in enumerate(self.devices) if device.node == node]
+
+
+def keep_blocks(devices: Iterable[Device], block: int) -> list[Device]:
+    """The devices without those that do not make a whole block on their node; all, if no node has one."""
+    by_node: dict[int, list[Device]] = {}
+    for device in sorted(devices):
+        by_node.setdefault(device.node, []).append(device)
+    kept = [d for found in by_node.values() for d in found[: len(found) // block * block]]
+    return kept or [device for found in by_node.values() for device in found]

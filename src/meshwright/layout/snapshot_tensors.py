@@ -121,6 +121,8 @@ def covers_state(job: Job, ranks: Collection[int]) -> bool:
         job: With the layout of these ranks.
         ranks: Of its world.
     """
+    if any(rank >= job.layout.world_size for rank in ranks):
+        return False  # of another layout
     shapes = {parameter.name: parameter.shape for parameter in list_parameters(job.model)}
     held: dict[str, set[TensorSlice]] = {name: set() for name in shapes}
     for rank in ranks:

@@ -335,8 +335,11 @@ def keep_earlier_plan(run_dir: Path, generation: int) -> None:
         run_dir: The run folder.
         generation: The first of the attempt.
     """
+    kept = run_dir / name_earlier_plan(generation)
+    if kept.exists():  # a command died while it wrote the next plan
+        return
     with contextlib.suppress(UserError):  # a damaged plan: that attempt is not audited
-        write_plan(read_plan(run_dir / PLAN_FILE), run_dir / name_earlier_plan(generation))
+        write_plan(read_plan(run_dir / PLAN_FILE), kept)
 
 
 def read_earlier_plans(run_dir: Path) -> dict[int, PlanContract]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from meshwright.plan.contract import (
     write_plan,
 )
 from meshwright.runs.nodes import place_ranks, read_files
-from meshwright.runs.replan import find_layout
+from meshwright.runs.replan import block_of, find_layout
 from meshwright.spec.layout import Layout
 
 FindCheckpoint = Callable[[PlanContract, Assignment], str | None]
@@ -68,7 +68,7 @@ class RunLayouts:
             elastic.retry_device_s,
             frozenset(place_ranks(plan, assignment).devices),
         )
-        return cls(full, LayoutChoice(devices, partial(find_layout, full)))
+        return cls(full, LayoutChoice(devices, partial(find_layout, full), plan))
 
     def change(
         self,
@@ -89,10 +89,10 @@ class RunLayouts:
         """
         run_dir, plan = Path(assignment.run_dir), change.next.plan
         self.choice.devices.plan(change.next.devices)
-        self.choice.next = None
+        self.choice.next, self.choice.current = None, plan
         keep_earlier_plan(run_dir, assignment.generation)
         earlier_file = name_earlier_plan(assignment.generation)
-        placement = Placement.on(change.next.devices, plan.world_size)
+        placement = Placement.on(change.next.devices, plan.world_size, block_of(plan.job.layout))
         following = replace(
             assignment,
             generation=change.generation + 1,
@@ -113,11 +113,11 @@ class RunLayouts:
         )
         events.close()
         change.agents.placement = placement
-        files = read_files(run_dir, PLAN_FILE, ASSIGNMENT_FILE, earlier_file)
-        choose = partial(
-            _choose_state, before, following, placement, lambda: find_checkpoint(plan, following)
-        )
-        return plan, following, EarlierLayout(change, following.generation, earlier_file, files, choose)
+        plan_files = (earlier_file, *change.plan_files)
+        files = read_files(run_dir, PLAN_FILE, ASSIGNMENT_FILE, *plan_files)
+        find = partial(find_checkpoint, plan, following)
+        choose = partial(_choose_state, following, plan_files, placement, find)
+        return plan, following, EarlierLayout(change, plan_files, files, choose)
 
 
 def _changed_keys(plan: PlanContract) -> dict[str, object]:
@@ -128,23 +128,39 @@ def _changed_keys(plan: PlanContract) -> dict[str, object]:
 
 
 def _choose_state(
-    before: PlanContract,
     assignment: Assignment,
+    plan_files: Sequence[str],
     placement: Placement,
     find_checkpoint: Callable[[], str | None],
     snapshots: Snapshots,
 ) -> StateSource:
     """The newest state that all ranks of the next layout can load: snapshots, or a checkpoint."""
-    step = newest_covering_step(snapshots, placement.nodes, lambda ranks: covers_state(before.job, ranks))
-    stores = CheckpointStores.of(before.job.checkpoint, assignment.checkpoint_dir, assignment.stores)
+    retained = _find_snapshots(Path(assignment.run_dir), plan_files, placement, snapshots)
+    step = retained.snapshot_step
+    job = read_plan(Path(assignment.run_dir) / PLAN_FILE).job
+    stores = CheckpointStores.of(job.checkpoint, assignment.checkpoint_dir, assignment.stores)
     stores.finish_drafts()
     saved = max((_step_of(path.name) for path in stores.list_paths()), default=-1)
     if step is not None and step >= saved:
-        return StateSource(snapshot_step=step)
+        return retained
     checkpoint = find_checkpoint()
     if checkpoint is None or (step is not None and step > _step_of(checkpoint.rpartition("/")[2])):
-        return StateSource(snapshot_step=step)
+        return retained
     return StateSource(checkpoint=checkpoint)
+
+
+def _find_snapshots(
+    run_dir: Path, plan_files: Sequence[str], placement: Placement, snapshots: Snapshots
+) -> StateSource:
+    """The newest step of which each node has the whole state, by the ranks of one earlier layout."""
+    of = {snapshots[node].retired_from for node in placement.nodes}
+    plan_file = name_earlier_plan(min(of))
+    if len(of) > 1 or plan_file not in plan_files:
+        return StateSource()
+    job = read_plan(run_dir / plan_file).job
+    kept = [snapshots[node].steps for node in placement.nodes]
+    step = newest_covering_step(kept, lambda ranks: covers_state(job, ranks))
+    return StateSource(step, reshard_from=None if step is None else plan_file)
 
 
 def _step_of(name: str) -> int:

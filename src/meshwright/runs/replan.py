@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_plural
-from meshwright.launch.placement import Device
+from meshwright.launch.placement import Device, keep_blocks
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PlanContract
 from meshwright.spec.cluster import Cluster
@@ -44,8 +44,10 @@ def find_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
 def _try_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
     if not devices:
         raise UserError(Problem("elastic-no-layout", "no device is left", "elastic.may_change"))
+    may_change: MayChange = full.job.elastic.may_change
+    if may_change == "data":  # groups that communicate most stay on one node
+        devices = frozenset(keep_blocks(devices, block_of(full.job.layout)))
     job = dataclasses.replace(full.job, cluster=shrink_cluster(full.job.cluster, devices))
-    may_change: MayChange = job.elastic.may_change
     if may_change == "any":
         return build_plan(with_layout(job, Layout()))[0]
     refused: UserError | None = None
@@ -59,6 +61,11 @@ def _try_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
     inner = full.job.layout.pp * full.job.layout.cp * full.job.layout.tp
     rule = f"one replica needs {format_plural(inner, 'device')} (pp x cp x tp)"
     raise UserError(Problem("elastic-no-layout", rule, "elastic.may_change", may_change))
+
+
+def block_of(layout: Layout) -> int:
+    """Consecutive ranks that communicate most: those of one tensor and context parallel group."""
+    return layout.tp * layout.cp
 
 
 def _unassigned(full: PlanContract) -> Layout:

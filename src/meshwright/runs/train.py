@@ -175,7 +175,8 @@ def _adopt(
         )
     plan, assignment = read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir)
     with _stores_of(plan, assignment).open(run_dir).locks:
-        remote = None if nodes is None else nodes.serve(plan, assignment, adopting=True)
+        full = plan if assignment.full_plan is None else read_plan(run_dir / assignment.full_plan)
+        remote = None if nodes is None else nodes.serve(full, assignment, adopting=True)
         agents = AgentPool(agent, place_ranks(plan, assignment), remote)
         return _supervise(plan, assignment, reporter, agents, adopts=True)
 

@@ -37,7 +37,7 @@ def train(trainer: Trainer) -> None:
             check_grace(trainer, grace, step_s)
         policy.after_step(trainer, result.bad)
         replicas.after_step(trainer)
-        stopping = result.stop_requested
+        stopping = result.stop_requested and trainer.step < steps
         last = stopping or trainer.step == steps
         eval_loss = None
         if _is_due(eval_every, trainer.step) or (last and not stopping):

@@ -54,3 +54,13 @@ def test_devices_without_a_better_layout_are_not_asked_for_again():
 
 def test_a_run_with_all_its_devices_does_not_grow():
     assert not pool(grow_after_s=0.0).may_grow({0, 1}, 0.0)
+
+
+def test_whether_a_missing_device_can_come_back():
+    devices = pool(retry_s=0.0)
+    assert not devices.may_return({0, 1}, 0.0), "none is missing"
+    assert devices.may_return({0}, 0.0), "another agent may join"
+    devices.exclude(Device(1, 0), now=0.0)
+    assert not devices.may_return({0, 1}, 0.0), "it is left out for good"
+    devices.include(Device(1, 0))
+    assert devices.available({0, 1}, 0.0) == ALL

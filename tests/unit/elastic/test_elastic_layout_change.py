@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from meshwright.core.errors import Problem, UserError
@@ -12,25 +14,36 @@ from meshwright.launch.placement import Device
 ALL = frozenset(Device(node, 0) for node in range(3))
 
 
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan that is faster with more devices, in pairs."""
+
+    devices: int
+
+    @property
+    def step_s(self):
+        return 1.0 / max(1, self.devices // 2)
+
+
 def at_least(count):
     """A planner that needs a number of devices."""
 
     def find(devices):
         if len(devices) < count:
             raise UserError(Problem("elastic-no-layout", f"needs {count}", "elastic.may_change"))
-        return f"layout of {len(devices)}"
+        return FoundPlan(len(devices))
 
     return find
 
 
 def choice(find):
-    return LayoutChoice(DevicePool(ALL, grow_after_s=0.0, retry_s=0.0), find)
+    return LayoutChoice(DevicePool(ALL, grow_after_s=0.0, retry_s=0.0), find, FoundPlan(3))
 
 
 def test_the_layout_for_the_devices_that_are_left_is_chosen():
     chosen = choice(at_least(2))
     assert chosen.shrink({0, 2}, "node 1 is lost")
-    assert (chosen.next.plan, chosen.next.devices) == ("layout of 2", {Device(0, 0), Device(2, 0)})
+    assert (chosen.next.plan, chosen.next.devices) == (FoundPlan(2), {Device(0, 0), Device(2, 0)})
 
 
 def test_too_few_devices_are_explained_until_more_come():
@@ -57,18 +70,26 @@ def test_a_run_does_not_grow_without_a_layout():
     assert chosen.next is None
 
 
+def test_a_run_does_not_grow_without_a_faster_layout():
+    """Two of four devices are back, and the layout needs all of them."""
+    four = frozenset(Device(node, 0) for node in range(4))
+    chosen = LayoutChoice(DevicePool(four, grow_after_s=0.0, retry_s=0.0), at_least(1), FoundPlan(2))
+    chosen.devices.plan(frozenset({Device(0, 0), Device(1, 0)}))
+    assert not chosen.grow({0, 1, 2})
+    assert chosen.grow({0, 1, 2, 3}), "all devices are back"
+
+
 @pytest.mark.parametrize(
-    ("snapshots", "nodes", "step"),
+    ("kept_by_node", "step"),
     [
-        ({0: {0: [10, 5], 1: [10, 5]}}, {0}, 10),
-        ({0: {0: [10, 5], 1: [-1, 5]}}, {0}, 5),  # rank 1 was killed while it wrote
-        ({0: {0: [10, 5]}}, {0}, None),
-        ({0: {0: [10, 5], 1: [10, 5]}, 1: {0: [5, -1], 1: [5, -1]}}, {0, 1}, 5),
-        ({0: {0: [10, 5], 1: [10, 5]}}, {0, 1}, None),  # node 1 is new: it has none
-        ({0: {0: [10, 5], 1: [10, 5]}, 1: {}}, {0}, 10),
-        ({}, {0}, None),
+        ([{0: [10, 5], 1: [10, 5]}], 10),
+        ([{0: [10, 5], 1: [-1, 5]}], 5),  # rank 1 was killed while it wrote
+        ([{0: [10, 5]}], None),
+        ([{0: [10, 5], 1: [10, 5]}, {0: [5, -1], 1: [5, -1]}], 5),
+        ([{0: [10, 5], 1: [10, 5]}, {}], None),  # a new node has none
+        ([{}], None),
     ],
 )
-def test_every_node_needs_snapshots_of_the_whole_state_of_one_step(snapshots, nodes, step):
+def test_every_node_needs_snapshots_of_the_whole_state_of_one_step(kept_by_node, step):
     """Here the state is on ranks 0 and 1."""
-    assert newest_covering_step(snapshots, frozenset(nodes), lambda ranks: {0, 1} <= ranks) == step
+    assert newest_covering_step(kept_by_node, lambda ranks: {0, 1} <= ranks) == step

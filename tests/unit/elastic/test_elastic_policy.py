@@ -86,3 +86,26 @@ def test_the_policy_for_lost_nodes_does_not_change_other_decisions():
 def test_how_long_a_run_waits_for_a_node(budget, waits_s, missing):
     """Also for a node that is lost while the run waits for another one."""
     assert (budget.waits_for_node_s, budget.explain_missing_node()) == (waits_s, missing)
+
+
+def on(device: str, step: int) -> Failure:
+    return Failure(2, "exited", "killed by SIGKILL", step, device=device)
+
+
+@pytest.mark.parametrize(
+    ("failure", "earlier", "action"),
+    [
+        (on("a", 5), [on("a", 5)], "exclude"),
+        (on("a", 5), [], "regroup"),
+        (on("a", 5), [killed(5)], "give up"),  # another rank failed before
+        (on("b", 5), [on("a", 5), on("a", 5)], "give up"),  # the job fails after this step on any device
+        (on("b", 9), [on("a", 5), on("a", 5), on("b", 9)], "exclude"),
+        (Failure(2, "node", "gone", 5, device="a"), [on("a", 5)], "give up"),
+        (Failure(2, "node", "gone", 5, device="a"), [], "wait for a node"),
+    ],
+)
+def test_a_device_that_fails_again_and_again_is_left_out_if_the_layout_may_change(failure, earlier, action):
+    budget = Budget(1, "wait", 10.0, may_change=True)
+    assert decide(failure, earlier, budget).action == action
+    fixed = decide(failure, earlier, Budget(1, "wait", 10.0))
+    assert fixed.action == ("give up" if action == "exclude" else action)

@@ -46,6 +46,9 @@ class PlayedAgents:
         self.sent.append((message["do"], rank, order))
 
     def broadcast(self, message):
+        pass
+
+    def send_to_node(self, node, message):
         if message["do"] == "list_snapshots":
             ready = {"event": "ready", "generation": 1, "step": 10, "peak_flops_per_s": 1.0, "setup_s": {}}
             self.batches = [

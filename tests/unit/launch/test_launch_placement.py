@@ -17,3 +17,11 @@ def test_ranks_use_the_devices_that_are_left_node_by_node():
     placement = Placement.on(left, world_size=3)
     assert placement.devices == (Device(0, 0), Device(0, 1), Device(3, 0))
     assert Placement.from_pairs([list(device) for device in placement.devices]) == placement
+
+
+def test_groups_that_communicate_most_stay_on_one_node():
+    """Device 1 of node 0 is left out: its node has no whole group of four."""
+    left = frozenset(Device(node, number) for node in (0, 1, 2) for number in range(4)) - {Device(0, 1)}
+    placement = Placement.on(left, world_size=8, block=4)
+    assert [device.node for device in placement.devices] == [1] * 4 + [2] * 4
+    assert Placement.on(left, world_size=9, block=4).nodes == {0, 1, 2}, "too few whole groups"

@@ -47,6 +47,7 @@ def read_history(events: Sequence[Event]) -> History:
     changed = [e["generation"] for e in events if e["event"] == "layout_changed"]
     found: list[str] = []
     losses: dict[int, Any] = {}
+    done_in: dict[int, int] = {}
     generations = sorted({e["generation"] for e in events if e["event"] == "ready"})
     for generation in generations:
         of = [e for e in events if e["generation"] == generation]
@@ -56,8 +57,10 @@ def read_history(events: Sequence[Event]) -> History:
             found.append(f"generation {generation}: ranks start after different steps {starts}")
         found += _check_rollback(generation, start, max(losses, default=0), of)
         new = _follow_ranks(generation, starts, of, found)
-        rounding = LAYOUT_ROUNDING if generation - 1 in changed else 0.0
         for step, loss in new.items():
+            before = done_in.get(step, generation)
+            rounding = LAYOUT_ROUNDING if any(before <= g < generation for g in changed) else 0.0
+            done_in[step] = generation
             if step in losses and not _is_equal(loss, losses[step], rounding):
                 found.append(f"step {step} was done again with loss {loss} instead of {losses[step]}")
         losses |= new

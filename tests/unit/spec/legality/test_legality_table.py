@@ -233,7 +233,7 @@ def test_fp8_of_a_compiled_dense_decoder_is_legal(tree, refused):
     ]
 
 
-UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built", "elastic-straggler-not-built"}
+UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
 IDLE = {"layout-context-not-built"}
 """Their case has no effect at all, so planning refuses it under another code."""
 
