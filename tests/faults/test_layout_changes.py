@@ -117,6 +117,8 @@ def test_a_run_goes_on_without_a_broken_device_and_uses_it_again(
     first, back = [e for e in running.events(run_dir) if e["event"] == "recovered"][-2:]
     assert first["source"] == "snapshot"
     assert first["restored_step"] in (10, 20), "the last snapshot before the kill"
+    resharded = [e["rank"] for e in running.events(run_dir) if e["event"] == "resharded"]
+    assert sorted(resharded) == list(range(sizes[0][1])), "every rank has read snapshots of the other layout"
     assert (back["source"], back["replayed_steps"], back["failed_rank"]) == ("checkpoint", 0, None)
     require_ledger(running, run_dir)
     assert sorted(path.name for path in run_dir.glob("plan*.toml"))[-1] == "plan.toml"

@@ -32,7 +32,7 @@ class Supervisor(RankSupervisor):
         self.change: LayoutChange | None = None
         """The next layout, if the run goes on in another one."""
         self._dropped = False
-        self._loaded = self.earlier is None
+        self._loaded = True
         """Whether all ranks of this layout have loaded their state."""
         self._retired: dict[int, RetiredSteps] = {}
         """What each node has left of the layout before."""
@@ -41,7 +41,7 @@ class Supervisor(RankSupervisor):
         """Begin with the agents of the layout before, whose ranks have ended."""
         if self.earlier is None:
             return
-        change = self.earlier.change
+        change, self._loaded = self.earlier.change, False
         self._ready, self._store_dir, self._members = set(change.ready), change.store_dir, change.members
         self._recovery, self._min_position = change.recovery, change.min_position
         self._failures = list(change.failures)

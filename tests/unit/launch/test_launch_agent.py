@@ -53,7 +53,8 @@ def wait_for(wanted):
 def send_replies():
     order = Order("join", 0).as_dict()
     recipe = {"entry": "rank:collect_replies", "run_dir": ".", "environment": {}, "log": "rank.log"}
-    agent.send({"do": "start", "rank": 0, "order": order, "keep_snapshots": False, "layout_generation": 0, **recipe})
+    start = {"do": "start", "rank": 0, "order": order, "keep_snapshots": False, "layout_generation": 0}
+    agent.send({**start, **recipe})
     pid = wait_for("up")["pid"]
     os.kill(pid, signal.SIGSTOP)
     for number in range(COUNT):
