@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.audit.compare import Audit as Audit
     from meshwright.checkpoint.inventory import StoredCheckpoint as StoredCheckpoint
+    from meshwright.layout.no_effect import UnusedSetting as UnusedSetting
     from meshwright.plan.contract import PlanContract as PlanContract
     from meshwright.plan.contract import RankPrediction as RankPrediction
     from meshwright.plan.predict import Prediction as Prediction
@@ -63,6 +64,7 @@ MODULES = {
     "StepTimeline": "meshwright.simulate.step",
     "StoredCheckpoint": "meshwright.checkpoint.inventory",
     "TuneResult": "meshwright.runs.tune",
+    "UnusedSetting": "meshwright.layout.no_effect",
     "Validation": "meshwright.validation.metrics",
     "Verdict": "meshwright.verify.verdict",
 }

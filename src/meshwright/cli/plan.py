@@ -19,8 +19,7 @@ from meshwright.layout.text import describe_layout
 from meshwright.report.figure import require_picture
 
 if TYPE_CHECKING:
-    from meshwright.layout.no_effect import UnusedSetting
-    from meshwright.results import ClusterSize, Objective, SizedCluster
+    from meshwright.results import ClusterSize, Objective, SizedCluster, UnusedSetting
 
 _UNITS = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 

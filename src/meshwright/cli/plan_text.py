@@ -15,10 +15,14 @@ from meshwright.core.units import (
     format_seconds,
     format_throughput,
 )
-from meshwright.layout.flops import peak_rate
-from meshwright.layout.placement import tier_of
 from meshwright.layout.text import describe_layout, layout_overrides
-from meshwright.report.plan_facts import describe_accuracy, find_step_range, memory_rows
+from meshwright.report.plan_facts import (
+    describe_accuracy,
+    describe_basis,
+    find_step_range,
+    find_tiers,
+    memory_rows,
+)
 from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
 from meshwright.spec.model import DecoderModel
 
@@ -95,9 +99,7 @@ def describe_plan(output: Output, plan: PlanContract, verbose: bool) -> None:
         tokens = format_count(train.global_batch * length)
         samples = f"{train.global_batch:,} samples of {length:,} tokens, {tokens} tokens in all"
         output.print(f"per step: {samples}, in {train.precision}; runtime {train.runtime}")
-    _, peak = peak_rate(job.cluster, job.train.precision)
-    basis = find_step_range(plan).basis
-    output.print(f"interval: {basis}; MFU relative to {peak}; rates: {job.cluster.basis}")
+    output.print(describe_basis(plan))
     output.print(f"overrides: {layout_overrides(job.layout)}")
     if plan.pipeline is not None and plan.exact and len(plan.stages()) <= MOST_STAGES:
         output.print()
@@ -182,7 +184,7 @@ def _describe_collectives(output: Output, plan: PlanContract) -> None:
         busiest = max((rank for rank in moved if rank is not None), key=lambda rank: moved[rank])
         shown = [row for row in shown if row.pp_rank in (None, busiest)]
         title += f", pp rank {busiest} (the busiest)"
-    tiers = {row.axis: tier_of(plan.job, row.axis) for row in shown}
+    tiers = find_tiers(plan)
     cells = [
         [t.axis, t.op, t.phase, str(t.ranks), f"{t.calls:,}", format_bytes(t.bytes), tiers[t.axis]]
         for t in shown

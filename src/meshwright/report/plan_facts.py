@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.units import format_bytes
+from meshwright.layout.flops import peak_rate
+from meshwright.layout.placement import tier_of
 from meshwright.plan.contract import PlanContract, RankPrediction
 from meshwright.plan.memory.compiled import has_exact_peak
 from meshwright.plan.memory.fit import MemoryNeed, describe_usable
@@ -26,6 +28,18 @@ def find_step_range(plan: PlanContract) -> StepRange:
     """The bounds of a plan's step time."""
     spread = step_interval(plan.job)
     return StepRange(plan.step_s * spread.low, plan.step_s * spread.high, spread.basis)
+
+
+def describe_basis(plan: PlanContract) -> str:
+    """What the step time and the MFU are based on."""
+    job = plan.job
+    _, peak = peak_rate(job.cluster, job.train.precision)
+    return f"interval: {find_step_range(plan).basis}; MFU relative to {peak}; rates: {job.cluster.basis}"
+
+
+def find_tiers(plan: PlanContract) -> dict[str, str]:
+    """The slowest network tier that the collectives of each axis cross: node, rack or spine."""
+    return {row.axis: tier_of(plan.job, row.axis) for row in plan.collectives}
 
 
 def describe_accuracy(plan: PlanContract) -> str:
