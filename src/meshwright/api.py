@@ -10,19 +10,23 @@ torch. Training starts one process per rank on this machine; under ``torchrun`` 
     run = job.train()
     assert run.audit().ok
 
+Runs are in ``run_folder.py``, saved models in ``saved.py``, job files in ``job_files.py``, pipeline schedules
+in ``timelines.py``: this module has their names, too. Types of results are in ``results.py``.
+
 Modules are imported when a function needs them: loading a job is fast, and training starts loading torch for
 the ranks before this process loads the planner.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from meshwright.core.errors import require_argument
+from meshwright.job_files import WrittenJob, find_nearest_legal, job_schema, write_job
+from meshwright.run_folder import Run, find_hang, list_runs, load_run
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.reporter import SILENT, Reporter
 from meshwright.saved import (
@@ -36,20 +40,21 @@ from meshwright.saved import (
 from meshwright.simulate.settings import FailureSettings
 from meshwright.spec.job import Job as JobSpec
 from meshwright.spec.layout import Layout
+from meshwright.timelines import (
+    SimulatedSchedule,
+    build_schedule,
+    load_schedule,
+    prove_schedule,
+    simulate_schedule,
+    write_trace,
+)
 
 if TYPE_CHECKING:
-    from meshwright.audit.compare import Audit
-    from meshwright.audit.record import RunRecord
     from meshwright.data.prepare import PrepareReport
-    from meshwright.elastic.hang import Verdict
     from meshwright.layout.no_effect import UnusedSetting
     from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
     from meshwright.plan.search.find import Objective, SearchResult
-    from meshwright.report.pipeline_run import PipelineRun
-    from meshwright.report.run_list import RunSummary
-    from meshwright.report.run_report import RunReport
     from meshwright.runs.dry_run import DryRun
-    from meshwright.runs.evaluate import Evaluation, HeldOutData
     from meshwright.runs.explain import LayoutExplanation
     from meshwright.runs.faults.suite import FaultReport
     from meshwright.runs.probe import ProbeResult
@@ -59,7 +64,7 @@ if TYPE_CHECKING:
     from meshwright.runs.tune import TuneResult
     from meshwright.simulate.months import FailureSimulation
     from meshwright.simulate.step import StepTimeline
-    from meshwright.validation.evaluate import Outcome
+    from meshwright.validation.metrics import Validation
 
 __all__ = [
     "FailureSettings",
@@ -67,21 +72,31 @@ __all__ = [
     "Plan",
     "Reporter",
     "Run",
+    "SimulatedSchedule",
+    "WrittenJob",
+    "build_schedule",
     "copy_checkpoints",
     "evaluate",
     "export_checkpoint",
     "find_hang",
+    "find_nearest_legal",
     "generate",
+    "job_schema",
     "join_run",
     "list_checkpoints",
     "list_runs",
     "load_job",
     "load_run",
+    "load_schedule",
     "prepare_corpus",
     "probe",
+    "prove_schedule",
     "prune_checkpoints",
     "run_faults",
+    "simulate_schedule",
     "validate",
+    "write_job",
+    "write_trace",
 ]
 
 
@@ -330,6 +345,14 @@ class Plan:
         return self.contract.step_s
 
     @property
+    def step_range_s(self) -> tuple[float, float]:
+        """Low and high bound of the predicted time of a step."""
+        from meshwright.report.plan_facts import find_step_range  # noqa: PLC0415
+
+        found = find_step_range(self.contract)
+        return found.low_s, found.high_s
+
+    @property
     def mfu(self) -> float:
         """Predicted model FLOP utilisation."""
         return self.contract.mfu
@@ -375,138 +398,6 @@ class Plan:
         return (
             f"Plan({self.layout.named_degrees() or 'one rank'}, step_s={self.step_s:.4g}, mfu={self.mfu:.3f})"
         )
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run folder: what was planned and what was measured. Made by :meth:`Job.train` or :func:`load_run`."""
-
-    run_dir: Path
-    contract: PlanContract
-    """The plan that the run was started with: ``plan.toml`` of the folder."""
-    record: RunRecord
-    """What the ranks reported, over all attempts in the folder."""
-    _audit: Audit
-    page: Path | None = None
-    """The report page, if it was written."""
-    rank: int = 0
-    """This process's rank under torchrun; 0 otherwise."""
-    by_ctrl_c: bool = False
-    """Whether Ctrl-C stopped it just now, and not SIGTERM or SIGHUP."""
-
-    @property
-    def status(self) -> str:
-        """``complete``, ``interrupted``, ``failed`` or ``unfinished``."""
-        return self.record.outcome
-
-    @property
-    def losses(self) -> list[float | None]:
-        """Training loss of each step of all attempts, as the last one that did the step has it.
-
-        None for a step without target tokens.
-        """
-        return self.record.losses
-
-    @property
-    def eval_loss(self) -> float | None:
-        """Newest loss on held-out data."""
-        return self.record.eval_loss
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Throughput of all ranks, by the median step."""
-        return self.record.tokens_per_s
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOP utilisation, by the median step."""
-        return self.record.mfu
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The newest checkpoint."""
-        return None if self.record.checkpoint is None else Path(self.record.checkpoint)
-
-    def audit(self) -> Audit:
-        """Memory and collectives, predicted and measured. ``ok`` is True if all match."""
-        return self._audit
-
-    @functools.cached_property
-    def pipeline(self) -> PipelineRun | None:
-        """Planned, simulated and measured pipeline bubble; None without pipeline parallelism."""
-        from meshwright.report.pipeline_run import find_pipeline  # noqa: PLC0415
-
-        return find_pipeline(self.contract, self.record)
-
-    def report(self) -> RunReport:
-        """Curves, memory and audit over all attempts in the folder."""
-        from meshwright.report.run_report import read_report  # noqa: PLC0415
-
-        return read_report(self.run_dir)
-
-    def write_page(self, path: str | Path | None = None) -> Path:
-        """Write the report as one HTML page, ``report.html`` in the run folder if no path is given."""
-        from meshwright.report.html import write_page  # noqa: PLC0415
-        from meshwright.report.run_report import PAGE_FILE  # noqa: PLC0415
-
-        page = self.run_dir / PAGE_FILE if path is None else Path(path)
-        write_page(self.report(), page)
-        return page
-
-    def evaluate(
-        self, data: HeldOutData, *overrides: str, samples: int | None = None, precision: str = "fp32"
-    ) -> list[Evaluation]:
-        """Evaluate the newest checkpoint on held-out sets; arguments as in :func:`evaluate`."""
-        return evaluate(self.run_dir, data, *overrides, samples=samples, precision=precision)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The object of ``meshwright train --json``."""
-        from meshwright.runs.summary import summarize_run  # noqa: PLC0415
-
-        return summarize_run(self.contract, self.record, self._audit, self.run_dir)
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.run_dir)!r}, status={self.status!r}, steps={len(self.losses)})"
-
-
-def load_run(run_dir: str | Path) -> Run:
-    """Read the folder of a run, finished or not.
-
-    Raises:
-        UserError: It is not a run folder.
-    """
-    from meshwright.audit.compare import audit_run  # noqa: PLC0415
-    from meshwright.audit.event_scan import read_record  # noqa: PLC0415
-    from meshwright.plan.contract import PLAN_FILE, read_earlier_plans, read_plan  # noqa: PLC0415
-
-    folder = Path(run_dir)
-    record = read_record(folder)
-    plan = read_plan(folder / PLAN_FILE)
-    return Run(folder, plan, record, audit_run(plan, record, read_earlier_plans(folder)))
-
-
-def find_hang(run_dir: str | Path) -> Verdict:
-    """What a run that trains now on this machine waits for: the object of ``meshwright hang``.
-
-    Watches it for two seconds. ``is_hang`` is False if it makes progress.
-
-    Raises:
-        UserError: It is not a run folder, it does not run here, or torchrun started it.
-    """
-    from meshwright.runs.hang import inspect_run  # noqa: PLC0415
-
-    return inspect_run(Path(run_dir))
-
-
-def list_runs(folder: str | Path = "runs") -> list[RunSummary]:
-    """The runs in a folder, newest first.
-
-    Raises:
-        UserError: It is not a folder, or cannot be read.
-    """
-    from meshwright.report.run_list import list_runs as list_folder  # noqa: PLC0415
-
-    return list_folder(Path(folder))
 
 
 def prepare_corpus(corpus: str | Path, *, reporter: Reporter = SILENT) -> PrepareReport:
@@ -582,8 +473,9 @@ def run_faults(
     return run(names, seed, budget_s, None if schedule is None else Path(schedule), reporter)
 
 
-def validate(tables: Sequence[str | Path] = ()) -> list[Outcome]:
+def validate(tables: Sequence[str | Path] = ()) -> Validation:
     """Predict published runs; the package's own table if none is given."""
     from meshwright.validation.evaluate import bundled_table, evaluate_tables  # noqa: PLC0415
+    from meshwright.validation.metrics import Validation  # noqa: PLC0415
 
-    return evaluate_tables([Path(table) for table in tables] or [bundled_table()])
+    return Validation(evaluate_tables([Path(table) for table in tables] or [bundled_table()]))

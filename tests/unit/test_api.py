@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import meshwright as mw
 from job_texts import TINY_ON_H100
+from meshwright import results
 from meshwright.api import load_job
 
 
@@ -71,6 +75,26 @@ def test_explain_gives_reasons_for_a_layout(job_path):
     legal = load_job(job_path).explain("layout.tp=2")
     assert legal.legal
     assert legal.plan is not None
+
+
+def test_types_of_results_are_the_same_for_a_type_checker_and_at_run_time():
+    """The module names each type twice: in an import and in its table."""
+    tree = ast.parse(Path(results.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    typed = {
+        alias.name: node.module for node in imports if "meshwright" in node.module for alias in node.names
+    }
+    assert typed == results.MODULES
+    for name, module in results.MODULES.items():
+        assert getattr(results, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="NoSuchType"):
+        _ = results.NoSuchType
+
+
+def test_a_step_range_contains_the_predicted_step(job_path):
+    plan = mw.load_job(job_path, "layout.dp_replicate=2").plan()
+    low, high = plan.step_range_s
+    assert low < plan.step_s < high
 
 
 def test_reporter_receives_lines_of_text(job_path):

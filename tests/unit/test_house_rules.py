@@ -45,6 +45,7 @@ COMMANDS |= {f"checkpoint {name}" for name in ("copy", "export", "list", "prune"
 COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
 NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "simulate", "validation", "data", "launch")
 NO_TORCH += ("audit", "diagnose", "elastic", "report")
+CODE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 HEAVY = ("torch", "tokenizers", "transformers", "safetensors", "ray", "pyspark", "mlflow", "wandb")
 
 
@@ -169,6 +170,29 @@ def test_packages_without_torch_do_not_import_it_at_module_level():
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names.add((node.module or "").split(".")[0])
         assert names & set(HEAVY) == set(), name_of(path)
+
+
+# Unit tests
+
+
+OTHER_TESTS = {"benchmarks"}
+"""Folders of unit tests for something outside the package."""
+TESTED_ABOVE = {"runs/faults", "runs/faults/checks"}
+"""Packages whose tests are in the folder above, or run whole trainings (tests/faults)."""
+
+
+def folders_with(pattern: str, root: Path) -> set[str]:
+    """Folders below a root with such files, relative to it."""
+    return {path.parent.relative_to(root).as_posix() for path in root.rglob(pattern)} - {"."}
+
+
+def test_unit_tests_mirror_the_packages():
+    """A package with code has a folder with tests, and a folder with tests has its package."""
+    tested = folders_with("test_*.py", ROOT / "tests" / "unit")
+    with_code = {path for path in MODULES if any(isinstance(n, CODE) for n in parsed(path).body)}
+    packages = {path.parent.relative_to(SOURCE).as_posix() for path in with_code} - {"."}
+    assert packages - tested == TESTED_ABOVE
+    assert tested - folders_with("__init__.py", SOURCE) == OTHER_TESTS
 
 
 # Error codes

@@ -451,6 +451,6 @@ def schema(as_json: Json = False) -> None:
     """Print the JSON Schema of the job file."""
     import json  # noqa: PLC0415
 
-    from meshwright.spec.validation_errors import job_schema  # noqa: PLC0415
+    from meshwright.job_files import job_schema  # noqa: PLC0415
 
     typer.echo(json.dumps(job_schema(), indent=None if as_json else 2))

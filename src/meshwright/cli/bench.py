@@ -18,7 +18,7 @@ from meshwright.report.scaling import ScalingRow
 from meshwright.report.text_plot import draw_text
 
 if TYPE_CHECKING:
-    from meshwright.runs.scaling import ScalingResult
+    from meshwright.results import ScalingResult
 
 
 def bench_scaling(

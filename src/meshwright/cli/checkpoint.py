@@ -19,7 +19,7 @@ from meshwright.saved import (
 )
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.inventory import StoredCheckpoint
+    from meshwright.results import StoredCheckpoint
 
 BYTES_PER_GB = 10**9
 COLUMNS = ("step", "size", "held-out loss", "state", "")

@@ -14,7 +14,7 @@ from meshwright.layout.text import describe_layout
 from meshwright.spec.execution import uses_eager_blocks
 
 if TYPE_CHECKING:
-    from meshwright.runs.dry_run import DryRun
+    from meshwright.results import DryRun
 
 
 def dry_run_job(output: Output, source: str, overrides: Sequence[str], rank: int, on: str | None) -> int:

@@ -13,7 +13,7 @@ from meshwright.core.errors import CheckFailedError
 from meshwright.core.units import format_plural
 
 if TYPE_CHECKING:
-    from meshwright.runs.faults.suite import FaultReport
+    from meshwright.results import FaultReport
 
 
 def check_faults(

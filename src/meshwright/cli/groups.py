@@ -290,8 +290,8 @@ def failures(  # noqa: PLR0913, PLR0917  (options of a command)
     as_json: Json = False,
 ) -> None:
     """Simulate months of failures: goodput, cost, the best checkpoint interval and number of spare nodes."""
+    from meshwright.api import FailureSettings  # noqa: PLC0415
     from meshwright.cli.simulate import SimulationRequest, simulate_failures  # noqa: PLC0415
-    from meshwright.simulate.settings import FailureSettings  # noqa: PLC0415
 
     output = Output(as_json)
     request = SimulationRequest(job, overrides or [], on, days, runs, seed)

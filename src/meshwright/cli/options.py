@@ -12,7 +12,7 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError
 
 if TYPE_CHECKING:
-    from meshwright.plan.search.alternatives import NearestLegal
+    from meshwright.results import NearestLegal
 
 Json = Annotated[
     bool,
@@ -52,10 +52,6 @@ def guarded(output: Output, command: Callable[[], int | None]) -> None:
 
 def _find_near(error: MeshwrightError) -> list[NearestLegal]:
     """The nearest legal layouts, if a rule forbids the job's layout."""
-    from meshwright.spec.load import SpecError  # noqa: PLC0415  (only when something is wrong)
+    from meshwright.job_files import find_nearest_legal  # noqa: PLC0415  (only when something is wrong)
 
-    if not isinstance(error, SpecError) or error.job is None:
-        return []
-    from meshwright.plan.search.alternatives import find_nearest_legal  # noqa: PLC0415
-
-    return find_nearest_legal(error.job, error.problems)
+    return find_nearest_legal(error)

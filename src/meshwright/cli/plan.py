@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.api import Job, Plan, load_job
 from meshwright.cli.output import Output
@@ -13,23 +14,14 @@ from meshwright.cli.plan_text import describe_plan, describe_ranking
 from meshwright.cli.plan_why import describe_explanation
 from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.units import format_seconds
-from meshwright.layout.no_effect import find_unused_settings
+from meshwright.core.units import format_cost, format_days, format_seconds
 from meshwright.layout.text import describe_layout
-from meshwright.plan.sizing import (
-    ClusterSize,
-    Goal,
-    Sizing,
-    explain_size,
-    format_cost,
-    format_days,
-    parse_duration,
-)
 from meshwright.report.figure import require_picture
 
 if TYPE_CHECKING:
-    from meshwright.plan.contract import PlanContract
-    from meshwright.plan.search.find import Objective
+    from meshwright.results import ClusterSize, Objective, SizedCluster, UnusedSetting
+
+_UNITS = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
 @dataclass(frozen=True)
@@ -50,6 +42,14 @@ class PlanRequest:
     verbose: bool = False
 
 
+class SizingLimits(NamedTuple):
+    """What a cluster must do: the arguments of :meth:`Job.size_cluster`."""
+
+    tokens: float
+    deadline_s: float | None
+    max_cost: float | None
+
+
 def show_plan(output: Output, request: PlanRequest) -> int:
     """Rank the layouts and print the best one, or explain one, or size the cluster."""
     if request.picture is not None:
@@ -61,15 +61,15 @@ def show_plan(output: Output, request: PlanRequest) -> int:
         job = _load_without_layout(request)
         explanation = job.explain(*request.why, *_layout_overrides(request), reporter=reporter)
         describe_explanation(output, explanation, request.verbose)
-        _warn_of_unused_settings(output, explanation.plan)
+        _warn_of_unused_settings(output, explanation.unused_settings)
         output.result(explanation.as_dict())
         return 0
     job = load_job(request.source, *request.overrides, on=request.on)
     sizing = None
     if goal is not None:
-        sized = job.size_cluster(goal.tokens, goal.deadline_s, goal.max_cost, reporter=reporter)
+        sized = job.size_cluster(*goal, reporter=reporter)
         job, sizing = Job(sized.job), sized.sizing
-        _describe_sizing(output, sizing, job.spec.cluster.device_name or "device")
+        _describe_sizing(output, sized)
     plan = job.plan(by=request.by, top=request.top, reporter=reporter)
     written = _write_files(plan, request)
     describe_plan(output, plan.contract, request.verbose)
@@ -77,13 +77,13 @@ def show_plan(output: Output, request: PlanRequest) -> int:
         describe_ranking(output, plan.search, request.top)
     for sentence in written:
         output.print(sentence)
-    _warn_of_unused_settings(output, plan.contract)
+    _warn_of_unused_settings(output, plan.unused_settings)
     output.result(plan.as_dict(request.top) | ({} if sizing is None else {"sizing": sizing.summary()}))
     return 0
 
 
-def _warn_of_unused_settings(output: Output, plan: PlanContract | None) -> None:
-    for unused in () if plan is None else find_unused_settings(plan.job):
+def _warn_of_unused_settings(output: Output, settings: list[UnusedSetting]) -> None:
+    for unused in settings:
         output.warn(str(unused))
 
 
@@ -122,7 +122,7 @@ def _write_files(plan: Plan, request: PlanRequest) -> list[str]:
     return written
 
 
-def _sizing_goal(request: PlanRequest) -> Goal | None:
+def _sizing_goal(request: PlanRequest) -> SizingLimits | None:
     """Tokens, deadline and budget; None if no cluster is to be sized."""
     limits = {"--deadline": request.deadline, "--max-cost": request.max_cost}
     given = [option for option, value in limits.items() if value is not None]
@@ -144,12 +144,24 @@ def _sizing_goal(request: PlanRequest) -> Goal | None:
         fix = "Leave out --why, or --tokens and its limits"
         raise UserError(Problem("plan-why-sizing", rule, path="--why", fix=fix))
     deadline_s = None if request.deadline is None else parse_duration(request.deadline)
-    return Goal(tokens, deadline_s, cost)
+    return SizingLimits(tokens, deadline_s, cost)
 
 
-def _describe_sizing(output: Output, sizing: Sizing, device_name: str) -> None:
+def parse_duration(text: str) -> float:
+    """Seconds of `90d`, `12h` or `2w`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text.strip())
+    if match is None or float(match[1]) == 0:
+        rule, fix = "is not a duration", "Write hours, days or weeks, such as 12h, 90d or 2w"
+        raise UserError(
+            Problem("plan-bad-deadline", rule, path="deadline", value=text, fix=fix, is_argument=True)
+        )
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _describe_sizing(output: Output, sized: SizedCluster) -> None:
     """The sizes that were tried, and the answer."""
-    output.print(explain_size(sizing, device_name))
+    sizing = sized.sizing
+    output.print(sized.answer)
     columns = ("devices", "step", "MFU", "whole run", "lost", "cost", "best layout")
     output.print()
     output.table(

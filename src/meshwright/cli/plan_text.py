@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from meshwright.cli.output import Output
 from meshwright.core.units import (
     format_bytes,
+    format_cost,
     format_count,
     format_plural,
     format_seconds,
     format_throughput,
 )
-from meshwright.layout.flops import peak_rate
-from meshwright.layout.placement import tier_of
 from meshwright.layout.text import describe_layout, layout_overrides
-from meshwright.plan.contract import PlanContract, RankPrediction
-from meshwright.plan.memory.compiled import has_exact_peak
-from meshwright.plan.memory.fit import MemoryNeed, describe_usable
-from meshwright.plan.predict import Prediction
-from meshwright.plan.search.find import SearchResult
-from meshwright.plan.sizing import format_cost
-from meshwright.plan.time.interval import step_interval
+from meshwright.report.plan_facts import (
+    describe_accuracy,
+    describe_basis,
+    find_step_range,
+    find_tiers,
+    memory_rows,
+)
 from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
-from meshwright.spec.execution import uses_torch_compile
 from meshwright.spec.model import DecoderModel
+
+if TYPE_CHECKING:
+    from meshwright.results import PlanContract, Prediction, SearchResult
 
 MOST_REASONS = 12
 """Lines of reasons without ``-v``."""
@@ -50,15 +52,13 @@ def describe_answer(output: Output, plan: PlanContract, verbose: bool) -> None:
     verdict = "fits" if needed <= plan.usable_bytes else "does not fit"
     output.print(f"{job.name} {verdict}: {format_count(plan.parameters)} parameters {share} ({cluster})")
     output.print(f"  layout  {describe_layout(job.layout)}")
-    spread = step_interval(job)
-    low, high = format_seconds(plan.step_s * spread.low), format_seconds(plan.step_s * spread.high)
+    spread = find_step_range(plan)
+    low, high = format_seconds(spread.low_s), format_seconds(spread.high_s)
     rate = format_throughput(plan.tokens_per_step / plan.step_s, job.unit)
     step = f"{format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.1%}"
     output.print(f"  step    {step}")
-    exact = "" if plan.exact else " (estimated)"
-    if plan.exact and uses_torch_compile(job) and not has_exact_peak(job):
-        exact = " (upper bound: compiled blocks need less)"
-    output.print(f"  memory  {format_bytes(needed)} of {format_bytes(plan.usable_bytes)} per device{exact}")
+    memory = f"{format_bytes(needed)} of {format_bytes(plan.usable_bytes)} per device"
+    output.print(f"  memory  {memory}{describe_accuracy(plan)}")
     output.print(f"  cost    {_describe_cost(plan)}")
     output.print()
     shown = list(plan.reasons) if verbose else shorten_reasons(plan.reasons)
@@ -99,9 +99,7 @@ def describe_plan(output: Output, plan: PlanContract, verbose: bool) -> None:
         tokens = format_count(train.global_batch * length)
         samples = f"{train.global_batch:,} samples of {length:,} tokens, {tokens} tokens in all"
         output.print(f"per step: {samples}, in {train.precision}; runtime {train.runtime}")
-    _, peak = peak_rate(job.cluster, job.train.precision)
-    basis = step_interval(job).basis
-    output.print(f"interval: {basis}; MFU relative to {peak}; rates: {job.cluster.basis}")
+    output.print(describe_basis(plan))
     output.print(f"overrides: {layout_overrides(job.layout)}")
     if plan.pipeline is not None and plan.exact and len(plan.stages()) <= MOST_STAGES:
         output.print()
@@ -117,7 +115,7 @@ def _describe_memory(output: Output, plan: PlanContract) -> None:
     classes = plan.classes()
     name, rank = max(classes.items(), key=lambda item: item[1].needed_bytes)
     rows = [(line.name, format_bytes(line.bytes), shorten_formula(line.formula)) for line in rank.lines]
-    rows += _needed_rows(plan, rank)
+    rows += memory_rows(plan, rank)
     output.print()
     exact = "" if plan.exact else " (estimated)"
     output.table(f"Memory of {name}{exact}", ("", "bytes", "formula"), rows)
@@ -155,23 +153,6 @@ def _describe_host_memory(output: Output, plan: PlanContract) -> None:
     output.table(f"CPU memory of a node with {format_plural(memory.ranks, 'rank')}", ("", "bytes", ""), shown)
 
 
-def _needed_rows(plan: PlanContract, rank: RankPrediction) -> list[tuple[str, str, str]]:
-    need = MemoryNeed.of(plan.job, rank.peak_bytes, rank.first_peak_bytes)
-    rows = [
-        ("peak, steady step", format_bytes(need.steady_step), f"at: {rank.peak_at}"),
-        ("peak, first step", format_bytes(need.first_step), ""),
-    ]
-    if need.context:
-        share = need.allocator / max(need.peaks.values())
-        rows.append(("allocator", format_bytes(need.allocator), f"{share:.0%} of the larger peak"))
-        rows.append(("context", format_bytes(need.context), "CUDA and NCCL"))
-    usable = describe_usable(plan.job.cluster)
-    rows.append(
-        ("needed", format_bytes(need.needed_bytes), f"limited by the {need.limited_by}; usable: {usable}")
-    )
-    return rows
-
-
 def shorten_formula(formula: str) -> str:
     """A formula for a table: short fractions and its first terms; ``--json`` has the whole formula."""
     short = re.sub(r"(\d+\.\d{3})\d+", r"\1", formula)
@@ -203,7 +184,7 @@ def _describe_collectives(output: Output, plan: PlanContract) -> None:
         busiest = max((rank for rank in moved if rank is not None), key=lambda rank: moved[rank])
         shown = [row for row in shown if row.pp_rank in (None, busiest)]
         title += f", pp rank {busiest} (the busiest)"
-    tiers = {row.axis: tier_of(plan.job, row.axis) for row in shown}
+    tiers = find_tiers(plan)
     cells = [
         [t.axis, t.op, t.phase, str(t.ranks), f"{t.calls:,}", format_bytes(t.bytes), tiers[t.axis]]
         for t in shown

@@ -8,11 +8,9 @@ from meshwright.cli.output import Output
 from meshwright.cli.plan_text import describe_plan
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.layout.text import describe_layout
-from meshwright.plan.predict import Prediction
-from meshwright.plan.search.alternatives import find_alternatives, part_differences
 
 if TYPE_CHECKING:
-    from meshwright.runs.explain import LayoutExplanation
+    from meshwright.results import LayoutExplanation, Prediction
 
 
 def describe_explanation(output: Output, explanation: LayoutExplanation, verbose: bool) -> None:
@@ -24,16 +22,17 @@ def describe_explanation(output: Output, explanation: LayoutExplanation, verbose
             output.print(f"  {problem}")
         for one in explanation.nearest:
             output.print(one.line)
-            if not one.prediction.fits:
-                for change in find_alternatives(one.prediction.job):
-                    output.print(f"  it would fit with {change.overrides} ({change.price})")
+            for change in one.alternatives:
+                output.print(f"  it would fit with {change.overrides} ({change.price})")
         return
     describe_plan(output, explanation.plan, verbose)
     if explanation.best is not None:
-        _compare_table(output, explanation.best, explanation.requested)
+        _compare_table(output, explanation.best, explanation.requested, explanation.against_best_s)
 
 
-def _compare_table(output: Output, best: Prediction, requested: Prediction) -> None:
+def _compare_table(
+    output: Output, best: Prediction, requested: Prediction, differences: dict[str, float]
+) -> None:
     rows = [
         (
             name,
@@ -41,7 +40,7 @@ def _compare_table(output: Output, best: Prediction, requested: Prediction) -> N
             format_seconds(best.time.parts.get(name, 0.0)),
             f"{more:+.3g} s",
         )
-        for name, more in sorted(part_differences(best, requested).items(), key=lambda item: -abs(item[1]))
+        for name, more in sorted(differences.items(), key=lambda item: -abs(item[1]))
     ]
     step, peak = requested.step_s - best.step_s, requested.needed_bytes - best.needed_bytes
     rows.append(("step", format_seconds(requested.step_s), format_seconds(best.step_s), f"{step:+.3g} s"))

@@ -11,7 +11,7 @@ from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.runs.probe import ProbeResult
+    from meshwright.results import ProbeResult
 
 
 def probe_machine(output: Output, cpu_only: bool, out: Path) -> int:

@@ -13,8 +13,7 @@ from meshwright.core.units import format_plural
 from meshwright.spec.model import DecoderModel
 
 if TYPE_CHECKING:
-    from meshwright.runs.prove import Proof
-    from meshwright.verify.verdict import Verdict
+    from meshwright.results import Proof, Verdict
 
 MAX_NAMED = 3
 """Modules that are named where outputs were not compared."""
@@ -30,15 +29,13 @@ def prove_job(output: Output, source: str, overrides: Sequence[str]) -> int:
 
 def _describe(output: Output, proof: Proof) -> None:
     """Equal and within which tolerance, or the first divergence."""
-    from meshwright.verify.proof_task import TIE  # noqa: PLC0415
-
     parts = sorted({module for found in proof.exact.findings for module in found.not_compared})
     if parts:
         more = f" and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
         output.print(f"Not compared, because a rank holds a part: {', '.join(parts[:MAX_NAMED])}{more}")
     if ties := sum(found.replayed_ties for found in proof.exact.findings):
         choices = format_plural(ties, "routing decision")
-        output.print(f"{choices} tied within {TIE:g}: those of the reference were replayed")
+        output.print(f"{choices} tied within {proof.tie:g}: those of the reference were replayed")
     model = proof.runs.plan.job.model
     if isinstance(model, DecoderModel) and proof.exact.record.tokens_read < model.vocab_size:
         read = f"{proof.exact.record.tokens_read:,} of {model.vocab_size:,} tokens"

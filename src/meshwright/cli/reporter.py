@@ -12,7 +12,7 @@ from meshwright.core.events import Event
 
 if TYPE_CHECKING:
     from meshwright.cli.progress import ProgressView
-    from meshwright.plan.contract import PlanContract
+    from meshwright.results import PlanContract
     from meshwright.spec.job import Job
 
 LONG_SEARCH = 300_000

@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from rich.text import Text
 
 from meshwright.cli.output import Output
-from meshwright.core.errors import CheckFailedError, Problem, UserError
+from meshwright.core.errors import Problem, UserError
 from meshwright.report.plot import format_value
-from meshwright.report.timeline import Timeline, build_timeline, write_timelines
 from meshwright.report.timeline_text import draw_rows
-from meshwright.schedule.pipeline.actions import Kind, PipelineSchedule
-from meshwright.schedule.pipeline.build import build_schedule
-from meshwright.schedule.pipeline.closed_forms import pipeline_time
-from meshwright.schedule.pipeline.files import load_schedule, write_schedule
-from meshwright.schedule.pipeline.proof import Proof, prove_schedule
-from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule
+from meshwright.timelines import SimulatedSchedule, build_schedule, load_schedule, simulate_schedule
 
-COLOURS = {Kind.FORWARD: "white on blue", Kind.BACKWARD: "white on green", Kind.WEIGHT: "black on yellow"}
+if TYPE_CHECKING:
+    from meshwright.results import PipelineSchedule
+
+COLOURS = {"F": "white on blue", "B": "white on green", "W": "black on yellow"}
+"""By kind of action: forward, backward, weight gradient."""
 MOST_TEXT_ROWS = 64
 """With more ranks than this there is no text timeline."""
 
@@ -89,37 +86,38 @@ def show_pipeline(
         save: Where to write the schedule as CSV.
     """
     schedule = request.schedule()
-    times, transfer = read_times(options, schedule.stages)
-    proof = prove_schedule(schedule)
-    if not proof.proved:
-        found = [Problem("schedule-not-proved", str(violation)) for violation in proof.violations]
-        raise CheckFailedError(*found)
-    walk = walk_schedule(schedule, times, transfer, overlap=not blocking)
-    timeline = build_timeline(schedule, walk, _title(schedule), _note(proof, walk))
-    _show(output, timeline, proof, walk)
+    found = simulate_schedule(schedule, **read_times(options, schedule.stages), overlap=not blocking)
+    _show(output, found)
     if out is not None:
-        write_timelines(out, timeline)
+        found.draw(out)
         output.print(f"picture: {out}")
     if save is not None:
-        write_schedule(schedule, save)
+        found.write(save)
         output.print(f"schedule: {save}")
-    predicted = None if request.file else _predict(schedule, times, transfer, blocking)
+    # The name of a file may be that of a generated schedule, which has a closed form.
+    predicted = None if request.file else found.predicted_s
     files = {"picture": out, "saved": save}
     output.result(
-        _as_dict(schedule, proof, walk, predicted)
+        found.as_dict()
+        | {"predicted_makespan": predicted}
         | {name: None if path is None else str(path) for name, path in files.items()}
     )
     return 0
 
 
-def read_times(options: TimeOptions, stages: int) -> tuple[StageTimes, list[float]]:
+def read_times(options: TimeOptions, stages: int) -> dict[str, list[float]]:
     """Parse the times: forward, input gradient, weight gradient, and transfers."""
     forward = [parts[0] for parts in _read_list("--forward", options.forward, stages)]
     backward = _read_list("--backward", options.backward, stages, most_parts=2)
     halves = [(parts[0] / 2, parts[0] / 2) if len(parts) == 1 else parts for parts in backward]
     inputs, weights = [h[0] for h in halves], [h[1] for h in halves]
     transfer = [parts[0] for parts in _read_list("--transfer", options.transfer, max(1, stages - 1))]
-    return StageTimes(_full(forward, stages), _full(inputs, stages), _full(weights, stages)), transfer
+    return {
+        "forward_s": forward,
+        "backward_input_s": inputs,
+        "backward_weight_s": weights,
+        "transfer_s": transfer,
+    }
 
 
 def _read_list(option: str, text: str, count: int, most_parts: int = 1) -> list[tuple[float, ...]]:
@@ -139,39 +137,8 @@ def _read_list(option: str, text: str, count: int, most_parts: int = 1) -> list[
     raise UserError(problem)
 
 
-def _full(values: list[float], count: int) -> list[float]:
-    return values * count if len(values) == 1 else values
-
-
-def _predict(
-    schedule: PipelineSchedule, times: StageTimes, transfer: list[float], blocking: bool
-) -> float | None:
-    """The makespan by the planner's closed form; None unless all stages and transfers are equal."""
-    lists = (times.forward_s, times.backward_input_s, times.backward_weight_s, transfer)
-    each = [np.unique(np.asarray(values)) for values in lists]
-    if any(len(values) > 1 for values in each):
-        return None
-    f, b, w, t = (float(values[0]) for values in each)
-    sizes = (schedule.pp, schedule.virtual_stages, schedule.micro_batches)
-    return float(pipeline_time(schedule.name, *sizes, f, b, w, t, overlap=not blocking))
-
-
-def _title(schedule: PipelineSchedule) -> str:
-    stages = f"{schedule.stages} stages on {schedule.pp} ranks"
-    if schedule.stages == schedule.pp * schedule.virtual_stages:
-        each = f" x {schedule.virtual_stages}" if schedule.virtual_stages > 1 else ""
-        stages = f"{schedule.pp}{each} stages"
-    return f"{schedule.name}, {stages}, {schedule.micro_batches} micro-batches"
-
-
-def _note(proof: Proof, walk: Walk) -> str:
-    return (
-        f"bubble {walk.bubble:.1%}, time {format_value(walk.makespan_s)}, "
-        f"at most {max(proof.peak_in_flight)} activations in flight"
-    )
-
-
-def _show(output: Output, timeline: Timeline, proof: Proof, walk: Walk) -> None:
+def _show(output: Output, found: SimulatedSchedule) -> None:
+    timeline, proof, walk = found.timeline, found.proof, found.walk
     output.print(timeline.title)
     if len(timeline.rows) <= MOST_TEXT_ROWS:
         rows, missing = draw_rows(timeline, output.width)
@@ -191,36 +158,7 @@ def _show(output: Output, timeline: Timeline, proof: Proof, walk: Walk) -> None:
     output.print(f"proved     {proof.actions} actions: each runs once, after its dependencies; no deadlock")
 
 
-def _style(kind: Kind | None, chunk: int) -> str:
+def _style(kind: str | None, chunk: int) -> str:
     if kind is None:
         return ""
     return COLOURS[kind] if chunk % 2 == 0 else f"bold {COLOURS[kind]}"
-
-
-def _as_dict(schedule: PipelineSchedule, proof: Proof, walk: Walk, predicted: float | None) -> dict[str, Any]:
-    """The object of ``--json``; times are in the unit of the given times."""
-    actions = [
-        [
-            {"kind": a.kind.value, "stage": a.stage, "micro_batch": a.micro_batch, "start": start, "end": end}
-            for a, start, end in zip(row, walk.start_s[rank], walk.end_s[rank], strict=True)
-        ]
-        for rank, row in enumerate(schedule.ranks)
-    ]
-    return {
-        "schedule": schedule.name,
-        "stages": schedule.pp,
-        "virtual_stages": schedule.virtual_stages,
-        "micro_batches": schedule.micro_batches,
-        "stage_ranks": list(schedule.stage_ranks),
-        "split_backward": schedule.split_backward,
-        "actions": actions,
-        "bubble": walk.bubble,
-        "bubble_overhead": walk.bubble_overhead,
-        "makespan": walk.makespan_s,
-        "predicted_makespan": predicted,
-        "work": list(walk.work_s),
-        "idle": list(walk.idle_s),
-        "peak_in_flight": list(proof.peak_in_flight),
-        "peak_by_stage": list(proof.peak_by_stage),
-        "proved": proof.proved,
-    }

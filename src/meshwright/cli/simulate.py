@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshwright.api import load_job
+from meshwright.api import FailureSettings, load_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.units import format_plural, format_seconds
-from meshwright.plan.sizing import format_cost
+from meshwright.core.units import format_cost, format_plural, format_seconds
 from meshwright.report.failure_plot import draw_failures
 from meshwright.report.figure import require_picture, save_figure
-from meshwright.simulate.months import FailureSimulation, Range
-from meshwright.simulate.settings import FailureSettings
+
+if TYPE_CHECKING:
+    from meshwright.results import FailureSimulation, Range
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshwright.api import load_job
+from meshwright.api import load_job, write_trace
 from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import Problem, UserError
@@ -13,8 +14,10 @@ from meshwright.core.units import format_plural, format_seconds
 from meshwright.layout.text import describe_layout
 from meshwright.report.figure import require_picture
 from meshwright.report.step_plot import draw_step
-from meshwright.simulate.step import AFTER, IDLE, WORK, Lane, StepTimeline
-from meshwright.simulate.step_trace import write_trace
+from meshwright.report.step_table import name_lane, step_cells
+
+if TYPE_CHECKING:
+    from meshwright.results import StepTimeline
 
 MOST_LANES = 16
 """Lanes in the table; of more, the first and the last ones."""
@@ -81,36 +84,17 @@ def _show(output: Output, timeline: StepTimeline) -> None:
     ranks = [*timeline.pp_ranks]
     shown = ranks if len(ranks) <= MOST_LANES else [*ranks[: MOST_LANES // 2], *ranks[-MOST_LANES // 2 :]]
     lanes = [timeline.lane(rank) for rank in shown]
-    _show_parts(output, timeline, lanes)
+    columns, rows = step_cells(timeline, lanes)
+    output.table("Simulated step", columns, rows)
     if len(shown) < len(ranks):
         output.print(f"({len(ranks) - len(shown)} pp ranks between them are left out; --json has all)")
     overlapped = lanes[0].overlapped_totals()
     if overlapped:
         found = ", ".join(f"{axis} {format_seconds(seconds)}" for axis, seconds in overlapped.items())
-        output.print(f"overlapped with compute, {_short_name(timeline, shown[0])}: {found}")
+        output.print(f"overlapped with compute, {name_lane(timeline, shown[0])}: {found}")
     if timeline.schedule is None and plan.job.layout.pp > 1:
         output.print("the schedule is too large to simulate: an average rank, with the plan's closed form")
     output.print(
         f"step {format_seconds(timeline.step_s)}, as planned"
         + (f"; bubble {timeline.bubble:.1%} of all pipeline ranks' time" if timeline.schedule else "")
     )
-
-
-def _show_parts(output: Output, timeline: StepTimeline, lanes: list[Lane]) -> None:
-    """One row per lane and one for the plan, one column per part."""
-    named = [(_short_name(timeline, lane.pp_rank), lane.totals()) for lane in lanes]
-    named.append(("plan", timeline.plan.breakdown_s))
-    parts = [part for part in (*WORK, *IDLE, *AFTER) if any(part in row for _, row in named)]
-    rows = [
-        (
-            name,
-            *(format_seconds(row[part]) if part in row else "" for part in parts),
-            format_seconds(sum(row.values())),
-        )
-        for name, row in named
-    ]
-    output.table("Simulated step", ("", *parts, "sum"), rows)
-
-
-def _short_name(timeline: StepTimeline, pp_rank: int) -> str:
-    return timeline.name_of(pp_rank) if timeline.schedule is None else f"pp rank {pp_rank}"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meshwright.core.units import format_bytes, format_count, format_seconds, format_throughput
 from meshwright.layout.text import describe_layout
-from meshwright.plan.contract import PlanContract
-from meshwright.plan.time.interval import step_interval
+from meshwright.report.plan_facts import find_step_range
 from meshwright.spec.execution import explain_block_backend
+
+if TYPE_CHECKING:
+    from meshwright.results import PlanContract
 
 
 def summarize_plan(plan: PlanContract) -> list[str]:
     """The layout, what is predicted of it, and the reason for the block backend."""
-    job, spread = plan.job, step_interval(plan.job)
+    job, spread = plan.job, find_step_range(plan)
     ranks, devices = plan.world_size, job.cluster.world_size
     on = f"on {ranks} of {devices} devices" if ranks <= devices else f"in {ranks} ranks on {devices} devices"
-    low, high = format_seconds(plan.step_s * spread.low), format_seconds(plan.step_s * spread.high)
+    low, high = format_seconds(spread.low_s), format_seconds(spread.high_s)
     rate = format_throughput(plan.tokens_per_step / plan.step_s, job.unit)
     needed = max(rank.needed_bytes for rank in plan.classes().values())
     memory = f"{format_bytes(needed)} of {format_bytes(plan.usable_bytes)} per rank"

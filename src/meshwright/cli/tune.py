@@ -13,7 +13,7 @@ from meshwright.core.units import format_bytes, format_count, format_plural, for
 from meshwright.report.tuning import TuneRow
 
 if TYPE_CHECKING:
-    from meshwright.runs.tune import TuneResult
+    from meshwright.results import TuneResult
 
 
 def tune_job(output: Output, source: str, overrides: Sequence[str], top: int, steps: int, out: Path) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api import validate
 from meshwright.cli.output import Output
 from meshwright.core.units import format_seconds
 from meshwright.report.figure import require_picture, save_figure
 from meshwright.report.scatter import Scatter, draw_scatter
-from meshwright.validation.evaluate import Outcome
-from meshwright.validation.metrics import errors_of, summarise_families, worst_rows
+
+if TYPE_CHECKING:
+    from meshwright.results import Outcome, Validation
 
 COLUMNS = (
     "family", "rows", "predicted", "time", "median", "bias", "worst", "within 10%", "tau", "best found",
@@ -27,24 +28,16 @@ def show_validation(output: Output, runs: Sequence[Path], picture: Path | None) 
     """Predict every row of the tables, and print the errors by family."""
     if picture is not None:
         require_picture(picture)
-    outcomes = validate(runs)
-    families = summarise_families(outcomes)
-    counted = [outcome for outcome in outcomes if outcome.case and outcome.case.gates]
-    totals = {
-        "all": errors_of(counted),
-        "fit": errors_of([outcome for outcome in counted if not outcome.held_out]),
-        "held_out": errors_of([outcome for outcome in counted if outcome.held_out]),
-    }
+    found = validate(runs)
     output.table(
-        "Predicted against published", COLUMNS, [_line(*item) for item in families.items()], spare=SPARE
+        "Predicted against published", COLUMNS, [_line(*item) for item in found.families.items()], spare=SPARE
     )
-    _say_totals(output, totals)
-    _say_rest(output, outcomes)
+    _say_totals(output, found.totals)
+    _say_rest(output, found)
     if picture is not None:
-        _draw(outcomes, picture)
+        _draw(found.outcomes, picture)
         output.print(f"picture: {picture}")
-    rows = [outcome.as_dict() for outcome in outcomes]
-    output.result({"families": families, "totals": totals, "rows": rows})
+    output.result(found.as_dict())
     return 0
 
 
@@ -85,9 +78,9 @@ def _say_totals(output: Output, totals: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def _say_rest(output: Output, outcomes: Sequence[Outcome]) -> None:
+def _say_rest(output: Output, found: Validation) -> None:
     """Print the rows with the largest errors, and rows with bad cells."""
-    worst = worst_rows(outcomes, WORST_SHOWN)
+    worst = found.worst(WORST_SHOWN)
     if worst:
         lines = [
             (
@@ -101,7 +94,7 @@ def _say_rest(output: Output, outcomes: Sequence[Outcome]) -> None:
         ]
         output.print("")
         output.table("Worst rows", ("row", "error", "predicted", "published", "assumptions"), lines)
-    for outcome in outcomes:
+    for outcome in found.outcomes:
         if outcome.reason.startswith("bad cell"):
             output.warn(f"{outcome.row.id}: {outcome.reason}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 MIB = 1024**2
 
 
@@ -44,6 +46,20 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
+
+
+def format_days(seconds: float) -> str:
+    """Days; hours below two days; smaller units below two hours."""
+    if math.isinf(seconds):
+        return "forever"
+    if seconds < 7200:
+        return format_seconds(seconds)
+    return f"{seconds / 86_400:.1f} days" if seconds >= 172_800 else f"{seconds / 3600:.1f} hours"
+
+
+def format_cost(cost: float) -> str:
+    """A cost in whole USD, with two decimals below 100."""
+    return f"{cost:,.0f} USD" if cost >= 100 else f"{cost:.2f} USD"
 
 
 def _scaled(value: float) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.units import format_bytes, format_plural, format_seconds
+from meshwright.core.units import format_bytes, format_cost, format_days, format_plural, format_seconds
 from meshwright.layout.checkpoint_interval import failure_rate
 from meshwright.layout.parameters import count_parameters
 from meshwright.plan.predict import Prediction
@@ -42,18 +41,6 @@ SIZE_CHECKED = 4
 """Layouts that fit exactly after which the search of a size ends."""
 SIZE_S = 3.0
 """Longest search of a size, in seconds."""
-_UNITS = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of `90d`, `12h` or `2w`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text.strip())
-    if match is None or float(match[1]) == 0:
-        rule, fix = "is not a duration", "Write hours, days or weeks, such as 12h, 90d or 2w"
-        raise UserError(
-            Problem("plan-bad-deadline", rule, path="deadline", value=text, fix=fix, is_argument=True)
-        )
-    return float(match[1]) * _UNITS[match[2]]
 
 
 @dataclass(frozen=True)
@@ -382,17 +369,3 @@ def _name_in_time(sizing: Sizing, goal: Goal) -> str:
 def _describe_size(size: ClusterSize) -> str:
     cost = "" if size.cost is None else f", {format_cost(size.cost)}"
     return f"{format_plural(size.devices, 'device')}: {format_days(size.wall_s)}{cost}"
-
-
-def format_cost(cost: float) -> str:
-    """A cost in whole USD, with two decimals below 100."""
-    return f"{cost:,.0f} USD" if cost >= 100 else f"{cost:.2f} USD"
-
-
-def format_days(seconds: float) -> str:
-    """Days; hours below two days; smaller units below two hours."""
-    if math.isinf(seconds):
-        return "forever"
-    if seconds < 7200:
-        return format_seconds(seconds)
-    return f"{seconds / 86_400:.1f} days" if seconds >= 172_800 else f"{seconds / 3600:.1f} hours"

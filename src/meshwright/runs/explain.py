@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.layout.no_effect import UnusedSetting, find_unused_settings
 from meshwright.layout.text import describe_layout
 from meshwright.plan.build import plan_from, summarize, summarize_plan
 from meshwright.plan.contract import PlanContract
@@ -58,6 +59,18 @@ class LayoutExplanation:
         """Whether no rule forbids it."""
         return not self.problems
 
+    @property
+    def against_best_s(self) -> dict[str, float]:
+        """Seconds that each part of the step takes, less those in the best layout; empty without both."""
+        if self.best is None or self.requested is None:
+            return {}
+        return part_differences(self.best, self.requested)
+
+    @property
+    def unused_settings(self) -> list[UnusedSetting]:
+        """Settings of the job that have no effect in this layout; none if it is not legal."""
+        return [] if self.plan is None else find_unused_settings(self.plan.job)
+
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright plan --why --json``."""
         why: dict[str, Any] = {"legal": self.legal, "problems": [p.as_dict() for p in self.problems]}
@@ -67,7 +80,7 @@ class LayoutExplanation:
         else:
             best, filled = self.best, self.filled
             slower = None if best is None or filled is None else filled.step_s / best.step_s - 1
-            why["against_best_s"] = {} if best is None else part_differences(best, self.requested)
+            why["against_best_s"] = self.against_best_s
             why["best_with_degrees"] = (
                 None if filled is None else summarize(filled) | {"against_best": slower}
             )

@@ -29,6 +29,7 @@ from meshwright.spec.load import require_runnable
 from meshwright.verify.proof_task import (
     MIXED_PRECISIONS,
     STEPS,
+    TIE,
     ProofTask,
     RankFindings,
     ReferenceRecord,
@@ -94,6 +95,11 @@ class Proof:
     def layout_name(self) -> str:
         """The proved layout and its number of ranks."""
         return name_layout(self.runs.plan)
+
+    @property
+    def tie(self) -> float:
+        """Difference of two routing scores up to which an expert may be chosen either way."""
+        return TIE
 
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright prove --json``."""

@@ -9,7 +9,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.plan.search.failure import search_error
 from meshwright.plan.search.find import find_layouts
 from meshwright.plan.search.space import pinned_keys
-from meshwright.plan.sizing import Goal, Sizing, size_cluster, unmet_goal_error
+from meshwright.plan.sizing import Goal, Sizing, explain_size, size_cluster, unmet_goal_error
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.reporter import Reporter
 from meshwright.simulate.run_length import simulate_run_length
@@ -23,6 +23,11 @@ class SizedCluster:
     sizing: Sizing
     job: LoadedJob
     """On the cluster that was chosen."""
+
+    @property
+    def answer(self) -> str:
+        """The chosen cluster, its time and its cost as text."""
+        return explain_size(self.sizing, self.job.spec.cluster.device_name or "device")
 
 
 def size_job(job: LoadedJob, goal: Goal, reporter: Reporter) -> SizedCluster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -143,3 +144,35 @@ def worst_rows(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
     known = [outcome for outcome in outcomes if outcome.step_error is not None]
     gating = [outcome for outcome in known if outcome.case and outcome.case.gates]
     return sorted(gating or known, key=lambda outcome: -abs(outcome.step_error or 0.0))[:count]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Predictions of published runs, and their errors."""
+
+    outcomes: list[Outcome]
+    """One per row of the tables."""
+
+    @cached_property
+    def families(self) -> dict[str, dict[str, Any]]:
+        """Figures of each family, in order of first occurrence."""
+        return summarise_families(self.outcomes)
+
+    @cached_property
+    def totals(self) -> dict[str, dict[str, Any]]:
+        """Errors of all gating rows, of those used for the fit (``fit``), and of the rest (``held_out``)."""
+        counted = [outcome for outcome in self.outcomes if outcome.case and outcome.case.gates]
+        return {
+            "all": errors_of(counted),
+            "fit": errors_of([outcome for outcome in counted if not outcome.held_out]),
+            "held_out": errors_of([outcome for outcome in counted if outcome.held_out]),
+        }
+
+    def worst(self, count: int) -> list[Outcome]:
+        """Gating rows with the largest error of time, worst first."""
+        return worst_rows(self.outcomes, count)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object of ``meshwright validate --json``."""
+        rows = [outcome.as_dict() for outcome in self.outcomes]
+        return {"families": self.families, "totals": self.totals, "rows": rows}

@@ -120,7 +120,7 @@ def test_init_lists_the_fields_if_none_is_obviously_the_text(cli, tmp_path):
 
 def test_init_says_what_a_number_of_gpus_means_without_a_gpu(cli, monkeypatch):
     """Eight processes on two cores run, but are hardly what was meant."""
-    for module in ("spec.load", "cli.init"):
+    for module in ("spec.load", "spec.cluster"):
         monkeypatch.setattr(f"meshwright.{module}.find_gpus", list)
         monkeypatch.setattr(f"meshwright.{module}.count_cores", lambda: 2)
     ran = cli("init", "--gpus", "8")

@@ -9,7 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from meshwright.cli.plan import parse_duration
 from meshwright.cli.plan_text import shorten_reasons
+from meshwright.core.errors import UserError
 from meshwright.plan.contract import read_plan
 from meshwright.plan.search.find import CHECKED, find_layouts, no_progress
 from meshwright.spec.load import load_job
@@ -515,3 +517,17 @@ def test_a_model_that_is_not_built_is_planned_on_this_machine(cli, good):
     assert ran.status == 0
     assert ran.json["fit"] > 0
     assert ran.json["layouts"][0]["interval_basis"].startswith("a factor of 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90d", 90 * 86_400), ("12h", 43_200), ("2w", 14 * 86_400), ("1.5d", 1.5 * 86_400)]
+)
+def test_durations_are_parsed(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["90", "d", "-3d", "0d", "3m", "1e3d", ""])
+def test_invalid_duration_is_refused(text):
+    with pytest.raises(UserError) as caught:
+        parse_duration(text)
+    assert caught.value.problems[0].code == "plan-bad-deadline"

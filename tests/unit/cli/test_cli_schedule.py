@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import schedule as command
+from meshwright.schedule.pipeline import proof
 from meshwright.schedule.pipeline.proof import Proof, Violation, ViolationKind
 from meshwright.spec.layout import SCHEDULES
 
@@ -147,7 +147,7 @@ def test_a_schedule_that_fails_its_proof_exits_3_with_every_violation(cli, monke
         action = schedule.ranks[1][0]
         return Proof((Violation(ViolationKind.DEADLOCK, 1, action, "waits"),), 0, (0,), (0,))
 
-    monkeypatch.setattr(command, "prove_schedule", refuse)
+    monkeypatch.setattr(proof, "prove_schedule", refuse)
     ran = cli("schedule", "pipeline")
     assert ran.status == 3
     assert ran.codes == ["schedule-not-proved"]

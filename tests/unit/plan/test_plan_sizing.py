@@ -7,7 +7,6 @@ import math
 import pytest
 
 import meshwright.plan.sizing as sizing_module
-from meshwright.core.errors import UserError
 from meshwright.plan.search.find import with_cluster
 from meshwright.plan.sizing import (
     ClusterSize,
@@ -15,7 +14,6 @@ from meshwright.plan.sizing import (
     RunLength,
     explain_size,
     list_assumptions,
-    parse_duration,
     size_cluster,
     unmet_goal_error,
 )
@@ -27,20 +25,6 @@ DAY = 86_400.0
 def tenth_lost(job, train_s) -> RunLength:
     """A tenth of the time is lost, 9 to 12% in most runs."""
     return RunLength(train_s / 0.9, train_s / 0.91, train_s / 0.88, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90d", 90 * DAY), ("12h", 43_200), ("2w", 14 * DAY), ("1.5d", 1.5 * DAY)]
-)
-def test_durations_are_parsed(text, seconds):
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["90", "d", "-3d", "0d", "3m", "1e3d", ""])
-def test_invalid_duration_is_refused(text):
-    with pytest.raises(UserError) as caught:
-        parse_duration(text)
-    assert caught.value.problems[0].code == "plan-bad-deadline"
 
 
 def test_smallest_size_that_meets_the_deadline_is_chosen(make_decoder_job):

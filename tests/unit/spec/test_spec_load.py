@@ -98,22 +98,6 @@ def test_job_tree_round_trips(tree):
     assert build_job(job_tree(job)) == job
 
 
-@pytest.mark.parametrize("name", preset_names("models"))
-def test_every_model_preset_is_a_legal_job(name):
-    assert load_job(name, on="h100-sxm", to_run=False).model.preset == name
-
-
-@pytest.mark.parametrize("name", preset_names("clusters"))
-def test_every_cluster_preset_loads_with_the_basis_of_its_figures(name):
-    cluster = load_job("tiny", [f"cluster.preset={name}"]).cluster
-    assert cluster.preset == name
-    assert cluster.basis
-    assert cluster.device_name
-    if name != "local":
-        assert cluster.device == "cuda"
-        assert cluster.bf16_flops_per_s < cluster.peak_bf16_flops_per_s, "reached is below the data sheet"
-
-
 # Defaults of the layout
 
 

@@ -415,6 +415,11 @@ class NearestLegal:
         fits = "" if self.prediction.fits else f"; {self.prediction.shortage}"
         return f"{kind}: {self.overrides} (predicted {self.prediction.price}{fits})"
 
+    @property
+    def alternatives(self) -> list[Alternative]:
+        """Changes with which it would fit; none if it fits."""
+        return [] if self.prediction.fits else find_alternatives(self.prediction.job)
+
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         found = self.prediction

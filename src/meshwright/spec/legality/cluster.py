@@ -44,7 +44,7 @@ def check_precision(job: Job) -> Problem | None:
     on_cpu = cluster.device == "cpu" and precision == "fp8"
     if key is None or on_cpu or getattr(cluster, key) is not None:
         return None
-    rule = f"needs a device with {precision} GEMMs, and cluster.{key} of "
+    rule = f"needs a device with {precision} GEMMs; cluster.{key} of "
     rule += f"{cluster.device_name or 'the device'} is not set"
     fix = f"Use train.precision=bf16, a newer device, or set cluster.{key}"
     return Problem("train-precision-device", rule, path="train.precision", value=precision, fix=fix)

@@ -53,7 +53,7 @@ def check_dense_model(job: Job) -> Problem | None:
     for name in ("ep", "etp"):
         path, value = f"layout.{name}", getattr(job.layout, name)
         if value > 1:
-            rule, fix = "shards experts, and the model is dense", f"Leave {path} out"
+            rule, fix = "shards experts; the model is dense", f"Leave {path} out"
             return Problem("layout-ep-dense", rule, path=path, value=value, fix=fix)
     return None
 

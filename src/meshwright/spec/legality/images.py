@@ -61,12 +61,12 @@ def check_image_recompute(job: Job) -> Problem | None:
     if not isinstance(job.model, ResNetModel) or layout.recompute == "none":
         return None
     if layout.recompute == "selective":
-        rule = "keeps the outputs of linears, and a ResNet has convolutions"
+        rule = "keeps the outputs of linears; a ResNet has convolutions"
         return Problem(
             "layout-recompute-images", rule, path=path, value="selective", fix=f"Use {path}=full or none"
         )
     if job.mixes_samples:
-        rule = "runs each forward pass twice, and model.norm=batch would update its running statistics twice"
+        rule = "runs each forward pass twice; model.norm=batch would update its running statistics twice"
         fix = f"Use {path}=none, or model.norm=group"
         return Problem("layout-recompute-images", rule, path=path, value=layout.recompute, fix=fix)
     return None
@@ -106,7 +106,7 @@ def check_batch_norm(job: Job) -> Problem | None:
         return Problem(code, rule, path="layout.dp_replicate", value=ranks, fix=fix)
     share, micro = batch // ranks, layout.micro_batch
     if share < least:
-        rule = f"gives a rank {share} samples, and model.norm=batch needs {least}: its last stage "
+        rule = f"gives {share} samples per rank; model.norm=batch needs {least}: its last stage "
         rule += "sees one pixel per image, and a single value has no variance"
         fix = "Use a larger train.global_batch or model.image_size, or fewer ranks"
         return Problem(code, rule, path="train.global_batch", value=batch, fix=fix)

@@ -41,7 +41,7 @@ def check_stage_layers(job: Job) -> Problem | None:
         fix = f"Give {stages} numbers, or leave it out: layers are then assigned by predicted cost"
         return Problem("layout-stage-layers", rule, path=path, value=shown, fix=fix)
     if sum(counts) != model.num_layers:
-        rule = f"adds up to {sum(counts)}, and model.num_layers={model.num_layers}"
+        rule = f"adds up to {sum(counts)}, not to model.num_layers={model.num_layers}"
         fix = f"Give numbers that add up to {model.num_layers}, or leave it out"
         return Problem("layout-stage-layers", rule, path=path, value=shown, fix=fix)
     return None
@@ -90,7 +90,7 @@ def check_dualpipe(job: Job) -> Problem | None:
     count, least = count_micro_batches(job), 2 * layout.pp
     if layout.schedule != "dualpipe-v" or layout.pp == 1 or count >= least:
         return None
-    rule = f"needs 2 x layout.pp={layout.pp} micro-batches, and a rank has {count} of "
+    rule = f"needs 2 x layout.pp={layout.pp} micro-batches; a rank has {count} of "
     rule += f"train.global_batch={batch}"
     enough = least * (layout.micro_batch or 1) * layout.data_degree
     fix = f"Use layout.schedule=zbv, fewer stages, or train.global_batch={enough}"

@@ -143,9 +143,7 @@ def not_built(path: str, built: tuple[Any, ...], what: str, planned: bool = True
             return None
         used = "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
         fix = "Leave it out" if built == (None,) else used
-        return Problem(
-            code, f"asks for {what}, which is not implemented yet", path=path, value=value, fix=fix
-        )
+        return Problem(code, f"needs {what}, which is not implemented yet", path=path, value=value, fix=fix)
 
     return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False, planned=planned)
 

@@ -71,7 +71,7 @@ def check_offload_all(job: Job) -> Problem | None:
     """FSDP2 streams sharded parameters from the CPU; nothing does so for unsharded ones."""
     if job.layout.offload != "all" or job.layout.zero >= 2:
         return None
-    rule = "asks for parameters in CPU memory without ZeRO-2 or 3, which is not implemented yet"
+    rule = "needs parameters in CPU memory without ZeRO-2 or 3, which is not implemented yet"
     fix = "Use layout.offload=optimizer, or layout.dp_shard above 1 with layout.zero=2 or 3"
     return Problem("layout-offload-not-built", rule, path="layout.offload", value="all", fix=fix)
 

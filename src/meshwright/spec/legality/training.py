@@ -35,7 +35,7 @@ def check_rollback(job: Job) -> Problem | None:
     if job.train.on_bad_step != "rollback" or job.elastic.restarts > 0:
         return None
     rule, fix = (
-        "needs ranks that regroup, and elastic.restarts=0",
+        "needs ranks that regroup; elastic.restarts=0 forbids it",
         "Raise elastic.restarts, or use skip or stop",
     )
     return Problem("train-rollback-restarts", rule, path="train.on_bad_step", value="rollback", fix=fix)
@@ -45,7 +45,10 @@ def check_straggler_replacement(job: Job) -> Problem | None:
     """A replacement is a recovery: the ranks regroup."""
     if job.elastic.straggler == "warn" or job.elastic.restarts > 0:
         return None
-    rule, fix = "needs ranks that regroup, and elastic.restarts=0", "Raise elastic.restarts, or use warn"
+    rule, fix = (
+        "needs ranks that regroup; elastic.restarts=0 forbids it",
+        "Raise elastic.restarts, or use warn",
+    )
     path = "elastic.straggler"
     return Problem("elastic-straggler-restarts", rule, path=path, value=job.elastic.straggler, fix=fix)
 
@@ -55,7 +58,7 @@ def check_straggler_exclusion(job: Job) -> Problem | None:
     if job.elastic.straggler != "exclude" or job.elastic.may_change != "nothing":
         return None
     rule, fix = (
-        "goes on without a device, and elastic.may_change=nothing",
+        "continues without one device; elastic.may_change=nothing forbids it",
         "Use elastic.may_change=data, or any",
     )
     path = "elastic.straggler"
@@ -82,7 +85,7 @@ def check_nesterov(job: Job) -> Problem | None:
     train = job.train
     if not train.nesterov or "momentum" not in defaults(train) or setting(train, "momentum") > 0:
         return None
-    rule, fix = "needs a momentum, and train.momentum=0", "Raise train.momentum, or leave it out"
+    rule, fix = "needs a momentum; train.momentum=0 is none", "Raise train.momentum, or leave it out"
     return Problem("train-nesterov-momentum", rule, path="train.nesterov", value=True, fix=fix)
 
 
@@ -140,7 +143,7 @@ def check_gemm_autotune(job: Job) -> Problem | None:
     if not train.gemm_autotune:
         return None
     if train.deterministic:
-        rule = "may choose other algorithms in each run, and train.deterministic=true promises the same bits"
+        rule = "may choose other algorithms in each run; train.deterministic=true needs the same ones"
         fix = "Leave train.gemm_autotune or train.deterministic out"
     elif wanted_block_backend(job) != "triton":
         rule = "tunes the GEMMs of Triton blocks"
@@ -170,14 +173,14 @@ def check_fp8(job: Job) -> Problem | None:
     model, layout = job.model, job.layout
     fix = "Use train.precision=bf16"
     if not isinstance(model, DecoderModel):
-        rule = "is for GEMMs, and torch has no fp8 convolution"
+        rule = "is for GEMMs; torch has no fp8 convolution"
     elif model.num_experts is not None:
         rule = f"is not implemented for the experts of model.num_experts={model.num_experts} yet"
     elif layout.pp > 1:
-        rule = f"computes weight gradients at once, and a schedule of layout.pp={layout.pp} may defer them"
+        rule = f"computes weight gradients at once; a schedule of layout.pp={layout.pp} may defer them"
         fix += ", or leave layout.pp out"
     elif layout.tp > 1:
-        rule = f"needs unsharded matrices, and layout.tp={layout.tp} shards them"
+        rule = f"needs unsharded matrices; layout.tp={layout.tp} shards them"
         fix += ", or leave layout.tp out"
     elif uses_eager_blocks(job):
         rule = "needs train.block_backend=compile or triton: casts not fused with the op before them cost "
@@ -195,7 +198,7 @@ def check_muon_unsharded(job: Job) -> Problem | None:
     axes = [name for name in sharding if getattr(layout, name) > 1]
     if job.train.optimizer != "muon" or not axes:
         return None
-    rule = f"needs whole matrices, and layout.{axes[0]}={getattr(layout, axes[0])} shards them"
+    rule = f"needs whole matrices; layout.{axes[0]}={getattr(layout, axes[0])} shards them"
     fix = "Use layout.dp_replicate, or train.optimizer=adamw"
     return Problem("train-muon-not-built", rule, path="train.optimizer", value="muon", fix=fix)
 
@@ -206,7 +209,7 @@ def check_noise_scale(job: Job) -> Problem | None:
     one_part = layout.data_degree == 1 and (layout.micro_batch or 1) >= train.global_batch
     if not train.noise_scale_every or (train.global_batch > 1 and not one_part):
         return None
-    rule = "compares a part of the batch with the whole, and one rank with one micro-batch has no part"
+    rule = "compares a part of the batch with the whole; one rank with one micro-batch has no part"
     fix = "Use a smaller layout.micro_batch, two ranks or more, or leave it out"
     path, value = "train.noise_scale_every", train.noise_scale_every
     return Problem("train-noise-scale-parts", rule, path=path, value=value, fix=fix)
@@ -218,7 +221,7 @@ def check_noise_scale_layout(job: Job) -> Problem | None:
     axes = [name for name in ("dp_shard", "tp", "pp", "cp") if getattr(layout, name) > 1]
     if not job.train.noise_scale_every or not axes:
         return None
-    rule = f"is measured with layout.dp_replicate only, and layout.{axes[0]}={getattr(layout, axes[0])}"
+    rule = f"is measured with layout.dp_replicate only, not with layout.{axes[0]}={getattr(layout, axes[0])}"
     fix = "Use layout.dp_replicate, or leave it out"
     value = job.train.noise_scale_every
     return Problem("train-noise-scale-not-built", rule, path="train.noise_scale_every", value=value, fix=fix)
