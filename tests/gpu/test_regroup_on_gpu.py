@@ -126,9 +126,9 @@ def test_nccl_ranks_go_on_with_one_device_and_again_with_two(train, monkeypatch,
     options = (
         "elastic.may_change=data",
         "elastic.restarts=1",
-        "elastic.retry_device_s=1",
+        "elastic.retry_device_s=0.5",
         "elastic.grow_after_s=0",
-        "train.steps=1500",
+        "train.steps=600",
         layout,
     )
     calm = train(*JOB, *options, "run_dir=calm")
