@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all test-gpu check format docs docs-figures docs-measured offline-site clean
+.PHONY: help setup setup-flink setup-spark setup-ray demo test test-all test-gpu test-engines check format docs docs-figures docs-measured offline-site clean
 
 help:
 	@echo "make demo      train a small language model on all local cores, write text with it, audit the run"
 	@echo "make test      the tests (make test-all adds the long ones)"
 	@echo "make check     format, lint, types, layers"
+	@echo "make test-engines  the golden checksum on Spark, Ray and Flink (make setup-spark, setup-ray, setup-flink)"
 	@echo "make docs      build the documentation into site/ (make docs-figures, docs-measured update the outputs that it quotes)"
 
 setup: $(INSTALLED)
@@ -45,10 +46,25 @@ SHARD ?= 1/1
 PASSED := .cache/test-all-$(subst /,-of-,$(SHARD))
 test-all: setup
 	$(PYTEST) -m 'not gpu' --shard $(SHARD) --resume-file $(PASSED) -n $(JOBS) --dist worksteal tests/unit tests/multiproc
-	$(PYTEST) -m 'not gpu' --shard $(SHARD) --resume-file $(PASSED)-faults tests/faults
+	$(PYTEST) -m 'not gpu' --shard $(SHARD) --resume-file $(PASSED)-faults -n 2 tests/faults
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu
+
+# Spark, Ray and Flink: an environment each, because they pin versions that differ. Spark and Flink need Java 17
+# (Debian and Ubuntu: apt-get install openjdk-17-jre-headless).
+setup-spark setup-ray setup-flink: setup-%: .venv-%/.installed
+
+.venv-%/.installed: pyproject.toml
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[prepare-$*]' pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+test-engines: setup setup-spark setup-ray setup-flink
+	$(PYTEST) -m engines -k embedded tests/engines
+	.venv-spark/bin/python -m pytest -m engines -k spark tests/engines
+	.venv-ray/bin/python -m pytest -m engines -k ray tests/engines
+	.venv-flink/bin/python -m pytest -m engines -k flink tests/engines
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -63,6 +63,12 @@ PICTURES = {
         f"schedule-{name}.svg": f"meshwright schedule pipeline --schedule {name} -o"
         for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
     },
+    "collective-ring.svg": "meshwright schedule collective --algorithm ring --ranks 4 -o",
+    "collective-tree.svg": "meshwright schedule collective --algorithm tree --ranks 8 -o",
+    "collective-hierarchical.svg": (
+        "meshwright schedule collective --algorithm hierarchical --ranks 4 --ranks-per-node 2 -o"
+    ),
+    "collective-fastest.svg": "meshwright simulate collective --on 2x8xh100-sxm -o",
     "plan-llama3-70b.png": "meshwright plan llama3-70b --on 8x8xh100-sxm --picture",
     "simulate-step.svg": (
         "meshwright simulate step llama3-8b layout.pp=4 layout.tp=2 layout.dp_shard=2 layout.micro_batch=1 "

@@ -116,11 +116,14 @@ def list_cases() -> tuple[Case, ...]:
     return tuple(sorted(cases, key=lambda case: case.digest))
 
 
-def list_model_cluster_pairs() -> list[Case]:
-    """Every model on every cluster with rotating sizes: every pair of model, cluster and size occurs."""
+def list_model_sizes() -> list[Case]:
+    """Every model on every size with rotating clusters: every pair with a size occurs."""
     clusters = [name for name in preset_names("clusters") if name != "local"]
-    pairs = itertools.product(enumerate(preset_names("models")), enumerate(clusters))
-    return [Case(model, cluster, SIZES[(row + column) % 4]) for (row, model), (column, cluster) in pairs]
+    pairs = itertools.product(enumerate(preset_names("models")), enumerate(SIZES))
+    return [
+        Case(model, clusters[(row + column * len(clusters) // len(SIZES)) % len(clusters)], size)
+        for (row, model), (column, size) in pairs
+    ]
 
 
 def choose_sample() -> list[Case]:

@@ -24,6 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from meshwright.collectives import (
+    ProvedCollective,
+    bench_collectives,
+    build_collective,
+    compare_collectives,
+    draw_comparison,
+    prove_collective,
+    validate_collectives,
+)
 from meshwright.core.errors import require_argument
 from meshwright.job_files import WrittenJob, find_nearest_legal, job_schema, write_job
 from meshwright.run_folder import Run, find_hang, list_runs, load_run
@@ -50,6 +59,7 @@ from meshwright.timelines import (
 )
 
 if TYPE_CHECKING:
+    from meshwright.data.pipeline.wordcount import WordCount
     from meshwright.data.prepare import PrepareReport
     from meshwright.layout.no_effect import UnusedSetting
     from meshwright.plan.contract import CollectiveTraffic, PlanContract, RankPrediction
@@ -70,12 +80,18 @@ __all__ = [
     "FailureSettings",
     "Job",
     "Plan",
+    "ProvedCollective",
     "Reporter",
     "Run",
     "SimulatedSchedule",
     "WrittenJob",
+    "bench_collectives",
+    "build_collective",
     "build_schedule",
+    "compare_collectives",
     "copy_checkpoints",
+    "count_words",
+    "draw_comparison",
     "evaluate",
     "export_checkpoint",
     "find_hang",
@@ -90,11 +106,13 @@ __all__ = [
     "load_schedule",
     "prepare_corpus",
     "probe",
+    "prove_collective",
     "prove_schedule",
     "prune_checkpoints",
     "run_faults",
     "simulate_schedule",
     "validate",
+    "validate_collectives",
     "write_job",
     "write_trace",
 ]
@@ -340,6 +358,11 @@ class Plan:
         return self.contract.collectives
 
     @property
+    def placement(self) -> list[tuple[int, int]]:
+        """Node and device of each rank."""
+        return self.contract.rank_placement.as_pairs()
+
+    @property
     def step_s(self) -> float:
         """Predicted time of a step."""
         return self.contract.step_s
@@ -400,13 +423,74 @@ class Plan:
         )
 
 
-def prepare_corpus(corpus: str | Path, *, reporter: Reporter = SILENT) -> PrepareReport:
-    """Tokenize the text that a CORPUS.toml describes into shards."""
+def prepare_corpus(
+    corpus: str | Path,
+    *,
+    engine: str | None = None,
+    parallelism: int | None = None,
+    address: str | None = None,
+    report: str | Path | None = None,
+    reporter: Reporter = SILENT,
+) -> PrepareReport:
+    """Tokenize the text that a CORPUS.toml describes into shards. Every engine writes the same bytes.
+
+    Args:
+        corpus: The file.
+        engine: ``reference``, ``embedded``, ``spark``, ``ray`` or ``flink``; ``embedded`` if left out, or
+            ``reference`` where its packages are not installed.
+        parallelism: Tasks at once; the cores of this machine if left out.
+        address: Of a Spark, Ray or Flink cluster that runs; a local one if left out.
+        report: HTML page to write: sizes, duplicates, lengths, frequent words; the reporter gets it as text.
+        reporter: Receives messages.
+
+    Raises:
+        UserError: A mistake in the file, no text, or an engine that is not installed.
+    """
     from meshwright.data.corpus_spec import load_corpus_spec  # noqa: PLC0415
-    from meshwright.runs.data import prepare_with_progress  # noqa: PLC0415
+    from meshwright.runs.preparation import (  # noqa: PLC0415
+        EngineChoice,
+        check_report,
+        prepare_with_progress,
+        report_corpus,
+    )
 
     path = Path(corpus)
-    return prepare_with_progress(load_corpus_spec(path), path.parent, reporter)
+    choice = EngineChoice(engine, parallelism, address)
+    if report is not None:
+        check_report(Path(report))
+    prepared = prepare_with_progress(load_corpus_spec(path), path.parent, reporter, choice)
+    if report is not None:
+        report_corpus(prepared, Path(report), reporter)
+    return prepared
+
+
+def count_words(
+    files: Sequence[str],
+    *,
+    engine: str | None = None,
+    parallelism: int | None = None,
+    address: str | None = None,
+    top: int = 20,
+    reporter: Reporter = SILENT,
+) -> WordCount:
+    """Count the words of files: the smallest pipeline. A word is what ``str.split()`` gives.
+
+    Args:
+        files: Files, folders or globs.
+        engine: As for :func:`prepare_corpus`.
+        parallelism: Tasks at once; the cores of this machine if left out.
+        address: Of a cluster that runs.
+        top: How many of the most frequent words to name.
+        reporter: Receives messages.
+
+    Raises:
+        UserError: A file is missing or has no text, or the engine is not installed.
+    """
+    from meshwright.runs.preparation import EngineChoice, count_words_with_progress  # noqa: PLC0415
+
+    require_argument(top >= 1, "top", top, "is not a number of words; use 1 or more")
+    choice = EngineChoice(engine, parallelism, address)
+    return count_words_with_progress(files, Path.cwd(), reporter, choice, top)
 
 
 def join_run(
@@ -473,9 +557,21 @@ def run_faults(
     return run(names, seed, budget_s, None if schedule is None else Path(schedule), reporter)
 
 
-def validate(tables: Sequence[str | Path] = ()) -> Validation:
-    """Predict published runs; the package's own table if none is given."""
-    from meshwright.validation.evaluate import bundled_table, evaluate_tables  # noqa: PLC0415
-    from meshwright.validation.metrics import Validation  # noqa: PLC0415
+def validate(tables: Sequence[str | Path] = (), *, leave_one_source_out: bool = False) -> Validation:
+    """Predict published runs and our own; the package's tables if none is given.
 
-    return Validation(evaluate_tables([Path(table) for table in tables] or [bundled_table()]))
+    Args:
+        tables: CSV files of runs.
+        leave_one_source_out: Predict each row with rates that were fitted without its source.
+    """
+    from meshwright.validation.evaluate import bundled_tables, evaluate, evaluate_left_out  # noqa: PLC0415
+    from meshwright.validation.limits import judge_limits, read_failed  # noqa: PLC0415
+    from meshwright.validation.metrics import Validation  # noqa: PLC0415
+    from meshwright.validation.published import read_rows  # noqa: PLC0415
+
+    rows = [row for table in tables for row in read_rows(Path(table))]
+    own = [] if tables and not leave_one_source_out else [r for t in bundled_tables() for r in read_rows(t)]
+    judged = rows if tables else own
+    outcomes = evaluate_left_out(judged, own) if leave_one_source_out else evaluate(judged)
+    limits = None if tables else judge_limits(read_failed(), judged)
+    return Validation(outcomes, leave_one_source_out, limits)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright.plan.search.find import Objective as Objective
     from meshwright.plan.search.find import SearchResult as SearchResult
     from meshwright.plan.sizing import ClusterSize as ClusterSize
+    from meshwright.runs.collective_bench import CollectiveBench as CollectiveBench
     from meshwright.runs.dry_run import DryRun as DryRun
     from meshwright.runs.evaluate import Evaluation as Evaluation
     from meshwright.runs.explain import LayoutExplanation as LayoutExplanation
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from meshwright.runs.size import SizedCluster as SizedCluster
     from meshwright.runs.tune import TuneResult as TuneResult
     from meshwright.schedule.pipeline.actions import PipelineSchedule as PipelineSchedule
+    from meshwright.simulate.collective_choice import CollectiveComparison as CollectiveComparison
     from meshwright.simulate.months import FailureSimulation as FailureSimulation
     from meshwright.simulate.months import Range as Range
     from meshwright.simulate.step import Lane as Lane
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 MODULES = {
     "Audit": "meshwright.audit.compare",
+    "CollectiveBench": "meshwright.runs.collective_bench",
+    "CollectiveComparison": "meshwright.simulate.collective_choice",
     "ClusterSize": "meshwright.plan.sizing",
     "DryRun": "meshwright.runs.dry_run",
     "Evaluation": "meshwright.runs.evaluate",

@@ -250,3 +250,85 @@ def test_a_killed_command_is_adopted_in_the_layout_that_its_ranks_have(command, 
     assert changes_of(again, run_dir) == [(4, 3), (3, 4)]
     assert json.loads(out)["audit_ok"], json.loads(out)["differences"]
     require_ledger(again, run_dir)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_node_whose_agent_gets_sigterm(make_nodes, train, job_file):
+    """The ranks save after their step and go on in a smaller layout; no step is repeated."""
+    options = ("layout.dp_shard=3", *ENDLESS, "elastic.snapshot_every=5", "checkpoint.every_steps=0")
+    nodes = make_nodes(3)
+    running = nodes.train(job_file, *options, "cluster.devices_per_node=1", "elastic.may_change=data")
+    agents = [nodes.join(node) for node in (1, 2)]
+    wait_until(lambda: any(e["event"] == "step" and e["step"] >= 7 for e in nodes.events()))
+    agents[0].process.send_signal(signal.SIGTERM)
+    status, _, err = agents[0].finish()
+    assert (status, "has left the run" in err) == (0, True), err
+    wait_until(lambda: steps_since_change(nodes.events(), 1))
+    result = stop(running)
+    assert agents[1].finish()[0] == 0
+    calm = (f"train.steps={len(result['losses'])}", "cluster.devices_per_node=3")
+    require_equal(result["losses"], train(*options, *calm, "run_dir=calm").losses)
+    assert result["audit_ok"], result["differences"]
+    assert changes_of(running, nodes.run_dir) == [(3, 2)]
+    (recovered,) = [e for e in nodes.events() if e["event"] == "recovered"]
+    assert (recovered["source"], recovered["replayed_steps"]) == ("checkpoint", 0)
+    require_ledger(running, nodes.run_dir)
+    nodes.require_empty()
+
+
+@pytest.mark.slow
+def test_ranks_of_several_nodes_are_adopted_in_a_changed_layout(make_nodes, train, job_file):
+    """The command is killed while three of four nodes train. The new one adopts them, and uses the fourth."""
+    options = ("layout.dp_replicate=4", *ENDLESS, "elastic.snapshot_every=5", "checkpoint.every_steps=0")
+    elastic = ("elastic.may_change=data", "elastic.node_wait_s=0.5", "elastic.grow_after_s=0.2")
+    nodes = make_nodes(4)
+    first = nodes.train(job_file, *options, *elastic, "cluster.devices_per_node=1")
+    agents = [nodes.join(node) for node in (1, 2, 3)]
+    wait_until(lambda: any(e["event"] == "step" and e["step"] >= 7 for e in nodes.events()))
+    kill_agent(agents[1])
+    wait_until(lambda: steps_since_change(nodes.events(), 1))
+    pids = [nodes.rank_pid(rank) for rank in range(3)]
+    first.process.kill()
+    first.process.wait()
+    again = nodes.train(job_file, *options, *elastic, "cluster.devices_per_node=1", options=("--resume",))
+    wait_until(lambda: sum(e["event"] == "adopted" for e in nodes.events()) == 3)
+    done = max(e["step"] for e in nodes.events() if e["event"] == "step")
+    wait_until(lambda: any(e["event"] == "step" and e["step"] > done for e in nodes.events()))
+    assert [nodes.rank_pid(rank) for rank in range(3)] == pids, "no rank was restarted"
+    assert changes_of(again, nodes.run_dir) == [(4, 3)]
+    nodes.join(2)
+    wait_until(lambda: steps_since_change(nodes.events(), 2))
+    result = stop(again)
+    calm = (f"train.steps={len(result['losses'])}", "cluster.devices_per_node=4")
+    require_equal(result["losses"], train(*options, *calm, "run_dir=calm").losses)
+    assert result["audit_ok"], result["differences"]
+    assert changes_of(again, nodes.run_dir) == [(4, 3), (3, 4)]
+    require_ledger(again, nodes.run_dir)
+    nodes.require_empty()
+
+
+@pytest.mark.slow
+def test_ranks_are_adopted_while_the_node_of_the_command_is_idle(make_nodes, job_file):
+    """The device of node 0 is left out, and the command is killed: ``--resume`` starts no other ranks."""
+    options = (
+        "layout.dp_replicate=3", *ENDLESS, "cluster.devices_per_node=1", "elastic.may_change=data",
+        "elastic.restarts=1", "elastic.snapshot_every=5", "elastic.grow_after_s=100000",
+    )  # fmt: skip
+    nodes = make_nodes(3)
+    first = nodes.train(job_file, *options)
+    agents = [nodes.join(node) for node in (1, 2)]
+    kill_until_left_out(first, nodes.run_dir, rank=0, step=7)
+    wait_until(lambda: steps_since_change(nodes.events(), 1))
+    started = [e["pid"] for e in nodes.events() if e["event"] == "started"]
+    assert {e["host"] for e in nodes.events() if e["event"] == "started"} >= {"host-1", "host-2"}
+    first.process.kill()
+    first.process.wait()
+    again = nodes.train(job_file, *options, options=("--resume",))
+    wait_until(lambda: sum(e["event"] == "adopted" for e in nodes.events()) == 3)
+    done = max(e["step"] for e in nodes.events() if e["event"] == "step")
+    wait_until(lambda: any(e["event"] == "step" and e["step"] > done for e in nodes.events()))
+    result = stop(again)
+    assert result["audit_ok"], result["differences"]
+    assert [e["pid"] for e in nodes.events() if e["event"] == "started"] == started, "no rank was started"
+    assert [agent.finish()[0] for agent in agents] == [0, 0]
+    nodes.require_empty()

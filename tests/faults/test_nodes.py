@@ -360,6 +360,63 @@ def test_a_signal_to_an_agent_stops_the_run_with_a_checkpoint(make_nodes, job_fi
 
 
 @pytest.mark.slow
+def test_a_spare_takes_over_from_an_agent_that_gets_sigterm(make_nodes, train, job_file):
+    """The ranks save, and start again with the spare; no step is repeated. A spare with SIGTERM leaves."""
+    options = (*ONE_EACH, "train.schedule=constant", "train.steps=100000", "checkpoint.every_steps=0")
+    nodes = make_nodes(4)
+    running = nodes.train(job_file, *options, "cluster.nodes=2")
+    agent = nodes.join(1)
+    wait_until(step_is_done(nodes, 1))
+    spares = [nodes.join(2)]
+    wait_until(lambda: any(e["event"] == "node_spare" for e in nodes.events()))
+    spares.append(nodes.join(3))
+    wait_until(lambda: sum(e["event"] == "node_spare" for e in nodes.events()) == 2)
+    spares[0].process.send_signal(signal.SIGTERM)
+    assert spares[0].finish()[0] == 0
+    wait_until(lambda: any(e["event"] == "spare_lost" for e in nodes.events()))
+    agent.process.send_signal(signal.SIGTERM)
+    status, _, err = agent.finish()
+    assert (status, "has left the run" in err) == (0, True), err
+    wait_until(step_is_done(nodes, 2, generation=1))
+    running.process.send_signal(signal.SIGTERM)
+    result = result_of(running)
+    alone = train(*options, f"train.steps={len(result['losses'])}", "run_dir=alone")
+    assert result["losses"] == alone.losses
+    assert result["audit_ok"], result["differences"]
+    assert spares[1].finish()[0] == 0
+    (recovered,) = [e for e in nodes.events() if e["event"] == "recovered"]
+    assert (recovered["source"], recovered["replayed_steps"]) == ("checkpoint", 0)
+    hosts = {e["rank"]: e["host"] for e in nodes.events() if e["event"] == "started"}
+    assert hosts == {0: "host-0", 1: "host-3"}
+    nodes.require_empty()
+
+
+@pytest.mark.slow
+def test_the_next_spare_takes_over_from_one_that_hangs(make_nodes, job_file):
+    """The first spare is stopped and then told to take over: it keeps its connection, and does not answer."""
+    nodes = make_nodes(4)
+    running = nodes.train(job_file, *ONE_EACH, "train.steps=100000", "cluster.nodes=2")
+    agent = nodes.join(1)
+    wait_until(step_is_done(nodes, 11))
+    hung = nodes.join(2)
+    wait_until(lambda: any(e["event"] == "node_spare" for e in nodes.events()))
+    other = nodes.join(3)
+    wait_until(lambda: sum(e["event"] == "node_spare" for e in nodes.events()) == 2)
+    os.kill(hung.process.pid, signal.SIGSTOP)
+    kill_agent(agent)
+    wait_until(step_is_done(nodes, 12, generation=1))
+    (lost,) = [e for e in nodes.events() if e["event"] == "spare_lost"]
+    assert (lost["host"], lost["reason"]) == ("host-2", "it sent nothing for 6 s")
+    assert [e["host"] for e in nodes.events() if e["event"] == "node_joined"] == ["host-1", "host-3"]
+    os.kill(hung.process.pid, signal.SIGCONT)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.finish()[0] == 0
+    assert other.finish()[0] == 0
+    hung.finish()
+    nodes.require_empty()
+
+
+@pytest.mark.slow
 def test_one_machine_listens_on_loopback_only(make_nodes, job_file):
     """The namespace has no other process: these are all ports of a run without ``--listen``."""
     nodes = make_nodes(1)

@@ -129,11 +129,12 @@ def test_nccl_ranks_go_on_with_one_device_and_again_with_two(train, monkeypatch,
         "elastic.retry_device_s=0.5",
         "elastic.grow_after_s=0",
         "train.steps=600",
+        "train.lr=3e-4",  # with a larger one, rounding differences of the layouts grow too fast
         layout,
     )
     calm = train(*JOB, *options, "run_dir=calm")
     saboteur = Saboteur(tmp_path / "run", signal.SIGKILL, times=2, steps_before=0)
     found = train(*JOB, *options, "run_dir=run")
-    assert found.losses == pytest.approx(calm.losses, rel=1e-2)
+    assert found.losses == pytest.approx(calm.losses, rel=1e-3)
     changes = [e for e in saboteur.events() if e["event"] == "layout_changed"]
     assert [(e["ranks_before"], e["ranks"]) for e in changes] == [(2, 1), (1, 2)]

@@ -18,7 +18,7 @@ import torch.distributed._functional_collectives as functional
 
 from meshwright.checkpoint import drafts, saver, writer
 from meshwright.measure.memory_tracker import PeakTracker
-from meshwright.models import decoder_sharding
+from meshwright.models import decoder, decoder_sharding
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import expert
 from meshwright.train import build, loop, worker
@@ -294,7 +294,7 @@ def limited_memory(run_dir, listener):
     glibc is told to map large blocks individually. Otherwise its heap keeps freed memory.
     """
     if os.environ["RANK"] == "1":
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
         status = Path("/proc/self/status").read_text()
         held = int(status.partition("VmData:")[2].split()[0]) * 1024
         limit = held + MEMORY_LIMIT_BYTES
@@ -486,4 +486,32 @@ def busy_for_seconds(run_dir, listener):
         return original(trainer)
 
     loop.evaluate = evaluate
+    return run_rank(run_dir, listener)
+
+
+def slow_blocks(run_dir, listener):
+    """Rank 0 sleeps before every block."""
+    if os.environ.get("RANK") == "0":
+        original = decoder.Block.forward
+
+        def forward(block, *args, **kwargs):
+            time.sleep(0.2)
+            return original(block, *args, **kwargs)
+
+        decoder.Block.forward = forward
+    return run_rank(run_dir, listener)
+
+
+def killed_while_computing(run_dir, listener):
+    """Rank 2 gets SIGKILL in a block of step 5, and rank 0 in one of step 9; each once."""
+    original = Trainer._accumulate
+
+    def accumulate(trainer, *args):
+        rank, mark = trainer.mesh.rank, Path(run_dir) / f"killed-{trainer.mesh.rank}"
+        if {2: 4, 0: 8}.get(rank) == trainer.step and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(trainer, *args)
+
+    Trainer._accumulate = accumulate
     return run_rank(run_dir, listener)

@@ -85,6 +85,8 @@ def test_the_script_trains_under_torchrun(job_file, tmp_path):
     assert sorted(one["rank"] for one in found) == [0, 1]
     assert found[0]["losses"] == found[1]["losses"]
     assert all(one["ok"] for one in found)
+    logs = [path.read_text() for path in tmp_path.rglob("events*.jsonl")]
+    assert any('"transport_fallback"' in log for log in logs), "torchrun's ranks have no shared memory"
 
 
 @pytest.mark.slow

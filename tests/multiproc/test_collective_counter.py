@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,14 +12,16 @@ from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.spec.load import load_job
 
 ROUNDS = 1000
+MANY_ROUNDS = 6000
 
 
-def run_collectives(run_dir, listener):
+def run_collectives(run_dir, listener, transport="shared_memory", rounds=ROUNDS):
     """One rank: asynchronous all-reduces with Python futures, between synchronous ones."""
     counter = CollectiveCounter()
     counter.install()
-    mesh = init_mesh(load_job(run_dir + "/job.toml", ["layout.dp_replicate=2"]), counter)
-    for _ in range(ROUNDS):
+    overrides = ["layout.dp_replicate=2", f"train.transport={transport}"]
+    mesh = init_mesh(load_job(run_dir + "/job.toml", overrides), counter)
+    for _ in range(rounds):
         work = dist.all_reduce(torch.ones(1000), group=mesh.group("dp_replicate"), async_op=True)
         future = work.get_future().then(lambda done: done.value()[0])
         mesh.all_reduce_scalars([1.0])
@@ -30,9 +33,27 @@ def run_collectives(run_dir, listener):
     return 0
 
 
-def test_the_counter_does_not_deadlock_with_python_futures(job_file, tmp_path):
-    """A counter that holds the GIL during the redispatch deadlocks here within seconds."""
+def run_over_gloo(run_dir, listener):
+    """One rank over gloo."""
+    return run_collectives(run_dir, listener, "gloo")
+
+
+def run_many(run_dir, listener):
+    """One rank, for a long test."""
+    return run_collectives(run_dir, listener, rounds=MANY_ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("entry", "rounds"),
+    [
+        ("run_collectives", ROUNDS),
+        ("run_over_gloo", ROUNDS),
+        pytest.param("run_many", MANY_ROUNDS, marks=pytest.mark.slow),
+    ],
+)
+def test_the_counter_does_not_deadlock_with_python_futures(job_file, tmp_path, entry, rounds):
+    """A counter that holds the GIL during the redispatch to gloo deadlocks here within seconds."""
     events = []
-    Supervisor(f"{__name__}:run_collectives", tmp_path, 2, 0, 10.0, events.append).run()
+    Supervisor(f"{__name__}:{entry}", tmp_path, 2, 0, 10.0, events.append).run()
     (event,) = [e for e in events if e["event"] == "counted"]
-    assert {row["axis"]: row["calls"] for row in event["rows"]} == {"dp_replicate": ROUNDS, "control": ROUNDS}
+    assert {row["axis"]: row["calls"] for row in event["rows"]} == {"dp_replicate": rounds, "control": rounds}

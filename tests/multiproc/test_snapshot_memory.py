@@ -24,6 +24,7 @@ LAYOUTS = [
             "tied pipeline": ("layout.pp=2", "model.tied_embeddings=true", "model.vocab_size=257"),
             "cp": ("layout.cp=2", "layout.zero=1"),
             "experts": (*EXPERTS, "layout.dp_shard=2", "layout.ep=2"),
+            "experts, fixed biases": (*EXPERTS[:2], "layout.dp_shard=2", "layout.ep=2"),
             "experts, zero-1": (*EXPERTS, "layout.dp_shard=2", "layout.ep=2", "layout.zero=1"),
             "offload": ("layout.dp_replicate=2", "layout.offload=optimizer"),
         }.items()

@@ -116,7 +116,7 @@ def make_grid() -> Callable[..., Grid]:
         count = max((len(column) for column in columns.values()), default=1)
         plain = dict.fromkeys(Grid.__dataclass_fields__, 1)
         plain |= {"zero": 0, "accumulate": 0, "schedule": 1, "context": 0, "recompute": 0, "offload": 0}
-        plain |= {"sequence_parallel": False}
+        plain |= {"sequence_parallel": False, "backup_replicas": 0}
         made = {name: np.full(count, value) for name, value in plain.items()}
         made |= {name: np.asarray(column) for name, column in columns.items()}
         return Grid(**made)
@@ -136,6 +136,7 @@ def random_grid() -> Grid:
         "offload": (0, 1, 2), "prefetch": (0, 1, 2),
     }  # fmt: skip
     columns: dict[str, Any] = {name: generator.choice(np.array(v), 400) for name, v in options.items()}
+    columns["backup_replicas"] = np.zeros(400, dtype=np.int64)
     return Grid(sequence_parallel=generator.random(400) < 0.5, **columns)
 
 

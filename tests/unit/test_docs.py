@@ -118,6 +118,8 @@ def type_of(facts: dict[str, Any]) -> str:
         return f"table, see {page}"
     if "anyOf" in facts:
         return type_of(next(option for option in facts["anyOf"] if option.get("type") != "null"))
+    if "oneOf" in facts:
+        return " or ".join(map(type_of, facts["oneOf"]))
     if "enum" in facts:
         return ", ".join(f"`{value}`" for value in facts["enum"])
     if "const" in facts:
@@ -214,7 +216,12 @@ def test_job_page_names_every_key_and_no_other() -> None:
 
 def test_probe_page_names_every_key_of_its_table() -> None:
     definitions = job_schema()["$defs"]
-    kinds = {"Probed": "", "GemmTime": "gemms.", "AttentionTime": "attention."}
+    kinds = {
+        "Probed": "",
+        "GemmTime": "gemms.",
+        "AttentionTime": "attention.",
+        "CollectiveTime": "collectives.",
+    }
     keys = {f"probed.{at}{key}" for kind, at in kinds.items() for key in definitions[kind]["properties"]}
     named = re.findall(r"^\| `([\w.]+)` \|", (DOCS / "probe.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(keys)

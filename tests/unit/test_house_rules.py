@@ -35,14 +35,17 @@ COMMANDS = {
     "schema",
     "runs",
     "report",
+    "bench collectives",
     "bench scaling",
 }
 COMMANDS |= {f"checkpoint {name}" for name in ("copy", "export", "list", "prune", "verify")} | {
+    "schedule collective",
     "schedule pipeline",
+    "simulate collective",
     "simulate failures",
     "simulate step",
 }
-COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
+COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate", "wordcount"}
 NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "simulate", "validation", "data", "launch")
 NO_TORCH += ("audit", "diagnose", "elastic", "report")
 CODE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -4,7 +4,8 @@ State and collectives must be **equal**. Activations and peak may differ by 5%, 
 With Triton blocks the peak may differ by 3%. With blocks that torch.compile compiles, these two may be **at
 most** 5% above the prediction: the compiler decides what to keep, and keeps less than eager blocks. With
 experts, they are predicted for the rows that the rank's experts really read; the plan assumes an even load.
-Step time is not audited. A value that was not measured fails the audit.
+Step time is not audited. A value that was not measured fails the audit. Every rank must have run on its
+planned device.
 
 All generations of all attempts are audited, each for the steps that it did, and an earlier attempt against
 its own plan. A rank that was killed reports nothing of its generation. Steps that are done again must have
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.audit.expert_load import describe_load, find_effect
+from meshwright.audit.placement import PlacementRow, list_placement_differences, list_placement_rows
 from meshwright.audit.record import (
     GenerationRecord,
     MeasuredCollectives,
@@ -129,6 +131,8 @@ class Audit:
     """How many were audited."""
     coverage: tuple[str, ...] = ()
     """Sentences about what earlier generations did not report."""
+    placement: tuple[PlacementRow, ...] = ()
+    """Where ranks ran, in every generation."""
 
     @property
     def ok(self) -> bool:
@@ -148,6 +152,7 @@ class Audit:
             "load": list(self.load),
             "generations": self.generations,
             "coverage": list(self.coverage),
+            "placement": [row.as_dict() for row in self.placement],
             "state": [{**asdict(row), "ok": row.ok} for row in self.state],
             "collectives": [row.as_dict() for row in self.collectives],
         }
@@ -159,10 +164,11 @@ def audit_run(
     """Compare a run with its plan.
 
     Args:
-        plan: Of the newest attempt.
+        plan: Of the newest attempt, or of one that was stopped before its ranks had started.
         record: Of all attempts.
         earlier: The plans of earlier attempts, by the first generation of the attempt.
     """
+    plan = (earlier or {}).get(record.newest.attempt_start, plan)
     audited = _list_generations(plan, record, earlier or {})
     state = [
         *_earlier_state_rows(audited, record),
@@ -174,6 +180,8 @@ def audit_run(
     differences = [_state_difference(row) for row in judged if not row.ok]
     differences += [_collective_difference(row) for row in collectives if not row.equal]
     differences += _list_replay_differences(plan, record)
+    placement = list_placement_rows(audited, record)
+    differences += list_placement_differences(placement)
     unreported = [rank for rank in range(plan.world_size) if rank not in record.collectives]
     if incomplete:
         differences.append(incomplete)
@@ -183,7 +191,13 @@ def audit_run(
     load = describe_load(plan, record)
     coverage = _describe_coverage(audited, record)
     return Audit(
-        tuple(state), tuple(collectives), tuple(differences), tuple(load), len(audited), tuple(coverage)
+        tuple(state),
+        tuple(collectives),
+        tuple(differences),
+        tuple(load),
+        len(audited),
+        tuple(coverage),
+        tuple(placement),
     )
 
 

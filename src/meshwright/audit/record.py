@@ -26,7 +26,7 @@ from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.units import format_plural
 from meshwright.plan.contract import CollectiveTraffic, PlanContract
 
-BY_GENERATION = frozenset({"state", "collectives", "rank_lost", "layout_changed"})
+BY_GENERATION = frozenset({"state", "collectives", "rank_lost", "layout_changed", "node_left"})
 """Events that count in their own generation, however late they are."""
 
 
@@ -185,6 +185,16 @@ class LayoutChanged:
 _LAYOUT_CHANGE: TypeAdapter[LayoutChanged] = TypeAdapter(LayoutChanged)
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs, as it reported."""
+
+    host: str
+    node: int | None
+    """None if its launcher does not number nodes."""
+    device: int | None
+
+
 @dataclass
 class GenerationRecord:
     """The measurements of all ranks in one generation."""
@@ -200,6 +210,8 @@ class GenerationRecord:
     """Memory by rank."""
     collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
     """Counted collectives by rank."""
+    places: dict[int, RankPlace] = field(default_factory=dict)
+    """Where each rank ran; those of older runs did not report it."""
     snapshots_off: set[int] = field(default_factory=set)
     """Ranks that found too little memory for in-memory snapshots."""
     lost: bool = False
@@ -239,6 +251,9 @@ class RunRecord:
     """Failures of ranks after which the run went on."""
     layout_changes: list[LayoutChanged] = field(default_factory=list)
     """Changes of the layout by which the run went on with fewer devices, or with more."""
+    placements: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Node and device of each rank in a layout that followed another one, by its first generation. The plan
+    has the slots of the devices that were left."""
     changed_layouts: set[int] = field(default_factory=set)
     """Generations that began with another layout: equal losses up to rounding."""
     changed_curves: set[int] = field(default_factory=set)
@@ -369,6 +384,8 @@ class RunRecord:
         return statistics.median(values) if values else None
 
     def _on_ready(self, event: Event, generation: GenerationRecord) -> None:
+        if "host" in event:
+            generation.places[event["rank"]] = RankPlace(event["host"], event["node"], event["device"])
         if event["rank"] == 0:
             self.peak_basis = event["peak_basis"]
             if generation.generation == generation.attempt_start:
@@ -377,8 +394,16 @@ class RunRecord:
     def _on_rank_lost(self, event: Event, generation: GenerationRecord) -> None:
         generation.lost = True
 
+    def _on_node_left(self, event: Event, generation: GenerationRecord) -> None:
+        if event[
+            "replaced"
+        ]:  # the ranks saved a checkpoint and ended, and the same command starts them again
+            generation.lost, self.status = True, "unfinished"
+
     def _on_layout_changed(self, event: Event, generation: GenerationRecord) -> None:
         generation.layout_changed = True
+        if placed := event.get("placement"):
+            self.placements[generation.generation + 1] = [(node, device) for node, device in placed]
         self.layout_changes.append(_LAYOUT_CHANGE.validate_python(event))
         self.stragglers.close(event["step"])
 

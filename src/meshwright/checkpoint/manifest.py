@@ -99,6 +99,8 @@ class Manifest:
     compression: str = "none"
     sharding: str = ""
     """How the run sharded its state."""
+    transport: str = ""
+    """What ran the collectives of ranks on one node: gives the order of sums. Empty in older checkpoints."""
     tensors: dict[str, TensorFacts] = field(default_factory=dict)
     """All full tensors by name; empty in format 1."""
     torch: str = ""

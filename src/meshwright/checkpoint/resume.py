@@ -25,8 +25,8 @@ from meshwright.spec.train_defaults import fill_defaults
 
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(Train) if f.default is not dataclasses.MISSING}
 """Values of keys of ``train`` that a checkpoint older than the key does not name."""
-HARMLESS_KEYS = ("eval_every", "eval_samples", "noise_scale_every", "replica_check_every")
-"""Keys of ``train`` that do not change the loss curve."""
+HARMLESS_KEYS = ("eval_every", "eval_samples", "noise_scale_every", "replica_check_every", "transport")
+"""Keys of ``train`` that do not change the loss curve, or whose effect is compared apart."""
 
 
 @torch.no_grad()
@@ -133,6 +133,7 @@ def list_differences(manifest: Manifest, state: CheckpointedState) -> list[str]:
         ("layout.micro_batch", manifest.micro_batch, job.layout.micro_batch),
         ("compression.kind", manifest.compression, job.compression.kind),
         ("the sharding", manifest.sharding or "none", describe_sharding(job) or "none"),
+        ("the transport", manifest.transport or state.transport, state.transport),
         ("torch", manifest.torch, torch.__version__),
     )
     notes += [

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from meshwright.checkpoint.resume import load_tensors
 from meshwright.checkpoint.state import CheckpointedState
-from meshwright.checkpoint.state_snapshots import restore_counters
+from meshwright.checkpoint.state_snapshots import HAS_BIASES, restore_counters
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.launch.snapshot_slots import SnapshotSlots
 from meshwright.layout.parameters import FLOAT32_BYTES
 from meshwright.layout.snapshot_size import COUNTER_BYTES, TENSOR_ALIGNMENT, align, slot_bytes, slot_start
 from meshwright.layout.snapshot_tensors import SnapshotTensor, fingerprint, list_snapshot_tensors
-from meshwright.layout.state_chunks import TensorSlice
+from meshwright.layout.state_chunks import SELECTION_BIAS, TensorSlice
 from meshwright.spec.job import Job
 
 
@@ -68,7 +68,7 @@ class RetiredSnapshots:
 
     def names(self) -> list[str]:
         """The names of all full tensors."""
-        return list(self._chunks)
+        return [name for name in self._chunks if name != SELECTION_BIAS or self.counters[HAS_BIASES]]
 
     def read(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
         """Read a full tensor, or a part of it, into new memory.

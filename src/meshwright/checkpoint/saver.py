@@ -297,6 +297,7 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,
         sharding=describe_sharding(job),
+        transport=state.transport,
         tensors=describe_tensors(state),
         torch=torch.__version__,
         loss_scale=state.loss_scaler.state_dict(),

@@ -85,3 +85,5 @@ class CheckpointedState:
     """Chat template, see :class:`Manifest`."""
     small_files: Mapping[str, bytes]
     """Files that every checkpoint holds besides the tensors: tokenizer, chat template, HF source."""
+    transport: str = ""
+    """What runs the collectives, see :class:`Manifest`."""

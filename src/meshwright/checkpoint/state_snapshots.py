@@ -20,6 +20,7 @@ from torch import Tensor
 from meshwright.checkpoint.state import CheckpointedState
 from meshwright.core.events import Commit
 from meshwright.launch.snapshot_slots import EMPTY, SnapshotSlots
+from meshwright.layout.parameters import selection_bias_shape
 from meshwright.layout.snapshot_size import (
     COUNTER_BYTES,
     TENSOR_ALIGNMENT,
@@ -30,6 +31,9 @@ from meshwright.layout.snapshot_size import (
 )
 from meshwright.layout.snapshot_tensors import fingerprint
 from meshwright.layout.state_chunks import SELECTION_BIAS
+
+HAS_BIASES = "has_selection_bias"
+"""In the counters of a snapshot: whether the run had selection biases. Without them the tensor is zero."""
 
 
 class StateSnapshots:
@@ -84,6 +88,8 @@ class StateSnapshots:
             "counters": asdict(self._state.counters),
             "loss_scale": self._state.loss_scaler.state_dict(),
             "tensors": self._fingerprint,
+            HAS_BIASES: self._state.expert_biases is not None
+            and self._state.expert_biases.bias_LE is not None,
         }
         content = json.dumps(counters).encode()
         assert len(content) < COUNTER_BYTES, f"counters of {len(content)} bytes"
@@ -96,10 +102,14 @@ class StateSnapshots:
     def restore(self, step: int) -> None:
         """Restore the snapshot of a step."""
         slot = self._memory.steps().index(step)
+        start = self._start(slot)
+        content = json.loads(self._map[start : start + COUNTER_BYTES])
+        biases = self._state.expert_biases
+        if content[HAS_BIASES] and biases is not None and biases.bias_LE is None:
+            biases.use_biases(self._state.model, _empty_biases(self._state))
         for tensor, copy in self._pairs(slot):
             tensor.copy_(copy)
-        start = self._start(slot)
-        restore_counters(self._state, json.loads(self._map[start : start + COUNTER_BYTES]))
+        restore_counters(self._state, content)
 
     def _start(self, slot: int) -> int:
         return slot_start(slot, self.slot_bytes)
@@ -135,6 +145,14 @@ def _list_tensors(state: CheckpointedState) -> list[tuple[str, Tensor]]:
         tensors += [(f"{name}:{key}", kept[key]) for key in sorted(kept) if isinstance(kept[key], Tensor)]
     if state.plan.job.mixes_samples:
         tensors += list(state.model.named_buffers())
-    if state.expert_biases is not None and state.expert_biases.bias_LE is not None:
-        tensors.append((SELECTION_BIAS, state.expert_biases.bias_LE))
+    if state.expert_biases is not None:
+        biases = state.expert_biases.bias_LE
+        tensors.append((SELECTION_BIAS, _empty_biases(state) if biases is None else biases))
     return tensors
+
+
+def _empty_biases(state: CheckpointedState) -> Tensor:
+    """In place of selection biases, where a run has none: a checkpoint may still bring some."""
+    shape = selection_bias_shape(state.plan.job.model)
+    assert shape is not None, "the model has experts"
+    return torch.zeros(shape)

@@ -164,18 +164,28 @@ def plan(  # noqa: PLR0913, PLR0917  (options of a command)
 def validate(
     runs: Annotated[
         list[Path] | None,
-        typer.Option(help="CSV table of measured runs; can be repeated. Default: the bundled table."),
+        typer.Option(help="CSV table of measured runs; can be repeated. Default: the bundled tables."),
     ] = None,
+    leave_one_source_out: Annotated[
+        bool,
+        typer.Option("--leave-one-source-out", help="Predict each run with rates fitted without its source."),
+    ] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Plot predicted against published into a .svg, .png or .pdf file.")
     ] = None,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Predict published NCCL all-reduce times instead.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict published training runs and print the prediction errors."""
-    from meshwright.cli.validate import show_validation  # noqa: PLC0415
+    from meshwright.cli.validate import show_collectives, show_validation  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: show_validation(output, runs or [], picture))
+    if collectives:
+        guarded(output, lambda: show_collectives(output, runs or [], picture))
+    else:
+        guarded(output, lambda: show_validation(output, runs or [], picture, leave_one_source_out))
 
 
 def _choose_verbosity(verbose: bool, quiet: bool) -> Verbosity:
@@ -434,16 +444,45 @@ def evaluate(
     guarded(output, lambda: evaluate_sets(output, model, data or [], overrides or [], samples, precision))
 
 
+Engine = Annotated[
+    str | None, typer.Option(help="reference, embedded (default), spark, ray or flink.", metavar="NAME")
+]
+Parallelism = Annotated[int | None, typer.Option(help="Tasks at once; by default the cores of this machine.")]
+Address = Annotated[str | None, typer.Option(help="Of a Spark, Ray or Flink cluster that runs.")]
+
+
 @app.command()
 def prepare(
     corpus: Annotated[Path, typer.Argument(help="Corpus file (TOML).", metavar="CORPUS.toml")],
+    engine: Engine = None,
+    parallelism: Parallelism = None,
+    address: Address = None,
+    report: Annotated[
+        Path | None, typer.Option(help="HTML page to write: sizes, duplicates, lengths, frequent words.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Tokenize a corpus into shards."""
     from meshwright.cli.prepare import prepare_file  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: prepare_file(output, corpus))
+    guarded(output, lambda: prepare_file(output, corpus, engine, parallelism, address, report))
+
+
+@app.command()
+def wordcount(
+    files: Annotated[list[str], typer.Argument(help="Files, folders or globs.", metavar="FILES...")],
+    engine: Engine = None,
+    parallelism: Parallelism = None,
+    address: Address = None,
+    top: Annotated[int, typer.Option(help="How many of the most frequent words to name.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Count words: map, combine, shuffle, reduce."""
+    from meshwright.cli.wordcount import count_files  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: count_files(output, files, engine, parallelism, address, top))
 
 
 @app.command()

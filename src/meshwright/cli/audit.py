@@ -111,7 +111,7 @@ def describe_verdict(output: Output, run: Run) -> None:
     for note in (*record.notes, *verdict.load, *verdict.coverage):
         output.print(f"Note: {note}")
     if verdict.ok:
-        output.print(f"Audit: ok. {describe_match(plan)}")
+        output.print(f"Audit: ok. {describe_match(plan)}{_describe_placement(run)}")
         return
     for difference in verdict.differences:
         output.print(f"Audit: {difference} [audit-differs]")
@@ -132,3 +132,11 @@ def _describe_times(output: Output, run: Run) -> None:
     if run.pipeline is not None:
         for sentence in run.pipeline.sentences():
             output.print(sentence)
+
+
+def _describe_placement(run: Run) -> str:
+    """A sentence about ranks on several nodes that reported where they ran."""
+    nodes = {row.node for row in run.audit().placement}
+    if run.contract.job.cluster.nodes == 1 or None in nodes or not nodes:
+        return ""
+    return f" Every rank ran on its planned device ({len(nodes)} nodes)."

@@ -145,6 +145,45 @@ def scaling(
     guarded(output, lambda: bench_scaling(output, job, overrides or [], ranks, steps, weak, out))
 
 
+@bench.command("collectives")
+def bench_collectives(
+    ranks: Annotated[
+        int | None, typer.Option(help="Number of ranks. Default: the GPUs or CPU cores of this machine.")
+    ] = None,
+    ops: Annotated[
+        str | None,
+        typer.Option(
+            help="Operations, such as all_reduce,broadcast. "
+            "Default: all_reduce, reduce_scatter, all_gather, broadcast, all_to_all."
+        ),
+    ] = None,
+    algorithms: Annotated[
+        str | None,
+        typer.Option(
+            help="Algorithms of ours beside the backend's; backend: none. "
+            "Default: ring, tree, halving_doubling."
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Sizes of the tensor, such as 64kB,1MB. Default: 1 KiB to 256 MiB.")
+    ] = None,
+    budget_s: Annotated[
+        float, typer.Option("--budget-s", help="Time for all, in seconds; what does not fit is skipped.")
+    ] = 120.0,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure the CPU even if there are GPUs.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Picture to write: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure collectives between local ranks: every algorithm, over every transport."""
+    from meshwright.cli.bench import CollectivesRequest, show_collectives  # noqa: PLC0415
+
+    output = Output(as_json)
+    request = CollectivesRequest(ranks, ops, algorithms, sizes, budget_s, cpu)
+    guarded(output, lambda: show_collectives(output, request, out))
+
+
 @schedule_app.command()
 def pipeline(  # noqa: PLR0913, PLR0917  (options of a command)
     schedule: Annotated[
@@ -186,6 +225,45 @@ def pipeline(  # noqa: PLR0913, PLR0917  (options of a command)
     request = ScheduleRequest(schedule, stages, micro_batches, virtual_stages, file)
     times = TimeOptions(forward, backward, transfer)
     guarded(output, lambda: show_pipeline(output, request, times, blocking, out, save))
+
+
+@schedule_app.command()
+def collective(  # noqa: PLR0913, PLR0917  (options of a command)
+    op: Annotated[
+        str,
+        typer.Option(
+            help="broadcast, scatter, gather, all_gather, reduce, reduce_scatter, all_reduce or all_to_all."
+        ),
+    ] = "all_reduce",
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            help="naive, ring, tree, double_tree, recursive_doubling, halving_doubling, hierarchical or 2d."
+        ),
+    ] = "ring",
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    root: Annotated[int, typer.Option(help="Root of broadcast, scatter, gather and reduce.")] = 0,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(help="Ranks of a node, of hierarchical; row length of 2d. Default of 2d: square."),
+    ] = None,
+    order: Annotated[
+        str | None, typer.Option(help="Ranks in ring order, such as 0,2,1,3. Default: 0,1,2,3.")
+    ] = None,
+    segments: Annotated[int, typer.Option(help="Segments that are pipelined along a chain or tree.")] = 1,
+    size: Annotated[str, typer.Option(help="Size of the tensor, such as 64MB or 1MiB.")] = "1MB",
+    on: Cluster = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Picture to write: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate the schedule of a collective, prove it, count steps and bytes, and draw it step by step."""
+    from meshwright.cli.collective import CollectiveRequest, show_collective  # noqa: PLC0415
+
+    output = Output(as_json)
+    request = CollectiveRequest(op, algorithm, ranks, root, ranks_per_node, order, segments, size, on)
+    guarded(output, lambda: show_collective(output, request, out))
 
 
 @simulate_app.callback()
@@ -315,3 +393,30 @@ def failures(  # noqa: PLR0913, PLR0917  (options of a command)
         replace_hours=replace_hours,
     )
     guarded(output, lambda: simulate_failures(output, request, settings, rate or [], observed_goodput, out))
+
+
+@simulate_app.command("collective")
+def simulate_collective(
+    op: Annotated[str, typer.Option(help="The operation, such as all_reduce or all_gather.")] = "all_reduce",
+    on: Annotated[
+        str,
+        typer.Option(
+            help="Cluster: nodes x devices x preset, such as 2x8xh100-sxm.", autocompletion=complete_cluster
+        ),
+    ] = "2x8xh100-sxm",
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, such as 4,8,16. Default: powers of two up to 64.")
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Sizes of the tensor, such as 64kB,1MB. Default: 1 KiB to 1 GiB.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Picture to write: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate every algorithm of a collective: which is fastest at which size and number of ranks."""
+    from meshwright.cli.collective import show_comparison  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: show_comparison(output, op, on, ranks, sizes, out))

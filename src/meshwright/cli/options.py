@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from meshwright.cli.completion import complete_key, complete_model
 from meshwright.cli.output import Output
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, Problem, UserError
 
 if TYPE_CHECKING:
     from meshwright.results import NearestLegal
@@ -32,6 +33,7 @@ PlanSource = Annotated[
         help="Job file, plan file, or model preset.", metavar="JOB", autocompletion=complete_model
     ),
 ]
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 JobSource = Annotated[str, typer.Argument(help="Job file or plan file.", metavar="JOB")]
 
 
@@ -48,6 +50,15 @@ def guarded(output: Output, command: Callable[[], int | None]) -> None:
         output.errors.print("interrupted")
         status = 130
     raise typer.Exit(status)
+
+
+def read_size(option: str, text: str) -> int:
+    """Bytes from a text such as ``64MB``, ``1MiB`` or ``4096``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        fix = "For example 64MB, 1MiB or 4096"
+        raise UserError(Problem("collective-size", "is not a size in bytes", option, text, fix))
+    return round(float(match[1]) * UNITS[match[2] or ""])
 
 
 def _find_near(error: MeshwrightError) -> list[NearestLegal]:

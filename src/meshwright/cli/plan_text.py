@@ -37,6 +37,8 @@ MOST_COLLECTIVES = 40
 """With more rows of collectives than this, only those of one pp rank are shown."""
 MOST_STAGES = 16
 """With more stages than this there is no table of stages; the reasons list their layers."""
+MOST_NODES = 16
+"""Nodes in the table of placed ranks."""
 FORMULA_WIDTH = 90
 
 
@@ -108,6 +110,7 @@ def describe_plan(output: Output, plan: PlanContract, verbose: bool) -> None:
     _describe_host_memory(output, plan)
     _describe_step(output, plan)
     _describe_collectives(output, plan)
+    _describe_placement(output, plan)
 
 
 def _describe_memory(output: Output, plan: PlanContract) -> None:
@@ -135,6 +138,11 @@ def _describe_host_memory(output: Output, plan: PlanContract) -> None:
     per_rank += "; off: they do not fit" if memory.snapshots_off else ""
     rows = [
         ("in-memory snapshots", memory.snapshot_bytes, per_rank),
+        (
+            "snapshots of another layout",
+            memory.changing_bytes,
+            f"while the layout changes (elastic.may_change={plan.job.elastic.may_change})",
+        ),
         (
             "staging of checkpoints",
             memory.staging_bytes,
@@ -195,6 +203,26 @@ def _describe_collectives(output: Output, plan: PlanContract) -> None:
             row.append("all" if traffic.pp_rank is None else str(traffic.pp_rank))
     output.print()
     output.table(title, columns, cells)
+
+
+def _describe_placement(output: Output, plan: PlanContract) -> None:
+    """Print the ranks of each node; only that they are in rank order, if they are."""
+    if plan.job.cluster.nodes == 1 and not plan.placement:
+        return
+    output.print()
+    if not plan.placement:
+        output.print(f"placement: rank order, {plan.rank_placement.per_node} slots per node")
+        return
+    placed = plan.rank_placement
+    rank_at = {slot: str(rank) for rank, slot in enumerate(placed.slots)}
+    starts = range(0, plan.job.cluster.nodes * placed.per_node, placed.per_node)
+    rows = [
+        (str(node), ", ".join(rank_at.get(first + device, "free") for device in range(placed.per_node)))
+        for node, first in enumerate(starts[:MOST_NODES])
+    ]
+    left = len(starts) - len(rows)
+    rows += [(f"{left} more", "see plan.toml, predicted.placement")] if left > 0 else []
+    output.table("Placement", ("node", "ranks, in the order of devices"), rows)
 
 
 def describe_ranking(output: Output, found: SearchResult, top: int) -> None:

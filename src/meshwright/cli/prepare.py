@@ -9,9 +9,23 @@ from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
 
 
-def prepare_file(output: Output, corpus: Path) -> int:
+def prepare_file(
+    output: Output,
+    corpus: Path,
+    engine: str | None,
+    parallelism: int | None,
+    address: str | None,
+    report: Path | None,
+) -> int:
     """Prepare what a CORPUS.toml describes."""
-    report = prepare_corpus(corpus, reporter=ConsoleReporter(output))
-    output.print(report.describe())
-    output.result(report.as_dict())
+    prepared = prepare_corpus(
+        corpus,
+        engine=engine,
+        parallelism=parallelism,
+        address=address,
+        report=report,
+        reporter=ConsoleReporter(output),
+    )
+    output.print(prepared.describe())
+    output.result(prepared.as_dict())
     return 0

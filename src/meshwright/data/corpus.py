@@ -9,13 +9,12 @@ Memory: one record, a piece of a text file, and 8 bytes per document for the det
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.data.chat import RECORD_FIELDS, Span, Template, holds_conversation, read_conversation
@@ -23,6 +22,8 @@ from meshwright.data.digests import DigestSet
 from meshwright.data.files import BadDataError, FileKind, decode_chunks, file_kind, open_file
 from meshwright.data.records import iter_records
 from meshwright.data.sources import STDLIB, iter_files, printable, source_problem
+from meshwright.data.steps.examine import StepOptions, TextFacts, examine_text
+from meshwright.data.steps.normalize import normalize_text
 
 MAX_NAMED = 1000
 """Quarantined names that are kept; the others are only counted."""
@@ -49,6 +50,8 @@ class Document:
     """The spans of a conversation; empty for plain text."""
     read_pieces: Callable[[], Iterator[str]] | None = None
     """Reads a long text piece by piece; ``text`` is then empty."""
+    digest: bytes = b""
+    """Hash of the text, once it was examined."""
 
     def pieces(self) -> Iterator[str]:
         """The text; of a long one, piece by piece."""
@@ -71,19 +74,25 @@ class ReadOptions:
     """Tokens that the text of a message must not turn into."""
     skip_bad: bool = True
     """Whether bad files and records are left out and counted; otherwise the first one is an error."""
+    steps: StepOptions = field(default_factory=StepOptions)
+    """Normalisation, filters and the removal of near-duplicates."""
 
 
 @dataclass
 class CorpusStats:
     """Counts of the documents of a corpus.
 
-    ``documents_in = documents_out + duplicates + empty + quarantined``.
+    ``documents_in = documents_out + duplicates + near_duplicates + filtered + empty + quarantined``.
     """
 
     documents_in: int = 0
     documents_out: int = 0
     duplicates: int = 0
     """Documents with a text that was read before."""
+    near_duplicates: int = 0
+    """Documents that share a band with an earlier one."""
+    filtered: int = 0
+    """Documents that a rule of ``[filter]`` drops."""
     empty: int = 0
     """Empty documents."""
     quarantined: int = 0
@@ -99,6 +108,7 @@ class CorpusStats:
     """Size of the files whose documents have all been read."""
     _open_file: tuple[IO[bytes], int] | None = field(default=None, repr=False)
     _seen: DigestSet = field(default_factory=DigestSet, repr=False)
+    _bands: set[int] = field(default_factory=set, repr=False)
 
     @property
     def read_bytes(self) -> int:
@@ -108,23 +118,28 @@ class CorpusStats:
         file, before = self._open_file
         return before + file.tell()
 
-    def admit(self, document: Document) -> bool:
+    def admit(self, facts: TextFacts) -> bool:
         """Count a document; False if it is dropped."""
-        digest, size = hashlib.blake2b(digest_size=16), 0
-        for piece in document.pieces():
-            utf8 = piece.encode("utf-8")
-            digest.update(utf8)
-            size += len(utf8)
         self.documents_in += 1
-        if size == 0:
+        if facts.size == 0:
             self.empty += 1
-            return False
-        if not self._seen.add(digest.digest()):
+        elif facts.dropped_by is not None:
+            self.filtered += 1
+        elif not self._seen.add(facts.digest):
             self.duplicates += 1
-            return False
-        self.documents_out += 1
-        self.text_bytes += size
-        return True
+        elif self._shares_band(facts.bands.tolist()):
+            self.near_duplicates += 1
+        else:
+            self.documents_out += 1
+            self.text_bytes += facts.size
+            return True
+        return False
+
+    def _shares_band(self, bands: list[int]) -> bool:
+        """Whether an earlier document has a band of this one, kept or not; its bands count from now on."""
+        shared = not self._bands.isdisjoint(bands)
+        self._bands.update(bands)
+        return shared
 
     def quarantine(self, name: str, reason: str) -> None:
         """Count and report something that cannot be read."""
@@ -191,17 +206,24 @@ def _read_all(
     for source in sources:
         reject = _Rejects(tally, options.skip_bad or source == STDLIB)
         for name, path in iter_files(source, base, skipped, reject.unreadable):
-            for document in _read_file(name, path, options, tally, reject):
+            for document in read_file(name, path, options, tally, reject):
                 try:
-                    admitted = tally.admit(document)
+                    facts = examine_text(document.pieces(), options.steps)
                 except BadDataError as error:  # a long text is decoded here
                     reject(name, error)
                 else:
-                    if admitted:
-                        yield document
+                    if tally.admit(facts):
+                        yield replace(document, digest=facts.digest)
             tally.finished(path)
     if tally.documents_out == 0:
-        raise UserError(_empty_problem(sources, options, tally))
+        raise UserError(empty_problem(sources, options, tally))
+
+
+class Reject(Protocol):
+    """Takes a bad file or record."""
+
+    def __call__(self, name: str, error: BadDataError) -> None:
+        """Quarantine it, or raise."""
 
 
 @dataclass(frozen=True)
@@ -215,24 +237,35 @@ class _Rejects:
         if self.skip:
             self.tally.quarantine(name, str(error))
             return
-        fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with data.on_bad_records=skip"
-        raise UserError(
-            Problem(error.code, f"cannot be used: {error}", path=printable(name), fix=fix)
-        ) from error
+        raise UserError(bad_record_problem(name, error)) from error
 
     def unreadable(self, name: str, reason: str) -> None:
         """A file or folder that cannot be opened."""
-        self(name, BadDataError("data-path-unreadable", reason, "Give permission to read it"))
+        self(name, unreadable_file(reason))
+
+
+def bad_record_problem(name: str, error: BadDataError) -> Problem:
+    """The problem of a bad file or record, if the job stops at the first one."""
+    fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with data.on_bad_records=skip"
+    return Problem(error.code, f"cannot be used: {error}", path=printable(name), fix=fix)
+
+
+def unreadable_file(reason: str) -> BadDataError:
+    """Why a file or folder cannot be opened."""
+    return BadDataError("data-path-unreadable", reason, "Give permission to read it")
 
 
 def _ignore(name: str, reason: str) -> None:
     """Files are listed twice, and reported the second time."""
 
 
-def _empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusStats) -> Problem:
+def empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusStats) -> Problem:
+    """Why a corpus without documents is empty."""
     wanted = "UTF-8 text" if options.template is None else "conversations"
     counts = f"{tally.empty} empty documents and {tally.quarantined} that could not be read as {wanted}"
     example = f", such as {tally.quarantined_names[0]}" if tally.quarantined_names else ""
+    if tally.filtered:
+        counts += f"; the filter dropped {tally.filtered}"
     if tally.documents_in == 0 and tally.without_records:
         counts = tally.without_records
     fix = "Use files with UTF-8 text, or records with text in the field that text_field names"
@@ -246,25 +279,49 @@ def _empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusSt
     )
 
 
-def _read_file(
-    name: str, path: Path, options: ReadOptions, tally: CorpusStats, reject: _Rejects
+def read_file(
+    name: str,
+    path: Path,
+    options: ReadOptions,
+    tally: CorpusStats,
+    reject: Reject,
+    part: tuple[int, int] | None = None,
 ) -> Iterator[Document]:
+    """The documents of one file, normalised, with duplicates.
+
+    Args:
+        name: To call it by.
+        path: Where it is.
+        options: How it is read.
+        tally: Told which file is open.
+        reject: Called for a bad file or record, before the next document.
+        part: Only the lines that start in this range of bytes; of an uncompressed JSON Lines file.
+    """
     try:
         if not path.is_file():  # reading a pipe would block
             reason = "not a regular file" if path.exists() else "a broken link"
             raise BadDataError("data-path-unreadable", reason)
         kind = file_kind(path)
         if kind.kind != "text":
-            yield from _read_records(name, path, kind, options, tally, reject)
+            documents = _read_records(name, path, kind, options, tally, reject, part)
         elif options.template is not None:
             reason = "plain text, and a template needs records with conversations"
             raise BadDataError("data-not-conversation", reason, "Leave the template out")
         else:
-            yield _read_text(name, path, kind, tally)
+            documents = iter((_read_text(name, path, kind, tally),))
+        for document in documents:
+            yield _normalized(document) if options.steps.normalize else document
     except BadDataError as error:
         reject(name, error)
     except OSError as error:
-        reject.unreadable(name, error.strerror or str(error))
+        reject(name, unreadable_file(error.strerror or str(error)))
+
+
+def _normalized(document: Document) -> Document:
+    read = document.read_pieces
+    if read is None:
+        return replace(document, text=normalize_text(document.text))
+    return replace(document, read_pieces=lambda: map(normalize_text, read()))
 
 
 def _read_text(name: str, path: Path, kind: FileKind, tally: CorpusStats) -> Document:
@@ -307,13 +364,19 @@ def split_text(chunks: Iterable[str], size: int = PIECE_CHARACTERS) -> Iterator[
 
 
 def _read_records(
-    name: str, path: Path, kind: FileKind, options: ReadOptions, tally: CorpusStats, reject: _Rejects
+    name: str,
+    path: Path,
+    kind: FileKind,
+    options: ReadOptions,
+    tally: CorpusStats,
+    reject: Reject,
+    part: tuple[int, int] | None,
 ) -> Iterator[Document]:
     columns = () if options.template is not None else (options.text_field,)
     with open_file(path, kind.compression) as (stream, raw):
         tally.opened(raw, tally.files_done_bytes)
         where = ""
-        for where, record in iter_records(kind.kind, stream, columns, record_fields(options)):
+        for where, record in iter_records(kind.kind, stream, columns, record_fields(options), part):
             try:
                 if isinstance(record, BadDataError):
                     raise record

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.data.shards import SHARD_TOKENS
+from meshwright.data.steps.filters import FILTER_KEYS, STOP_WORDS, FilterSpec, unknown_languages
 from meshwright.data.tokenizer import parse_tokenizer_name
 
 # Strict: a quoted number is a mistake, because TOML has types.
@@ -60,7 +61,15 @@ class CorpusSpec:
     shard_tokens: Annotated[int, Field(ge=1, le=2**40, strict=True)] = SHARD_TOKENS
     """Maximum tokens per shard, unless one document is longer."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
-    """Seed of the split: which documents are held out."""
+    """Seed of the split (which documents are held out) and of the shuffle."""
+    normalize: bool = False
+    """Normalise text: Unicode NFC, line feeds, no control characters, no spaces at the end of a line."""
+    filter: FilterSpec | None = None
+    """Rules that drop documents; see ``steps.filters``."""
+    near_duplicates: bool = False
+    """Drop a document that shares a MinHash band with an earlier one; see ``steps.near_duplicates``."""
+    shuffle: bool = False
+    """Order the documents by a keyed hash of their text, not as they were read."""
 
 
 _SPEC: TypeAdapter[CorpusSpec] = TypeAdapter(CorpusSpec)
@@ -106,6 +115,13 @@ def parse_corpus_spec(content: dict[str, Any]) -> CorpusSpec:
         except UserError as error:
             problems += error.problems
     problems += _fields_without_use(content)
+    if isinstance(rules := content.get("filter"), dict) and (unknown := unknown_languages(rules)):
+        fix = f"Use {', '.join(sorted(STOP_WORDS))}"
+        problems.append(
+            Problem(
+                "corpus-language", "is not recognised", path="filter.languages", value=unknown[0], fix=fix
+            )
+        )
     if problems or spec is None:
         raise UserError(*problems)
     return spec
@@ -113,7 +129,7 @@ def parse_corpus_spec(content: dict[str, Any]) -> CorpusSpec:
 
 def _fields_without_use(content: dict[str, Any]) -> list[Problem]:
     """Fields without effect because of the template."""
-    idle = ("text_field",) if "template" in content else ("prompt_field", "answer_field")
+    idle = ("text_field", "normalize") if "template" in content else ("prompt_field", "answer_field")
     needs = "with a template" if "template" in content else "without a template"
     fix = "Leave it out" if "template" in content else 'Add, for example, template = "chatml"'
     return [
@@ -126,7 +142,8 @@ def _fields_without_use(content: dict[str, Any]) -> list[Problem]:
 def _problem(detail: dict[str, Any]) -> Problem:
     """A problem from one of pydantic's error details."""
     path = ".".join(map(str, detail["loc"]))
-    known = [field.name for field in fields(CorpusSpec)]
+    in_filter = path.startswith("filter.")
+    known = [f"filter.{key}" for key in FILTER_KEYS] if in_filter else [f.name for f in fields(CorpusSpec)]
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         near = difflib.get_close_matches(path, known, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"The keys are {', '.join(known)}"

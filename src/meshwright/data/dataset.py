@@ -164,6 +164,9 @@ class TokenDataset:
         for shard in sorted(set(shards.tolist())):
             chosen = np.flatnonzero(shards == shard)
             pieces = self._pack(shard).pieces(wanted[chosen] - self._starts[shard])
+            if segments is None and not self.prompt_masking:
+                self._copy_rows(shard, pieces, chosen, (tokens, targets))
+                continue
             source, position = _spread(pieces, chosen, self.seq_len)
             data = self._map(shard)
             following: Int64s = data[source + 1].astype(np.int64)
@@ -178,6 +181,14 @@ class TokenDataset:
                 segments[chosen] = np.bincount(pieces.row, minlength=chosen.size)[:, None]  # id of padding
                 segments.reshape(-1)[position] = np.repeat(pieces.number, pieces.size)
         return SampleBatch(tokens, targets, segments, lengths)
+
+    def _copy_rows(self, shard: int, pieces: RowPieces, chosen: Int64s, out: tuple[Int64s, Int64s]) -> None:
+        """Copy contiguous rows: one slice each is several times as fast as an index per token."""
+        data, (tokens, targets) = self._map(shard), out
+        rows = zip(chosen[pieces.row], pieces.offset, pieces.begin, pieces.size, strict=True)
+        for row, offset, begin, size in ((int(a), int(b), int(c), int(d)) for a, b, c, d in rows):
+            tokens[row, offset : offset + size] = data[begin : begin + size]
+            targets[row, offset : offset + size] = data[begin + 1 : begin + size + 1]
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
         """Number of targets with loss in some samples; counted once per shard, then cached."""

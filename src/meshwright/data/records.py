@@ -30,12 +30,20 @@ MAX_RECORD_CHARACTERS = 256 * 1024**2
 MAX_METADATA = 16
 """Objects before the array of a large file that are taken for its metadata; more are records by name."""
 
+MAX_LINE_BYTES = 64 * 1024**2
+"""The longest line of JSON Lines: a broken file may have one of any length."""
+
+_SKIP_BYTES = 1024**2
 _PARQUET_ROWS = 64
 _SPACE = " \t\r\n"
 
 
 def iter_records(
-    kind: Kind, stream: IO[bytes], columns: tuple[str, ...], record_fields: tuple[str, ...]
+    kind: Kind,
+    stream: IO[bytes],
+    columns: tuple[str, ...],
+    record_fields: tuple[str, ...],
+    part: tuple[int, int] | None = None,
 ) -> Iterator[Record]:
     """The records of a file, in order.
 
@@ -47,12 +55,13 @@ def iter_records(
         stream: Its decompressed content.
         columns: The only columns that are needed; empty for all. Parquet reads no others.
         record_fields: A JSON object with one of these is a record, not a container of records.
+        part: Only the lines of JSON Lines that start in this range of bytes; they are numbered from 1.
 
     Raises:
         BadDataError: The file itself is malformed.
     """
     if kind == "jsonl":
-        return _read_jsonl(stream)
+        return _read_jsonl(stream, part)
     if kind == "json":
         return _JsonReader(decode_chunks(stream), record_fields).records()
     if kind == "parquet":
@@ -60,17 +69,44 @@ def iter_records(
     return _read_csv(stream, "\t" if kind == "tsv" else ",", columns)
 
 
-def _read_jsonl(stream: IO[bytes]) -> Iterator[Record]:
-    for number, line in enumerate(stream, start=1):
+def _read_jsonl(stream: IO[bytes], part: tuple[int, int] | None) -> Iterator[Record]:
+    for number, line in enumerate(_lines(stream, part), start=1):
+        where = f":{number}"
+        if line is None:
+            reason = f"a line of more than {MAX_LINE_BYTES // 1024**2} MiB"
+            yield where, BadDataError("data-line-long", reason, "Split it into several records")
+            continue
         if not line.strip():
             continue
-        where = f":{number}"
         try:
             yield where, json.loads(line)
         except UnicodeDecodeError as error:
             yield where, BadDataError("data-not-utf8", f"not UTF-8: {error.reason}", "Convert it to UTF-8")
         except (ValueError, RecursionError) as error:
             yield where, BadDataError("data-bad-json", f"not JSON: {error}", "Correct the line")
+
+
+def _lines(stream: IO[bytes], part: tuple[int, int] | None) -> Iterator[bytes | None]:
+    """The lines of a stream, or those that start in a part of it; None for one that is too long."""
+    at, end = part or (0, sys.maxsize)
+    if at > 0:  # the line that starts before belongs to the part before
+        stream.seek(at - 1)
+        at += sum(map(len, _rest_of_line(stream))) - 1
+    while at < end and (line := stream.readline(MAX_LINE_BYTES)):
+        at += len(line)
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            at += sum(map(len, _rest_of_line(stream)))
+            yield None
+        else:
+            yield line
+
+
+def _rest_of_line(stream: IO[bytes]) -> Iterator[bytes]:
+    """The blocks up to the end of the line."""
+    while block := stream.readline(_SKIP_BYTES):
+        yield block
+        if block.endswith(b"\n"):
+            return
 
 
 def _read_csv(stream: IO[bytes], delimiter: str, columns: tuple[str, ...]) -> Iterator[Record]:

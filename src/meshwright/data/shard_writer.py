@@ -58,7 +58,7 @@ class ShardWriter:
         self._folder = folder
         self._shown = shown or folder
         self._tokenizer = tokenizer
-        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self._dtype = token_dtype(tokenizer)
         self._splits = {name: _SplitWriter(folder, name, shard_tokens, has_loss_mask) for name in SPLITS}
 
     def __enter__(self) -> ShardWriter:
@@ -93,25 +93,36 @@ class ShardWriter:
 
     def finish(self) -> ShardIndex:
         """Close the last shards, sync all files to disk, and write the index."""
-        tokenizer = self._tokenizer
         with storage_errors(self._shown):
-            train, held_out = (SplitEntry(shards=self._splits[name].finish()) for name in SPLITS)
-            index = ShardIndex(
-                version=SHARDS_VERSION,
-                dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
-                tokenizer=TokenizerEntry(
-                    name=tokenizer.name,
-                    vocab_size=tokenizer.vocab_size,
-                    end_of_document=tokenizer.end_of_document,
-                    sha256=tokenizer.fingerprint(),
-                ),
-                splits=SplitEntries(train=train, eval=held_out),
-            )
-            tokenizer.save(self._folder)
-            sync_path(self._folder / TOKENIZER_FILE)
-            (self._folder / PREPARED_INDEX).write_bytes(index.to_bytes())
-            sync_path(self._folder / PREPARED_INDEX)
-        return index
+            train, held_out = (self._splits[name].finish() for name in SPLITS)
+            return write_index(self._folder, self._tokenizer, train, held_out)
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """The dtype of the token files."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
+def write_index(
+    folder: Path, tokenizer: Tokenizer, train: tuple[ShardEntry, ...], held_out: tuple[ShardEntry, ...]
+) -> ShardIndex:
+    """Write the tokenizer and the index of a folder with shards, and sync them to disk."""
+    index = ShardIndex(
+        version=SHARDS_VERSION,
+        dtype="uint16" if token_dtype(tokenizer).itemsize == 2 else "uint32",
+        tokenizer=TokenizerEntry(
+            name=tokenizer.name,
+            vocab_size=tokenizer.vocab_size,
+            end_of_document=tokenizer.end_of_document,
+            sha256=tokenizer.fingerprint(),
+        ),
+        splits=SplitEntries(train=SplitEntry(train), eval=SplitEntry(held_out)),
+    )
+    tokenizer.save(folder)
+    sync_path(folder / TOKENIZER_FILE)
+    (folder / PREPARED_INDEX).write_bytes(index.to_bytes())
+    sync_path(folder / PREPARED_INDEX)
+    return index
 
 
 class _SplitWriter:

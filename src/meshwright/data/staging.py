@@ -60,7 +60,7 @@ def staged_folder(out: Path, may_replace: Callable[[Path], bool]) -> Iterator[Pa
     """
     target = Path(os.path.realpath(out))
     with storage_errors(out):
-        _check_target(out, target, may_replace)
+        check_target(out, may_replace)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = _sibling(target, "partial")
         temporary.mkdir()
@@ -74,7 +74,27 @@ def staged_folder(out: Path, may_replace: Callable[[Path], bool]) -> Iterator[Pa
         raise
 
 
-def _check_target(out: Path, target: Path, may_replace: Callable[[Path], bool]) -> None:
+def publish_folder(folder: Path, out: Path, may_replace: Callable[[Path], bool]) -> None:
+    """Give a complete folder its final name, in place of an earlier one.
+
+    Args:
+        folder: On the same file system as ``out``; its files are synced to disk.
+        out: The target folder. Links are followed.
+        may_replace: Whether an existing, non-empty folder may be replaced.
+    """
+    with storage_errors(out):
+        check_target(out, may_replace)
+        sync_path(folder)
+        _publish(folder, Path(os.path.realpath(out)))
+
+
+def check_target(out: Path, may_replace: Callable[[Path], bool]) -> None:
+    """Refuse a target that exists and may not be replaced.
+
+    Raises:
+        UserError: With the reason.
+    """
+    target = Path(os.path.realpath(out))
     if not target.exists() or (target.is_dir() and (not any(target.iterdir()) or may_replace(target))):
         return
     raise UserError(

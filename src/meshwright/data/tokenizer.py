@@ -156,7 +156,7 @@ class BpeTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, markers: Sequence[str] = ()) -> BpeTokenizer:
-        """Train on a stream of texts; on an even sample of a long one, see :func:`sample_texts`.
+        """Train on a stream of texts; on a sample of a long one, see :func:`sample_texts`.
 
         The same texts in the same order give the same tokenizer. A small corpus may not have enough pairs to
         merge; then ``vocab_size`` is smaller than requested. ``markers`` become special tokens.
@@ -200,22 +200,35 @@ class BpeTokenizer:
 
 
 def sample_texts(texts: Iterable[str], most_characters: int = TRAIN_CHARACTERS) -> list[str]:
-    """An even sample of a stream of texts: all of it, or every 2nd, 4th, 8th text and so on.
+    """A sample of a stream of texts, chosen by hashes: about ``most_characters``, or all of a short stream.
 
     The trainer's memory grows with the number of distinct words, and a sample of tens of MB gives the same
-    merges but for the rarest. The stride doubles whenever the kept texts are too long, so one pass is enough.
+    merges but for the rarest. A text is chosen by its own hash and the length of all texts, so every engine
+    chooses the same ones. The number of bits grows with the length so far: one pass is enough.
     """
-    kept: list[str] = []
-    stride, characters = 1, 0
-    for number, text in enumerate(texts):
-        if number % stride:
-            continue
-        kept.append(text)
+    kept: list[tuple[int, str]] = []
+    bits, characters = 0, 0
+    for text in texts:
         characters += len(text)
-        while characters > most_characters and len(kept) > 1:
-            kept = kept[::2]
-            stride, characters = 2 * stride, sum(map(len, kept))
-    return kept
+        wanted = sample_bits(characters, most_characters)
+        if wanted > bits:
+            bits = wanted
+            kept = [(zeros, old) for zeros, old in kept if zeros >= bits]
+        zeros = sample_zeros(text)
+        if zeros >= bits:
+            kept.append((zeros, text))
+    return [text for _, text in kept]
+
+
+def sample_bits(characters: int, most_characters: int = TRAIN_CHARACTERS) -> int:
+    """Zero bits that the hash of a chosen text starts with: 1 / 2^bits of all texts are chosen."""
+    return max(0, -(-characters // most_characters) - 1).bit_length()
+
+
+def sample_zeros(text: str) -> int:
+    """Zero bits at the start of the hash of a text."""
+    hashed = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8, key=b"meshwright sample 1")
+    return 64 - int.from_bytes(hashed.digest(), "big").bit_length()
 
 
 def load_tokenizer(folder_or_file: Path) -> Tokenizer:

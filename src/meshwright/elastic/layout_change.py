@@ -128,6 +128,8 @@ class LayoutChange:
     members: frozenset[int]
     """Nodes of the last generation whose ranks were all ready."""
     failures: tuple[Failure, ...]
+    leaving: frozenset[int] = frozenset()
+    """Nodes that are about to be taken away, and were not waited for."""
     plan_files: tuple[str, ...] = ()
     """Plans of earlier layouts whose snapshots may still be needed: no rank of a later one was ready."""
 

@@ -20,16 +20,17 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.flight_ring import FlightMemory
 from meshwright.core.version import __version__
 from meshwright.elastic.rank_watch import NodeWatch
 from meshwright.launch.channel import Channel, Message
-from meshwright.launch.environment import caller_environment, is_of_caller
+from meshwright.launch.environment import NODE_VARIABLE, caller_environment, is_of_caller
 from meshwright.launch.join import local_address
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.network import find_interface
@@ -42,6 +43,12 @@ STOP_GRACE_S = 30.0
 """How long ranks without a supervisor have to save and stop."""
 MOST_UNSENT = 100_000
 """Reports that are kept for a new supervisor."""
+
+
+SENT_AGAIN = ("event", "failed", "fenced")
+"""Reports that a new supervisor gets, if the one before may not have handled them."""
+
+Result = TypeVar("Result")
 
 
 class NodeSetup(Protocol):
@@ -147,25 +154,55 @@ class NodeAgent:
                 self._read_agent()
             elif self._supervisor is not None:
                 self._read_supervisor(self._supervisor)
-        if self._watch.next_report_s == 0:  # also without ranks: it shows that this node is there
-            received = 0 if self._session is None else self._session.received
-            self._send(self._watch.report() | {"received": received})
+        self._report_if_due()
         self._flush()
         if len(self.stops) > self._stops_sent:
             self._stop()
         if self._supervisor is None:
             self._go_on_alone()
 
+    def _report_if_due(self) -> None:
+        """Report the ranks; also without ranks, to show that this node is there."""
+        if self._watch.next_report_s == 0:
+            received = 0 if self._session is None else self._session.received
+            self._send(self._watch.report() | {"received": received})
+
+    def _do_slowly(self, work: Callable[[], Result]) -> Result:
+        """Do something that may block for long, and meanwhile show that this node is there."""
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(work)
+            while not wait([running], self._watch.next_report_s).done:
+                self._report_if_due()
+        return running.result()
+
     def _stop(self) -> None:
-        """A signal: the first one asks the supervisor to stop the run, the second one ends this node."""
+        """The first signal: SIGTERM takes this node out of the run, others stop the run. The second: end.
+
+        A scheduler sends SIGTERM to a node that it takes away. A spare leaves at once.
+        """
         self._stops_sent = len(self.stops)
-        if self._stops_sent > 1 or self._supervisor is None or self._agent is None:
+        if self._stops_sent > 1 or self._agent is None or (self._supervisor is None and not self._ranks):
             self._outcome = False
-            return
-        self.setup.notify(
-            "asked the run to stop after this step; press Ctrl-C again to end this node at once"
-        )
-        self._send({"is": "stop"})
+        elif self._supervisor is None:
+            self.setup.notify("there is no supervisor: the ranks of this node save and stop")
+            self._deadline = time.monotonic()
+        else:
+            self._ask_to_stop()
+
+    def _ask_to_stop(self) -> None:
+        """Tell the supervisor of a signal that this node has received."""
+        if self._is_spare:
+            self._send({"is": "leave"})
+            self._flush()
+            self.setup.notify("this spare node leaves the run")
+            self._outcome = True
+        elif self.stops[0] == signal.SIGTERM:
+            self.setup.notify("this node leaves the run after this step; another signal ends it at once")
+            self._send({"is": "leave"})
+        else:
+            again = "press Ctrl-C again to end this node at once"
+            self.setup.notify(f"asked the run to stop after this step; {again}")
+            self._send({"is": "stop"})
 
     def _read_supervisor(self, supervisor: Channel) -> None:
         try:
@@ -188,10 +225,10 @@ class NodeAgent:
     def _do_prepare(self, message: Message) -> None:
         """Join as a node: write the run folder, check what must be reached, start a local agent."""
         if not self._is_spare:
-            self._end_agent()
+            self._end_agent(goes_on=True)
         self._is_spare, self._session = False, Session(message["session"])
         self._run, self._node, self._orphan_s = message["run"], message["node"], message["orphan_s"]
-        self._run_dir, problems = self.setup.prepare(message)
+        self._run_dir, problems = self._do_slowly(lambda: self.setup.prepare(message))
         self._send({"is": "prepared", "problems": [problem.as_dict() for problem in problems]})
         if problems:
             raise UserError(*problems)
@@ -200,14 +237,16 @@ class NodeAgent:
             self._start_agent()
         elif self._hello is not None:
             self._send(self._hello)
+        if self._stops_sent:
+            self._ask_to_stop()  # the supervisor before may not have handled it
 
     def _start_agent(self) -> None:
-        self._agent, self._hello = self.start_agent(), None
+        self._agent, self._hello = self._do_slowly(self.start_agent), None
         self._selector.register(self._agent, selectors.EVENT_READ, "agent")
 
     def _do_wait_as_spare(self, message: Message) -> None:
         """All nodes of the run have an agent. Ranks that this one had were replaced."""
-        self._end_agent()
+        self._end_agent(goes_on=True)
         self._run, self._node, self._orphan_s = message["run"], SPARE, message["orphan_s"]
         self._is_spare, self._session = True, None
         self._start_agent()  # so that it is warm when a node is lost
@@ -215,7 +254,7 @@ class NodeAgent:
 
     def _do_adopt(self, message: Message) -> None:
         """A new supervisor takes over the ranks; it also gets what it has missed."""
-        missed = list(self._unsent)
+        missed = self._list_missed()
         self._unsent.clear()
         self._session = Session(message["session"])
         ranks, generation = sorted(self._ranks), self._generation
@@ -225,6 +264,19 @@ class NodeAgent:
         for one in (*self._exits.values(), *missed):
             self._send(one)
         self.setup.notify("a new supervisor has adopted the ranks")
+        if self._stops_sent:
+            self._ask_to_stop()  # the supervisor before may not have handled it
+
+    def _list_missed(self) -> list[Message]:
+        """What the supervisor before did not get, or got and may not have handled when it died."""
+        unsent = {id(message) for message in self._unsent}
+        known = self._ranks | self._exits.keys()  # of this layout
+        in_flight = [
+            {**message, "again": True}
+            for message in (() if self._session is None else self._session.unacknowledged)
+            if message["is"] in SENT_AGAIN and message["rank"] in known and id(message) not in unsent
+        ]
+        return [*in_flight, *self._unsent]
 
     def _do_resume(self, message: Message) -> None:
         """The connection broke, and the same supervisor goes on: send what it has missed."""
@@ -246,12 +298,15 @@ class NodeAgent:
         raise UserError(Problem("node-refused", rule, "the supervisor", fix=fix))
 
     def _do_end(self, message: Message) -> None:
+        if message["left"]:
+            self.setup.notify("this node has left the run, which goes on without it")
         self._outcome = bool(message["ok"])
 
     def _do_start(self, message: Message) -> None:
         self._ranks.add(message["rank"])
         self._exits.pop(message["rank"], None)
         self._generation = max(self._generation, message["order"]["generation"])
+        message["environment"][NODE_VARIABLE] = str(self._node)  # where it is, whatever was planned
         self._pass_on(message)
 
     def _do_begin_layout(self, message: Message) -> None:
@@ -370,10 +425,17 @@ class NodeAgent:
         fix = "Resume the run there, and run this command again"
         return RunFailedError(Problem("node-supervisor-lost", rule, fix=fix))
 
-    def _end_agent(self) -> None:
-        """End the local agent and its ranks."""
+    def _end_agent(self, goes_on: bool = False) -> None:
+        """End the local agent and its ranks.
+
+        Args:
+            goes_on: Whether this node stays in the run, and shows meanwhile that it is there.
+        """
         if self._agent is not None:
             self._selector.unregister(self._agent)
-            self._agent.close()
+            if goes_on:
+                self._do_slowly(self._agent.close)
+            else:
+                self._agent.close()
             self._agent, self._ranks, self._exits = None, set(), {}
             self._watch.close()

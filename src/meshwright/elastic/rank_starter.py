@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.elastic.rank_view import RankView
 from meshwright.launch.agent_pool import AgentPool
-from meshwright.launch.environment import PEAK_VARIABLE
+from meshwright.launch.environment import DEVICE_VARIABLE, NODE_VARIABLE, PEAK_VARIABLE
 from meshwright.launch.rank_process import Order
 
 LOGS = "logs"
@@ -40,8 +40,9 @@ class RankStarter:
         device = self.agents.placement.devices[rank.rank]
         own = {
             "RANK": str(rank.rank),
-            "LOCAL_RANK": str(device.number),
+            DEVICE_VARIABLE: str(device.number),
             "LOCAL_WORLD_SIZE": str(len(self.agents.placement.ranks_on(device.node))),
+            NODE_VARIABLE: str(device.node),
         }
         if rank.peak_flops_per_s is not None:
             own[PEAK_VARIABLE] = repr(rank.peak_flops_per_s)

@@ -4,7 +4,7 @@ A failure of one rank ends the *generation*: all ranks leave their collectives a
 decides. Either all ranks join a new generation, with a new process for each one that ended, from the newest
 step of which every rank has a snapshot. Or the run fails with the error of the rank that failed first. If the
 agent of a node is lost, its ranks and their snapshots are, too; the run waits for another agent to join.
-``elastic.supervisor`` adds what changes the ranks of a run: other layouts, and stragglers.
+``elastic.leaving_nodes`` adds nodes that leave; ``elastic.supervisor`` other layouts, and stragglers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from meshwright.elastic.rank_view import RankView, State, first_failed
 from meshwright.elastic.rank_watch import RankWatch
 from meshwright.elastic.recovery import Recovery
 from meshwright.elastic.settings import SupervisorSettings
+from meshwright.elastic.written_events import WrittenEvents
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.caught_signals import caught_signals
 from meshwright.launch.channel import Message
@@ -77,6 +78,7 @@ class RankSupervisor(SupervisorSettings):
         self._store = StoreServer()
         self._relayed = EventWriter(self.run_dir / EVENTS_FILE, 0)
         """Appends the events of other nodes."""
+        self._written = WrittenEvents(self.run_dir / EVENTS_FILE)
         self._recovery: Recovery | None = None
         """The newest; until all repeated steps are done."""
         self._store_dir = ""
@@ -101,10 +103,12 @@ class RankSupervisor(SupervisorSettings):
         (self.run_dir / LOGS).mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
             self._stop = stack.enter_context(caught_signals(self._show_waits))
+            self._stop += self.stops
             stack.callback(self._recorders.close)
             stack.callback(self._relayed.close)
             self._agents = self.agents or AgentPool(
-                LocalAgent.start(self.preload), Placement.in_order(self.world_size, self.world_size)
+                LocalAgent.start(self.preload),
+                self.placement or Placement.in_order(self.world_size, self.world_size),
             )
             stack.callback(self._close_agents)
             self._starter = RankStarter(
@@ -166,6 +170,7 @@ class RankSupervisor(SupervisorSettings):
                 self._forward_stop(stops_sent)
             if self.state in (State.STARTING, State.RUNNING, State.REGROUPING):
                 self._find_hang()
+            self._let_nodes_leave()
             if self.state is State.RUNNING and self._recovery is None and not self._stop:
                 self._use_new_devices()
 
@@ -175,6 +180,9 @@ class RankSupervisor(SupervisorSettings):
         self._signal(signal.SIGKILL, late)
         for node in {self._agents.node_of(rank.rank) for rank in late} - self._agents.nodes:
             self._on_agent_lost({"node": node})
+
+    def _let_nodes_leave(self) -> None:
+        """Called again and again."""
 
     def _use_new_devices(self) -> None:
         """Called again and again while the ranks train."""
@@ -317,6 +325,7 @@ class RankSupervisor(SupervisorSettings):
         if self._agents.placement.nodes <= self._ready:
             self._agents.end_adoption()
             self._agents.let_return(True)
+            self._store.begin(self.generation)
             self.state, self._deadline = State.RUNNING, float("inf")
 
     def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:
@@ -329,10 +338,11 @@ class RankSupervisor(SupervisorSettings):
     def _on_event(self, message: Message) -> None:
         rank, event = self._ranks[message["rank"]], message["event"]
         rank.last_event = event
-        if message["node"] != 0:
-            self._relayed.relay(event)
         self.saved |= event["event"] in ("checkpoint", "resumed")
-        self._notify(event)
+        if not (message.get("again") and event in self._written):  # by the supervisor before
+            if message["node"] != 0:
+                self._relayed.relay(event)
+            self._notify(event)
         if event["event"] == "step":
             self._note_step(event)
         if event["event"] == "finished" and rank.rank == 0:
@@ -385,9 +395,15 @@ class RankSupervisor(SupervisorSettings):
         if rank.exit_status != EXIT_OK or self.state is State.HALTING:
             self._halt()
         elif all(rank.exit_status == EXIT_OK for rank in self._ranks):
-            self.state = State.FINISHED
+            self._finish()
+
+    def _finish(self) -> None:
+        """All ranks have ended as they should."""
+        self.state = State.FINISHED
 
     def _on_fenced(self, message: Message) -> None:
+        if message["generation"] < self.generation:
+            return  # it was sent again: the rank has another process since
         rank = self._ranks[message["rank"]]
         rank.alive, rank.fenced, rank.failed_at = False, True, time.monotonic()
         self._halt()

@@ -18,9 +18,8 @@ from typing import Any
 
 from meshwright.core.flight_ring import HEARTBEAT_S, SIZE, FlightMemory, RankProgress, RemoteFlight
 from meshwright.elastic.hang import RankState, Verdict, find_hang
+from meshwright.launch.silence import LONGEST_POLL_S
 
-LONGEST_POLL_S = 2.0
-"""A longer pause between two polls is the watcher's own."""
 ASKED_LIMIT_S = 3 * HEARTBEAT_S
 """Age at which a rank is reported as silent or stuck to a user who asks."""
 BUSY_TICKS = 2

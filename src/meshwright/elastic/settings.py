@@ -11,6 +11,7 @@ from meshwright.elastic.layout_change import EarlierLayout, LayoutChoice
 from meshwright.elastic.policy import Budget
 from meshwright.elastic.straggler_policy import StragglerHandling
 from meshwright.launch.agent_pool import AgentPool
+from meshwright.launch.placement import Placement
 
 
 @dataclass
@@ -43,6 +44,8 @@ class SupervisorSettings:
     the device memory that its successor needs."""
     agents: AgentPool | None = None
     """The agents of all nodes; by default a new one on this machine."""
+    placement: Placement | None = None
+    """Of the ranks of that new one; by default in rank order."""
     adopts: bool = False
     """Whether the ranks of these agents train already."""
     join_timeout_s: float = 300.0
@@ -53,5 +56,7 @@ class SupervisorSettings:
     """Names stragglers, and decides what to do with them; by default it names none."""
     layouts: LayoutChoice | None = None
     """Chooses another layout when devices are lost or come back; None: the layout may not change."""
+    stops: Sequence[int] = ()
+    """Signals that came before this supervisor: between two layouts."""
     earlier: EarlierLayout | None = None
     """The layout before, if this one takes over its agents."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.events import Event
 from meshwright.elastic.layout_change import LayoutChange, RetiredSteps, StateSource
-from meshwright.elastic.rank_supervisor import RankSupervisor
+from meshwright.elastic.leaving_nodes import LeavingNodes
 from meshwright.elastic.rank_view import State
 from meshwright.elastic.recovery import Recovery
 from meshwright.elastic.straggler_policy import StragglerEvent
@@ -24,7 +24,7 @@ from meshwright.launch.rank_process import Order
 
 
 @dataclass
-class Supervisor(RankSupervisor):
+class Supervisor(LeavingNodes):
     """Runs a job until it ends, or goes on in another layout."""
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Supervisor(RankSupervisor):
         change, self._loaded = self.earlier.change, False
         self._ready, self._store_dir, self._members = set(change.ready), change.store_dir, change.members
         self._recovery, self._min_position = change.recovery, change.min_position
-        self._failures = list(change.failures)
+        self._failures, self._leaving = list(change.failures), set(change.leaving)
         self._deadline = time.monotonic() + self.budget.waits_for_node_s  # one may be lost since
         self._go_on_if_complete()
 
@@ -57,9 +57,10 @@ class Supervisor(RankSupervisor):
         elif self.state is State.WAITING and self._agents.placement.nodes <= self._ready:
             self._deadline, self._retired = float("inf"), {}
             message: Message = {"do": "begin_layout", "generation": self._first_generation}
+            idle = 0 not in self._agents.placement.nodes
             for node in self._agents.nodes:  # idle ones, too: they have snapshots
-                files = {} if node == 0 else {"files": dict(self.earlier.files)}
-                self._agents.send_to_node(node, {**message, **files})
+                own = {"others_train": idle} if node == 0 else {"files": dict(self.earlier.files)}
+                self._agents.send_to_node(node, {**message, **own})
 
     def _has_all_devices(self) -> bool:
         """Whether no device of the layout is lost or left out."""
@@ -124,7 +125,7 @@ class Supervisor(RankSupervisor):
 
     def _exclude_straggler(self, rank: int) -> None:
         """Save a checkpoint and go on without the device of a straggler, if there is a layout."""
-        if self.layouts is None or self.layouts.next is not None or self._stop:
+        if self.layouts is None or self.layouts.next is not None or self._stop or self._departing:
             return
         device = self._agents.placement.devices[rank]
         self.layouts.devices.exclude(device, time.monotonic())
@@ -135,12 +136,20 @@ class Supervisor(RankSupervisor):
 
     def _use_new_devices(self) -> None:
         """If devices came back, let the ranks save a checkpoint and end after this step."""
-        if self.layouts is not None and self.layouts.grow(self._ready):
+        if self.layouts is not None and not self._departing and self.layouts.grow(self._ready):
             self._stop_after_step()
 
-    def _stop_after_step(self) -> None:
-        for rank in self._ranks:
-            self._order(rank, Order("stop", self.generation))
+    def _can_do_without(self, nodes: Collection[int], reason: str) -> bool:
+        return self.layouts is not None and self.layouts.shrink(self._ready - set(nodes), reason)
+
+    def _forget_layout(self) -> None:
+        if self.layouts is not None:
+            self.layouts.next = None
+
+    def _let_nodes_leave(self) -> None:
+        """A change that has begun goes first; in the next layout the nodes leave."""
+        if self.layouts is None or self.layouts.next is None:
+            super()._let_nodes_leave()
 
     def _lose_devices(self, reason: str) -> None:
         """Go on with the devices that are left, if the layout may change."""
@@ -201,6 +210,7 @@ class Supervisor(RankSupervisor):
             store_dir=self._store_dir,
             members=self._members,
             failures=tuple(self._failures),
+            leaving=frozenset(self._leaving),
             plan_files=() if self.earlier is None or self._loaded else self.earlier.plan_files,
         )
 

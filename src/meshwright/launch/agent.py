@@ -3,7 +3,8 @@
 It is a process of its own between the supervisor and the ranks. It passes events to the supervisor and orders
 to the ranks, and decides nothing. It is forked from the fork server, which has imported torch, and forks the
 ranks. When the supervisor is gone, the ranks go on for ``orphan_s`` seconds, in which a new supervisor can
-adopt them. Then they save a checkpoint and stop.
+adopt them. Then they save a checkpoint and stop. The agent of node 0 also waits if all ranks of the run are
+on other nodes: through it a new supervisor knows that they train.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from meshwright.core.flight_ring import FLIGHT_VARIABLE, FlightMemory
 from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.channel import Channel, Message
+from meshwright.launch.collective_memory import CollectiveMemory
 from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.fence import Fence
 from meshwright.launch.rank_process import Order, RankSetup, run_rank_process
@@ -38,6 +40,8 @@ POLL_S = 0.2
 
 ORPHAN_GRACE_S = 30.0
 """How long ranks without a supervisor have to save and stop."""
+OTHERS_GRACE_S = 45.0
+"""The same for ranks of other nodes, whose agents may notice the loss of the supervisor later."""
 KEPT = ("failed", "fenced", "rejoined")
 """Reports from the time without a supervisor, for the next one; it gets exits and the run folder, too."""
 HELLO_TIMEOUT_S = 1.0
@@ -111,6 +115,8 @@ class Agent:
     """First generation of the newest layout that the supervisor has announced."""
     recorders: dict[int, FlightMemory] = field(default_factory=dict)
     """The flight recorder of each rank's newest process."""
+    collectives: CollectiveMemory = field(default_factory=CollectiveMemory)
+    """Through which the ranks of this node exchange collectives."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     orphan_s: float = 0.0
     """How long the ranks go on without a supervisor; 0: they are killed."""
@@ -127,6 +133,8 @@ class Agent:
     deadline: float = math.inf
     """When the ranks are told to stop; after that, when they are killed."""
     stopping: bool = False
+    others_train: bool = False
+    """Whether all ranks of the run are on other nodes."""
     listener: socket.socket | None = None
     """Accepts a new supervisor."""
     file: AgentFile | None = None
@@ -158,8 +166,8 @@ class Agent:
             self._flush()
         except EndedError:
             return False
-        has_ranks = any(process.is_rank for process in self.processes)
-        if self.supervisor is None and not (self.orphan_s > 0 and has_ranks):
+        waits = self.others_train or any(process.is_rank for process in self.processes)
+        if self.supervisor is None and not (self.orphan_s > 0 and waits):
             return False
         if time.monotonic() >= self.deadline:
             return self._end_orphans()
@@ -181,7 +189,8 @@ class Agent:
         """No supervisor came: the ranks save and stop; those that cannot are killed."""
         if self.stopping:
             return False
-        self.stopping, self.deadline = True, time.monotonic() + ORPHAN_GRACE_S
+        grace_s = OTHERS_GRACE_S if self.others_train else ORPHAN_GRACE_S
+        self.stopping, self.deadline = True, time.monotonic() + grace_s
         for process in self.processes:
             process.signal(signal.SIGTERM if process.is_rank else signal.SIGKILL)
         return True
@@ -295,7 +304,7 @@ class Agent:
         fence, memory = Fence(), self.snapshots.get(rank)
         retired = {str(rank): memory.path for rank, memory in self.retired.items()}
         setup = RankSetup(environment, log, fence.path, None if memory is None else memory.path, retired)
-        first = replace(Order.from_dict(order), setup=setup)
+        first = replace(self._complete(order), setup=setup)
         process = next((p for p in self.processes if p.is_spare and not p.is_stopped), None)
         if process is None:
             process = self._fork(entry, run_dir, environment, log, first, fence)
@@ -361,11 +370,19 @@ class Agent:
             snapshots.close()
         for recorder in self.recorders.values():
             recorder.close()
+        self.collectives.close()
 
     def _do_order(self, rank: int, order: Message) -> None:
         self.generation = max(self.generation, order["generation"])
         for process in self._of(rank):
-            process.send(Order.from_dict(order))
+            process.send(self._complete(order))
+
+    def _complete(self, order: Message) -> Order:
+        """Name the memory for collectives in an order to join a generation."""
+        read = Order.from_dict(order)
+        if read.action != "join":
+            return read
+        return replace(read, collective_memory=self.collectives.path(read.generation))
 
     def _do_reply(self, rank: int, reply: Message) -> None:
         """Pass on what the supervisor replies to a rank's request."""
@@ -392,7 +409,7 @@ class Agent:
                 continue
             process.fenced = True
             process.send(Order("fence", self.generation))
-            self._report({"is": "fenced", "rank": rank, "pid": process.pid})
+            self._report({"is": "fenced", "rank": rank, "pid": process.pid, "generation": self.generation})
 
     def _copy_snapshots(self, rank: int) -> bool:
         """Let the successor of a process have its own memory; returns False if there is not enough."""
@@ -409,8 +426,9 @@ class Agent:
         steps = {str(rank): memory.steps() for rank, memory in self.snapshots.items()}
         self._report({"is": "snapshots", "steps": steps})
 
-    def _do_begin_layout(self, generation: int) -> None:
+    def _do_begin_layout(self, generation: int, others_train: bool = False) -> None:
         """All ranks have ended, and the run goes on in another layout: keep what they left for its ranks."""
+        self.others_train = others_train
         if generation != self.begun:
             self.begun = generation
             if any(step != EMPTY for memory in self.snapshots.values() for step in memory.steps()):

@@ -59,6 +59,8 @@ class AgentPool:
         self._broken: dict[int, float] = {}
         """When nodes whose connection broke are lost."""
         self._may_return = False
+        self._released: list[RemoteAgent] = []
+        """Agents that were told to end: their nodes have left the run."""
         self.add(0, local)
 
     @property
@@ -84,6 +86,10 @@ class AgentPool:
     def node_of(self, rank: int) -> int:
         """The node that a rank is assigned to."""
         return self.placement.devices[rank].node
+
+    def host(self, node: int) -> str:
+        """The host of another node."""
+        return self._hosts.get(node, "")
 
     def name(self, node: int) -> str:
         """A node with its host, for messages."""
@@ -113,13 +119,15 @@ class AgentPool:
     def wait(self, timeout_s: float) -> list[Message]:
         """What the agents report within a time, each with its ``node``.
 
-        The pool adds ``node_joined``, ``node_refused`` or ``node_spare`` for an agent that joins, and
-        ``agent_lost`` for one that is gone or silent.
+        The pool adds ``node_joined``, ``node_refused`` or ``node_spare`` for an agent that joins,
+        ``spare_lost`` for a spare and ``agent_lost`` for the agent of a node that is gone or silent.
         """
         messages: list[Message] = []
         until = min(self._broken.values(), default=math.inf) - time.monotonic()
         for key, _ in self._selector.select(max(0.0, min(timeout_s, until))):
-            if key.data is not None:
+            if isinstance(key.data, RemoteAgent):
+                self._read_released(key.data)
+            elif key.data is not None:
                 messages += self._receive(key.data)
         if self.remote is not None:  # before the lost ones: an agent may have dialed again meanwhile
             messages += self._poll_remote(self.remote)
@@ -197,6 +205,7 @@ class AgentPool:
         self._agents[node] = agent
         if self.remote is not None and isinstance(agent, RemoteAgent):
             self.remote.sessions[node] = agent.session.name
+            self._silence.hear(node)
         self._selector.register(agent, selectors.EVENT_READ, node)
 
     def end_adoption(self) -> None:
@@ -217,6 +226,37 @@ class AgentPool:
         else:
             agent.close()
 
+    @property
+    def spares(self) -> int:
+        """Agents without a node that can take over one."""
+        return 0 if self.remote is None else self.remote.spares
+
+    def release(self, node: int) -> None:
+        """Let the agent of another machine end: its node leaves the run, and has no ranks."""
+        agent = self._agents[node]
+        assert isinstance(agent, RemoteAgent), "the supervisor's own node stays"
+        if agent.broken:
+            self.drop(node)
+            return
+        agent.end(ok=True, left=True)
+        del self._agents[node]
+        self._silence.forget(node)
+        if self.remote is not None:
+            self.remote.sessions.pop(node, None)
+        # Closed by the agent: if this end closed first, the agent might not read that it was released.
+        self._selector.modify(agent, agent.events, agent)
+        self._released.append(agent)
+
+    def _read_released(self, agent: RemoteAgent) -> None:
+        """Go on with an agent that was told to end, until it closes the connection."""
+        try:
+            agent.receive()
+            self._selector.modify(agent, agent.events, agent)
+        except EOFError:
+            self._selector.unregister(agent)
+            self._released.remove(agent)
+            agent.drop()
+
     def close(self, ok: bool = True) -> None:
         """End all agents and their ranks, and wait for them.
 
@@ -228,7 +268,7 @@ class AgentPool:
         for agent in self._agents.values():
             if isinstance(agent, RemoteAgent):
                 agent.end(ok)
-        for agent in self._agents.values():
+        for agent in (*self._agents.values(), *self._released):
             agent.close()
-        self._agents = {}
+        self._agents, self._released = {}, []
         self._selector.close()

@@ -6,8 +6,9 @@ Variables that the user has set are not changed.
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 SAFE_ISA = "AVX512_CORE_FP16"
@@ -15,11 +16,28 @@ STORE_VARIABLE = "MESHWRIGHT_STORE"
 """File of the rendezvous store; every generation has its own."""
 RELAYED_STORE = "relayed"
 """In place of the file: the store of a run on several nodes, which the supervisor holds."""
+COLLECTIVE_MEMORY_VARIABLE = "MESHWRIGHT_COLLECTIVE_MEMORY"
+"""Generation, and path of the memory for the collectives of the ranks of this host, after a colon."""
+NODE_VARIABLE, DEVICE_VARIABLE = "GROUP_RANK", "LOCAL_RANK"
+"""Number of the node, and of the device on it; torchrun has the same names."""
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun alone."""
 PEAK_VARIABLE = "MESHWRIGHT_PEAK_FLOPS"
 """The peak FLOP/s of a rank's device, for a process that takes over the rank."""
 CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
 STORE_PREFIX = "AWS_"
 """Of variables with the address of an object store and its credentials; they never leave their node."""
+
+
+def describe_place(environ: Mapping[str, str] = os.environ) -> dict[str, str | int | None]:
+    """Host, node and device of this rank; None for what its launcher does not tell, or chooses by itself."""
+    chosen = {} if TORCHRUN_VARIABLE in environ else environ  # torchrun does not read the plan
+    node, device = chosen.get(NODE_VARIABLE), chosen.get(DEVICE_VARIABLE)
+    return {
+        "host": socket.gethostname(),
+        "node": None if node is None else int(node),
+        "device": None if device is None else int(device),
+    }
 
 
 def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.environ) -> list[str]:

@@ -10,17 +10,24 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from meshwright.launch.agent import run_agent
+from meshwright.core.processes import without_main
+from meshwright.launch.agent import OTHERS_GRACE_S, run_agent
 from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.rank_process import GROUP_SIGNALS
+
+ANSWER_S = 5.0
+"""How long an agent may take to accept or refuse a new supervisor."""
+ENDING_POLL_S = 0.2
+"""Between two attempts to adopt an agent whose ranks save and stop."""
+MOST_ENDING_S = OTHERS_GRACE_S + 30.0
+"""An agent that still refuses after this time does not end."""
 
 
 class LocalAgent:
@@ -46,21 +53,36 @@ class LocalAgent:
         here, there = socket.socketpair()
         context: Any = multiprocessing.get_context("forkserver")
         process = context.Process(target=run_agent, args=(there,), name="agent", daemon=False)
-        with _without_main():
+        with without_main():
             process.start()
         there.close()
         return cls(here, process)
 
     @classmethod
-    def adopt(cls, run_dir: Path) -> LocalAgent | None:
-        """Connect to the agent of a run whose supervisor has died; None if it has none."""
-        file = AgentFile.read(run_dir)
-        connection = None if file is None else file.connect()
-        if file is None or connection is None:
-            return None
-        agent = cls(connection)
-        agent.send({"token": file.token})
-        return agent
+    def adopt(cls, run_dir: Path, on_wait: Callable[[], None] = lambda: None) -> LocalAgent | None:
+        """Connect to the agent of a run whose supervisor has died; None if it has none.
+
+        An agent refuses when the ranks of the run save and stop. Then this waits until it has ended.
+
+        Args:
+            run_dir: Folder of the run.
+            on_wait: Called once, if the agent refuses.
+        """
+        deadline, waits = time.monotonic() + MOST_ENDING_S, False
+        while True:
+            file = AgentFile.read(run_dir)
+            connection = None if file is None else file.connect()
+            if file is None or connection is None:
+                return None
+            agent = cls(connection)
+            agent.send({"token": file.token})
+            if time.monotonic() >= deadline or _is_answered(connection):
+                return agent
+            connection.close()
+            if not waits:
+                on_wait()
+            waits = True
+            time.sleep(ENDING_POLL_S)
 
     def send(self, message: Message) -> None:
         """Send a message; an agent that is gone is noticed by ``receive``."""
@@ -87,19 +109,17 @@ class LocalAgent:
             self._process.join()
 
 
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the caller's main module in the ranks.
-
-    Ranks are started by the name of a function. A script without ``if __name__ == "__main__"`` would start
-    ranks in every rank.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
+def _is_answered(connection: socket.socket) -> bool:
+    """Whether the agent answers, and does not close the connection."""
+    connection.settimeout(ANSWER_S)
     try:
-        yield
+        return connection.recv(1, socket.MSG_PEEK) != b""
+    except TimeoutError:  # it may be stopped
+        return True
+    except OSError:
+        return False
     finally:
-        sys.modules["__main__"] = main
+        connection.settimeout(None)
 
 
 def start_server(preload: Sequence[str]) -> None:

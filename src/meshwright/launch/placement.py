@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.layout.placement import RankPlacement
+
 
 class Device(NamedTuple):
     """A device of the run."""
@@ -28,6 +30,17 @@ class Placement:
     def in_order(cls, world_size: int, ranks_per_node: int) -> Placement:
         """The first ranks on node 0, the next on node 1, and so on; the last node may have fewer."""
         return cls(tuple(Device(*divmod(rank, ranks_per_node)) for rank in range(world_size)))
+
+    @classmethod
+    def from_plan(cls, planned: RankPlacement) -> Placement:
+        """The devices of the whole cluster, as a plan places ranks on them."""
+        return cls(tuple(Device(*planned[rank]) for rank in range(len(planned.slots))))
+
+    @classmethod
+    def from_slots(cls, devices: Iterable[Device], slots: Sequence[int]) -> Placement:
+        """Some devices, node by node, as slots: those that a plan for fewer devices has."""
+        found = sorted(devices)
+        return cls(tuple(found[slot] for slot in slots))
 
     @classmethod
     def on(cls, devices: Iterable[Device], world_size: int, block: int = 1) -> Placement:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from meshwright.core.events import Event
 from meshwright.launch.channel import Channel, Message
-from meshwright.launch.environment import STORE_VARIABLE
+from meshwright.launch.environment import COLLECTIVE_MEMORY_VARIABLE, STORE_VARIABLE
 from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.fence import CommitGuard, HaltedError
 from meshwright.launch.requests import Requests
@@ -31,6 +31,8 @@ from meshwright.launch.snapshot_slots import SnapshotSlots
 
 STUCK_S = 2.0
 """A rank that was told to leave its collectives and uses no CPU time for this long never leaves them."""
+JOIN_STUCK_S = 0.5
+"""The same for a rank that joins the others; it may use CPU time, because it polls the rendezvous store."""
 STUCK_POLL_S = 0.1
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that a terminal or a scheduler sends to the whole process group."""
@@ -70,6 +72,8 @@ class Order:
     """Samples that no rank reads again: a rollback skips them."""
     reshard_from: str | None = None
     """The plan, in the run folder, of the layout whose snapshots hold ``restore_step``; None for this one."""
+    collective_memory: str | None = None
+    """Of a ``join``: path of the memory for the collectives of the ranks of this host; the agent adds it."""
 
     def as_dict(self) -> Message:
         """For a message."""
@@ -87,6 +91,8 @@ class Order:
             os.environ.update(self.setup.environment)
         if self.store is not None:
             os.environ[STORE_VARIABLE] = self.store
+        if self.collective_memory is not None:
+            os.environ[COLLECTIVE_MEMORY_VARIABLE] = f"{self.generation}:{self.collective_memory}"
 
 
 class RankLink:
@@ -112,6 +118,8 @@ class RankLink:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._abort: Callable[[], None] | None = None
+        self._joins = False
+        """Whether this rank joins the process groups of a generation: it has loaded no state yet."""
         self.requests = Requests(channel)
         """To the supervisor, for the rendezvous store."""
         self.stopped_generation = -1
@@ -146,6 +154,15 @@ class RankLink:
         finally:
             with self._lock:
                 self._abort = None
+
+    @contextlib.contextmanager
+    def joining(self) -> Any:
+        """Inside, this rank joins the others. It has no state, and exits soon if the generation is halted."""
+        self._joins = True
+        try:
+            yield
+        finally:
+            self._joins = False
 
     def wait_for_rank(self) -> Order:
         """Wait as a spare until this process becomes a rank, or must exit."""
@@ -222,14 +239,17 @@ class RankLink:
     def _exit_if_stuck(self, aborted: Callable[[], None]) -> None:
         """End this process if its main thread neither leaves the generation nor uses CPU time.
 
-        gloo does not end the wait for a message of which a part had arrived (torch 2.13).
+        gloo does not end the wait for a message of which a part had arrived (torch 2.13). A wait for another
+        rank's key in the store, or for its connection, cannot be ended either, and uses some CPU time.
         """
         clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-        used_s, idle_polls = 0.0, 0
+        used_s, idle_polls, join_polls = 0.0, 0, 0
         while self._abort is aborted:
             before_s, used_s = used_s, time.clock_gettime(clock)
             idle_polls = idle_polls + 1 if used_s == before_s else 0
-            if idle_polls * STUCK_POLL_S >= STUCK_S:  # polls, not time: this process may have been stopped
+            join_polls = join_polls + 1 if self._joins else 0
+            # Polls, not time: this process may have been stopped.
+            if idle_polls * STUCK_POLL_S >= STUCK_S or join_polls * STUCK_POLL_S > JOIN_STUCK_S:
                 os.write(2, b"this rank cannot leave its collective; it exits\n")
                 os._exit(EXIT_PEER_LOST)
             time.sleep(STUCK_POLL_S)

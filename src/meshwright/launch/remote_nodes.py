@@ -2,7 +2,8 @@
 
 An agent that has proved the token is assigned a node, gets the files that its ranks need, and checks that it
 reaches the data and the checkpoints. It counts as joined when it reports no problem. An agent that comes when
-all nodes have one is a spare: it waits, and gets the next node that is lost.
+all nodes have one is a spare: it waits, and gets the next node that is lost. An agent that falls silent while
+it waits or prepares is forgotten, and the next spare gets its node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from meshwright.launch.channel import Channel, Message
 from meshwright.launch.join import JoinListener, local_address
 from meshwright.launch.network import find_interface
 from meshwright.launch.session import Session
+from meshwright.launch.silence import SilenceWatch
 
 SPARE = -1
 """The node of an agent that has none."""
@@ -64,11 +66,12 @@ class RemoteAgent:
         with contextlib.suppress(OSError):
             self._channel.flush()
         messages = self._channel.receive()
+        handled = self.session.received  # by the caller; these messages are not, yet
         self.session.count(messages)
         for message in messages:
             if message.get("is") == "watch":
                 self.session.acknowledge(int(message.get("received", 0)))
-                self.send({"do": "ack", "received": self.session.received})
+                self.send({"do": "ack", "received": handled})
         return messages
 
     def disconnect(self) -> None:
@@ -92,9 +95,9 @@ class RemoteAgent:
                 self._channel.queue(message)
         return True
 
-    def end(self, ok: bool) -> None:
-        """Tell the agent that the run is over."""
-        self.send({"do": "end", "ok": ok})
+    def end(self, ok: bool, left: bool = False) -> None:
+        """Tell the agent that the run is over, or that its node has left the run."""
+        self.send({"do": "end", "ok": ok, "left": left})
 
     def close(self) -> None:
         """Wait until the agent has ended its ranks, for a limited time, and close the connection."""
@@ -150,6 +153,10 @@ class RemoteNodes:
     """The node of each agent that prepares it."""
     _spares: list[int] = field(default_factory=list)
     """Agents that wait for a node, the longest first."""
+    _ready_spares: set[int] = field(default_factory=set)
+    """Spares, also while they prepare a node, that have a warm local agent."""
+    silence: SilenceWatch = field(default_factory=SilenceWatch)
+    """Of agents that wait or prepare, by file descriptor."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def __post_init__(self) -> None:
@@ -174,13 +181,29 @@ class RemoteNodes:
             agent = RemoteAgent(channel)
             self._joining[agent.fileno()] = agent
             self._selector.register(agent, selectors.EVENT_READ)
+            self.silence.hear(agent.fileno())
         for key, _ in self._selector.select(0):
             if key.fd in self._joining:
                 self._go_on(key.fd, present, joined, reports)
                 present |= {one.node for one in joined}
+        for fd in self.silence.poll():  # after the messages: this process may have been busy
+            self._lose(fd, f"it sent nothing for {self.silence.limit_s:g} s", reports)
         while self._spares and not self.adopting and (free := self._list_free(present)):
             self._prepare(self._spares.pop(0), free[0])
         return joined, reports
+
+    @property
+    def spares(self) -> int:
+        """Agents that can take over a node."""
+        return sum(fd in self._ready_spares for fd in self._spares)
+
+    def _lose(self, fd: int, reason: str, reports: list[Message]) -> None:
+        """Forget an agent that is gone; the next spare gets the node that it prepared."""
+        agent = self._joining[fd]
+        if fd in self._ready_spares:
+            reports.append({"is": "spare_lost", "node": SPARE, "host": agent.host, "reason": reason})
+        self._forget(fd)
+        agent.drop()
 
     def _list_free(self, present: frozenset[int]) -> list[int]:
         """Nodes without an agent."""
@@ -199,9 +222,10 @@ class RemoteNodes:
         try:
             messages = agent.receive()
         except EOFError:
-            self._forget(fd)
-            agent.drop()
+            self._lose(fd, "its connection is closed", reports)
             return
+        if messages:
+            self.silence.hear(fd)
         while messages and fd in self._joining:
             message = messages.pop(0)
             if message.get("is") == "join":
@@ -211,7 +235,10 @@ class RemoteNodes:
                     joined.append(Joined(message["node"], agent, messages, received))
                     return
                 self._assign(fd, message, present, reports)
+            elif message.get("is") == "leave":
+                self._lose(fd, "it was told to leave", reports)
             elif message.get("is") == "spare_ready" and fd in self._spares:
+                self._ready_spares.add(fd)
                 reports.append({"is": "node_spare", "node": SPARE, "host": agent.host})
             elif message.get("is") in ("prepared", "adopted") and fd in self._nodes:
                 node = self._nodes[fd]
@@ -257,6 +284,8 @@ class RemoteNodes:
         self._selector.unregister(fd)
         del self._joining[fd]
         self._nodes.pop(fd, None)
+        self._ready_spares.discard(fd)
+        self.silence.forget(fd)
         if fd in self._spares:
             self._spares.remove(fd)
 

@@ -51,6 +51,11 @@ class Session:
         while self._kept and self._sent - len(self._kept) < received:
             self._kept.popleft()
 
+    @property
+    def unacknowledged(self) -> list[Message]:
+        """What the other end may not have, or may not have handled."""
+        return list(self._kept)
+
     def missed(self, received: int) -> list[Message] | None:
         """What the other end has missed; None if it is no longer known."""
         if not self._sent - len(self._kept) <= received <= self._sent:

@@ -1,7 +1,8 @@
 """Finds agents that have sent nothing for a while: their machine is cut off, stopped or gone.
 
-Agents send something every half second. Ages are measured here, on a monotonic clock. If this process itself
-was paused, the pause counts as one short interval, so that nobody is lost by it.
+Agents send something every half second, also while they wait as spares or prepare to become a node. Ages are
+measured here, on a monotonic clock. If this process itself was paused, the pause counts as one short
+interval, so that nobody is lost by it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ LONGEST_POLL_S = 2.0
 
 
 class SilenceWatch:
-    """The time since the last message of each agent."""
+    """The time since the last message of each agent, by a number that names it."""
 
     def __init__(self, limit_s: float = SILENT_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s, self._clock = limit_s, clock
+        self.limit_s, self._clock = limit_s, clock
         self._polled_at = clock()
         self._silent_s: dict[int, float] = {}
 
@@ -37,4 +38,4 @@ class SilenceWatch:
         passed_s, self._polled_at = min(now - self._polled_at, LONGEST_POLL_S), now
         for node in self._silent_s:
             self._silent_s[node] += passed_s
-        return [node for node, silent_s in self._silent_s.items() if silent_s > self._limit_s]
+        return [node for node, silent_s in self._silent_s.items() if silent_s > self.limit_s]

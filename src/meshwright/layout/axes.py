@@ -40,6 +40,10 @@ EXPERT_AXIS = "ep"
 """The ranks that split the experts of a layer, including ``etp``."""
 EXPERT_SHARD_AXIS = "ep_shard"
 """The ranks with the same experts."""
+INTRA_NODE_AXIS = "intra_node"
+"""The ranks of a node that reduce the same gradients, in a hierarchical all-reduce."""
+INTER_NODE_AXIS = "inter_node"
+"""The ranks of all nodes with the same shard of the gradients, in a hierarchical all-reduce."""
 
 
 class Axis(NamedTuple):
@@ -144,11 +148,12 @@ def list_group_axes(job: Job) -> list[str]:
 
 def list_rank_groups(layout: Layout, name: str) -> list[list[int]]:
     """The rank groups of an axis; each list is in the order of the axis."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.world_size):
-        _, outside = _locate(layout, rank, name)
-        groups.setdefault(outside, []).append(rank)
-    return list(groups.values())
+    names, offsets, starts, stride = set(name.split("+")), [0], [0], 1
+    for axis, degree in reversed(_mesh_of(layout, names).items()):
+        before = offsets if axis in names else starts
+        before[:] = [index * stride + rank for index in range(degree) for rank in before]
+        stride *= degree
+    return [[start + offset for offset in offsets] for start in starts]
 
 
 def axis_rank(layout: Layout, rank: int, name: str) -> int:
@@ -187,8 +192,8 @@ def _locate(layout: Layout, rank: int, name: str) -> tuple[int, tuple[int, ...]]
 
 
 def uses_ddp(job: Job) -> bool:
-    """Whether torch's DDP all-reduces the gradients: without a pipeline and separate expert axes."""
+    """Whether torch's DDP all-reduces the gradients: no pipeline, expert axes or backup replicas."""
     layout = job.layout
-    return (
-        dense_reduce_axis(layout).size > 1 and layout.zero < 2 and layout.pp == 1 and not has_expert_axes(job)
-    )
+    if layout.zero >= 2 or layout.pp > 1 or layout.backup_replicas or has_expert_axes(job):
+        return False
+    return dense_reduce_axis(layout).size > 1

@@ -22,6 +22,7 @@ from meshwright.layout.axes import (
     has_expert_axes,
     reduces_full_grads,
 )
+from meshwright.layout.hierarchy import explain_flat
 from meshwright.layout.replicas import has_replicas
 from meshwright.layout.stages import list_stages
 from meshwright.spec.execution import (
@@ -29,9 +30,11 @@ from meshwright.spec.execution import (
     find_triton_obstacle,
     keeps_bf16_grads,
     resolve_block_backend,
+    resolve_transport,
     uses_triton_blocks,
 )
 from meshwright.spec.job import Job
+from meshwright.spec.layout import AXES
 from meshwright.spec.micro_batches import count_micro_batches
 from meshwright.spec.paths import PREPARED_INDEX
 from meshwright.spec.train_defaults import defaults, setting
@@ -135,6 +138,13 @@ def _explain_gemm_autotune(job: Job) -> str | None:
 
 def _explain_decay(job: Job) -> str | None:
     return "train.weight_decay=0" if setting(job.train, "weight_decay") == 0 else None
+
+
+def _explain_transport(job: Job) -> str | None:
+    if resolve_transport(job) == "none":
+        return "one rank has no collectives"
+    lone = job.train.transport == "shared_memory" and resolve_transport(job) == "gloo"
+    return "every node has one rank" if lone else None
 
 
 def _explain_lr_schedule(job: Job) -> str | None:
@@ -250,6 +260,17 @@ def _explain_device_times(job: Job) -> str | None:
     return _explain_may_change(job)
 
 
+def _explain_placement(job: Job) -> str | None:
+    """A list of slots has an effect; so has rank order where another placement may be faster."""
+    if not isinstance(job.layout.placement, str):
+        return None
+    if job.cluster.nodes == 1:
+        return "all ranks are on one node"
+    axes = [axis for axis in AXES if getattr(job.layout, axis) > 1]
+    full = job.layout.world_size >= job.cluster.world_size
+    return "the layout has no two axes to choose from" if len(axes) < 2 and full else None
+
+
 def _explain_preparation(job: Job) -> str | None:
     """Prepared folders are used where they are."""
     paths = [job.data.path, *(one.path for one in job.data.eval)]
@@ -263,10 +284,13 @@ REASONS: dict[str, Reason] = {
     "layout.bucket_mb": _explain_bucket_size,
     "layout.accumulate": _explain_accumulate,
     "layout.offload": _explain_offload,
+    "layout.placement": _explain_placement,
     "layout.prefetch": _explain_prefetch,
     "train.block_backend": _explain_block_backend,
     "train.grad_dtype": _explain_grad_dtype,
     "train.gemm_autotune": _explain_gemm_autotune,
+    "train.transport": _explain_transport,
+    "train.all_reduce": explain_flat,
     "train.decay_embeddings": _explain_decay,
     "train.schedule": _explain_lr_schedule,
     "train.min_lr_ratio": _explain_min_lr,

@@ -256,3 +256,13 @@ def count_active_matmul_parameters(model: DecoderModel) -> int:
 
 WIRE_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
 """Bytes per gradient element in communication, by compression."""
+
+
+def selection_bias_shape(model: object) -> tuple[int, int] | None:
+    """Layers with experts and experts: the shape of the selection biases; None for a model without experts.
+
+    A run with ``train.balance_rate=0`` has biases, too, if its checkpoint has some: they stay fixed.
+    """
+    if not isinstance(model, DecoderModel) or not model.num_experts:
+        return None
+    return model.expert_layers, model.num_experts

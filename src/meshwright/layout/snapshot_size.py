@@ -7,21 +7,23 @@ Each rank has memory for two snapshots, which are written in turn (``launch.snap
 
 Every tensor begins at a multiple of 64 bytes, every slot at a multiple of 4096. The tensors are the
 parameters in the memory of the rank, the optimizer state of its shard, running means and variances of batch
-norm, and the selection biases of experts. The planner calls :func:`slot_bytes` and :func:`reserved_bytes`
-with the predicted sizes of the tensors, the rank with the real ones.
+norm, and the selection biases of experts, also where ``train.balance_rate=0`` keeps them fixed or there are
+none: a checkpoint may bring some when the memory is reserved. The planner calls :func:`slot_bytes` and
+:func:`reserved_bytes` with the predicted sizes of the tensors, the rank with the real ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from meshwright.layout.fsdp_groups import count_sharded
 from meshwright.layout.optimizer_state import STEP_COUNT, rule_of, state_keys
-from meshwright.layout.parameters import FLOAT32_BYTES, Parameter
+from meshwright.layout.parameters import FLOAT32_BYTES, Parameter, selection_bias_shape
 from meshwright.layout.resnet_shapes import list_convs
 from meshwright.layout.stages import local_parameter_kinds, pp_rank_of
 from meshwright.spec.job import Job
-from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.model import ResNetModel
 
 SLOTS = 2
 HEADER_BYTES = 4096
@@ -76,8 +78,8 @@ def _list_tensor_bytes(job: Job, rank: int) -> list[int]:
     if isinstance(model, ResNetModel) and model.norm == "batch":
         for conv in list_convs(model).convs:
             sizes += [conv.out_channels * FLOAT32_BYTES] * 2
-    if isinstance(model, DecoderModel) and model.num_experts and job.train.balance_rate:
-        sizes.append(model.expert_layers * model.num_experts * FLOAT32_BYTES)
+    if (shape := selection_bias_shape(model)) is not None:
+        sizes.append(math.prod(shape) * FLOAT32_BYTES)
     return sizes
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from meshwright.layout.axes import axis_rank, state_axis
 from meshwright.layout.fsdp_groups import chunk_rows
 from meshwright.layout.optimizer_state import STEP_COUNT, rule_of, state_keys
-from meshwright.layout.parameters import FLOAT32_BYTES, list_parameters
+from meshwright.layout.parameters import FLOAT32_BYTES, list_parameters, selection_bias_shape
 from meshwright.layout.resnet_shapes import list_convs
 from meshwright.layout.stages import local_parameters, pp_rank_of
 from meshwright.layout.state_chunks import (
@@ -28,7 +28,7 @@ from meshwright.layout.state_chunks import (
     shard_chunks,
 )
 from meshwright.spec.job import Job
-from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.model import ResNetModel
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,8 @@ def _list_extra(job: Job) -> list[SnapshotTensor]:
             for conv in list_convs(model).convs
             for part in ("running_mean", "running_var")
         ]
-    if isinstance(model, DecoderModel) and model.num_experts and job.train.balance_rate:
-        return [_whole(SELECTION_BIAS, (model.expert_layers, model.num_experts))]
-    return []
+    shape = selection_bias_shape(model)
+    return [] if shape is None else [_whole(SELECTION_BIAS, shape)]
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> SnapshotTensor:

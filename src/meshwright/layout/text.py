@@ -12,6 +12,8 @@ def describe_layout(layout: Layout) -> str:
     degrees = [*AXES, "ep", "etp"]
     parts = [f"{axis}={getattr(layout, axis)}" for axis in degrees if getattr(layout, axis) > 1]
     parts = parts or ["one device"]
+    if layout.backup_replicas:
+        parts.append(f"backup_replicas={layout.backup_replicas}")
     if layout.zero:
         parts.append(f"zero={layout.zero}")
     if layout.pp > 1:
@@ -32,7 +34,7 @@ def describe_layout(layout: Layout) -> str:
 
 def layout_overrides(layout: Layout) -> str:
     """Overrides that set exactly this layout."""
-    names = [*AXES, "ep", "etp", "zero", "sequence_parallel", "schedule", "virtual_stages"]
+    names = [*AXES, "backup_replicas", "ep", "etp", "zero", "sequence_parallel", "schedule", "virtual_stages"]
     names += ["context", "micro_batch", "recompute", "offload"]
     plain = Layout()
     changed = [n for n in names if getattr(layout, n) != getattr(plain, n)]

@@ -4,7 +4,8 @@ Every collective of torch is dispatched as an operator of the ``c10d`` namespace
 reducer, a hook, functional collectives (DTensor), user code in inference mode. The counter registers a kernel
 just above the device kernels (dispatch key ``BackendSelect``, which no mode excludes). It counts and
 redispatches. That costs microseconds per collective and nothing for other operators, so it is always on. A
-dispatch mode would slow down every operator of every step. The same kernel writes the flight recorder.
+dispatch mode would slow down every operator of every step. The same kernel writes the flight recorder,
+and lets a transport run the collective in place of the backend (``parallel.shared_memory``).
 
 The redispatch must release Python's GIL: gloo's threads take the GIL while they hold the lock that enqueuing
 needs. ``redispatch`` releases it. A kernel from ``torch.library.get_kernel`` does not, and hangs sometimes.
@@ -17,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,18 @@ DEVICE_KEYS = {
 }
 DEVICE_KEYS["meta"] = DEVICE_KEYS["cpu"]  # the device that a kernel sees of a fake tensor, in a dry run
 """The dispatch key of the device kernel, by the device of the tensors."""
+
+
+class Transport(Protocol):
+    """Runs collectives in place of the backend."""
+
+    def answer(
+        self, operator: str, group: dist.ProcessGroup, args: tuple[Any, ...], synchronous: bool
+    ) -> Any:
+        """What the operator returns, or None if the backend must run it."""
+
+    def close(self) -> None:
+        """Free its resources."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,8 @@ class CollectiveCounter:
         self._committed: dict[tuple[str, str, str, int], Tally] = {}
         self._occurrences: dict[str, int] | None = None
         self._library: torch.library.Library | None = None
+        self.transport: Transport | None = None
+        """Runs what it can of the collectives that are counted."""
 
     def install(self) -> None:
         """Start counting."""
@@ -110,7 +125,10 @@ class CollectiveCounter:
                 self._library.impl(operator, self._kernel(operator, name), "BackendSelect")
 
     def remove(self) -> None:
-        """Stop counting."""
+        """Stop counting, and close the transport."""
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -160,13 +178,19 @@ class CollectiveCounter:
 
         def count_and_redispatch(*args: Any, **kwargs: Any) -> Any:
             peer = args[peer_at] if peer_at >= 0 else -1
-            self._count(name, args, peer, synchronous=len(args) > async_at and not args[async_at])
+            synchronous = len(args) > async_at and not args[async_at]
+            group = self._count(name, args, peer, synchronous)
+            if self.transport is not None:
+                answer = self.transport.answer(operator, group, args, synchronous)
+                if answer is not None:
+                    return answer
             device = next(_tensors(args)).device.type
             return overload.redispatch(DEVICE_KEYS[device], *args, **kwargs)
 
         return count_and_redispatch
 
-    def _count(self, op: str, args: tuple[Any, ...], peer: int, synchronous: bool) -> None:
+    def _count(self, op: str, args: tuple[Any, ...], peer: int, synchronous: bool) -> dist.ProcessGroup:
+        """Count and record a call; returns its group."""
         group = next(a for a in args if isinstance(a, torch.ScriptObject))
         unboxed = dist.ProcessGroup.unbox(group)
         axis, ranks = self._axes.get(unboxed.group_name, (f"group {unboxed.group_name}", unboxed.size()))
@@ -175,17 +199,18 @@ class CollectiveCounter:
         largest = max(sizes)
         self.flight.record(axis, unboxed, op, peer, arguments[sizes.index(largest)], synchronous)
         if op == "recv":
-            return
+            return unboxed
         tally = self._tallies[axis, op, self.phase, ranks]
         tally.calls += 1
         if op == "barrier":
-            return
+            return unboxed
         routed = _routed.get()
         if routed is None:
             tally.bytes += largest
         else:  # the first two arguments of an all-to-all are its output and its input
             tally.bytes += sizes[0 if routed.side == "output" else 1]
             tally.dropped_rows += routed.dropped
+        return unboxed
 
 
 def _list_rows(tallies: Mapping[tuple[str, str, str, int], Tally]) -> list[dict[str, Any]]:

@@ -11,13 +11,14 @@ asynchronous calls are not attributed to a record.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
@@ -32,8 +33,14 @@ from meshwright.core.events import warn
 from meshwright.measure.functional_waits import observe_functional_waits
 from meshwright.measure.own_time import OwnTime
 
-SKIPPED_CODE = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
-"""Code that does not call a collective: torch, this package, generated code; and the standard library."""
+SKIPPED_CODE = (
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1] / 'parallel' / 'shared_memory'}{os.sep}",
+    "<",
+)
+"""Code that does not call a collective: torch, this package, the shared-memory transport, generated code; and
+the standard library."""
 STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 PACKAGES = ("site-packages", "dist-packages")
 """Folders of installed packages, inside of the standard library."""
@@ -42,6 +49,17 @@ PHASE_NUMBERS = {name: number for number, name in enumerate(ring.PHASES)}
 BACKWARD = PHASE_NUMBERS["backward"]
 
 Item = TypeVar("Item")
+_background = threading.local()
+
+
+@contextlib.contextmanager
+def in_background() -> Iterator[None]:
+    """Collectives that this thread calls are recorded, and change neither waits nor own time of the rank."""
+    _background.on = True
+    try:
+        yield
+    finally:
+        _background.on = False
 
 
 class FlightRecorder:
@@ -174,9 +192,16 @@ class FlightRecorder:
         )
         ring.WORD.pack_into(self._memory, ring.CALLS_AT + channel * ring.WORD.size, sequence)
         ring.WORD.pack_into(self._memory, ring.COUNT_AT, index + 1)
+        if getattr(_background, "on", False):
+            return
         self._unfinished = index if synchronous else -1
         if not synchronous:
             self.own_time.issue(now_ns, in_backward=self._phase == BACKWARD)
+
+    def note_issued(self) -> None:
+        """Note that another thread begins asynchronous collectives for this one."""
+        self._unfinished = -1
+        self.own_time.issue(time.monotonic_ns(), in_backward=self._phase == BACKWARD)
 
     def _find_channel(
         self, axis: str, group: dist.ProcessGroup, op: str, peer: int
@@ -248,19 +273,25 @@ class FlightRecorder:
         wait = self._wait = dist.Work.wait
 
         def observed_wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            index, self._unfinished = self._unfinished, -1
-            self._begin_wait()
-            try:
-                result = wait(work, *args, **kwargs)
-            finally:
-                end_ns = self._end_wait()
-            if index >= 0:
-                end_at = ring.RECORDS_AT + index % ring.RECORDS * ring.RECORD.size + 2 * ring.WORD.size
-                ring.WORD.pack_into(self._memory, end_at, end_ns)
-            return result
+            return self.observe(lambda: wait(work, *args, **kwargs))
 
         dist.Work.wait = observed_wait  # type: ignore[assignment, method-assign]
         self._functional_waits = observe_functional_waits(self._begin_wait, self._end_wait)
+
+    def observe(self, wait: Callable[[], Item]) -> Item:
+        """Call a function that waits for other ranks; records its begin, and a synchronous call's end."""
+        if getattr(_background, "on", False):
+            return wait()
+        index, self._unfinished = self._unfinished, -1
+        self._begin_wait()
+        try:
+            result = wait()
+        finally:
+            end_ns = self._end_wait()
+        if index >= 0:
+            end_at = ring.RECORDS_AT + index % ring.RECORDS * ring.RECORD.size + 2 * ring.WORD.size
+            ring.WORD.pack_into(self._memory, end_at, end_ns)
+        return result
 
     def _begin_wait(self) -> None:
         """Begin a wait. It is not own time of the main thread; others write checkpoints beside it."""

@@ -6,9 +6,11 @@ and adds up the live storages. On GPUs the caching allocator has the figures.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -25,6 +27,26 @@ GLOO_RELEASE_LIMIT_S = 2.0
 
 _COPY = torch.ops.aten.copy_.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+_CALLS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOverload.redispatch.__code__)
+_PACKET_CALL = torch._ops.OpOverloadPacket.__call__.__code__
+
+
+def count_calls(operator: Any) -> int:
+    """How many calls of an operator are on the Python stack. Every dispatch mode inside the tracker adds one.
+
+    Each call holds a reference to its arguments in C++. Selective activation checkpointing is such a mode.
+    """
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _CALLS:
+            count += frame.f_locals["self"] is operator
+        elif frame.f_code is _PACKET_CALL:
+            count += frame.f_locals["self"] is operator.overloadpacket
+        frame = frame.f_back
+    return count
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -45,6 +67,10 @@ class References(NamedTuple):
         """Those of a tensor, now."""
         storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
         return cls(tensor._use_count(), storage)  # type: ignore[attr-defined]  # not in torch's stubs
+
+    def plus(self, tensors: int) -> References:
+        """With more owners of the tensor; the storage has the same."""
+        return self._replace(tensor=self.tensor + tensors)
 
     def exceed(self, other: References) -> bool:
         """Whether the tensor or its storage has more owners than before."""
@@ -96,6 +122,7 @@ class PeakTracker(TorchDispatchMode):
         self._resizable: set[int] = set()
         self._inputs: list[tuple[Tensor, References]] = []
         self._argument: References | None = None
+        self._calls = 0
         self.live_bytes = 0
         self.peak_bytes = 0
         self._initial = list(alive)  # keeps them alive, so that all are counted
@@ -116,7 +143,8 @@ class PeakTracker(TorchDispatchMode):
         given = {id(t.untyped_storage()) for t in tensors}
         if func.namespace == "_c10d_functional" and func is not _WAIT:
             real = (tensor for tensor in tensors if not isinstance(tensor, FakeTensor))
-            self._inputs += [(tensor, References.of(tensor)) for tensor in real]
+            modes = count_calls(func) - self._calls
+            self._inputs += [(tensor, References.of(tensor).plus(-modes)) for tensor in real]
         result = func(*args, **kwargs)
         if self._gathered:
             self._update_gathered()  # first: the operator may have freed some before the result existed
@@ -141,10 +169,10 @@ class PeakTracker(TorchDispatchMode):
         Until then a tensor that nobody else needs would count as live.
         """
         if self._argument is None:  # a tensor without a collective
-            self._argument = References.of(output)
+            self._argument, self._calls = References.of(output), count_calls(_WAIT)
         on_stack = self._argument.tensor - 1
-        awaited = [(tensor, found._replace(tensor=found.tensor - on_stack)) for tensor, found in self._inputs]
-        awaited.append((output, self._argument))
+        awaited = [(tensor, found.plus(-on_stack)) for tensor, found in self._inputs]
+        awaited.append((output, self._argument.plus(count_calls(_WAIT) - self._calls)))
         self._inputs = []
         deadline = time.monotonic() + GLOO_RELEASE_LIMIT_S
         for tensor, without_gloo in awaited:

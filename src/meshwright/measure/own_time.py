@@ -15,7 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 KINDS = {"waiting for data": "data", "checkpoint": "storage"}
 """What the own time of a phase is spent on; all other phases compute."""
@@ -94,6 +98,44 @@ class OwnTime:
         now_ns = max(now_ns, self._since_ns)
         self._own_ns[self._kind] += now_ns - self._since_ns
         self._since_ns = now_ns
+
+
+class ProcessTime(NamedTuple):
+    """The time of this process, of all its threads together."""
+
+    cpu_s: float
+    queued_s: float
+    """Ready without a CPU, in threads that have not ended; 0 where the system does not count it."""
+
+    def since(self, earlier: ProcessTime) -> ProcessTime:
+        """The time since another reading."""
+        return ProcessTime(self.cpu_s - earlier.cpu_s, self.queued_s - earlier.queued_s)
+
+
+def read_process_time() -> ProcessTime:
+    """The time until now."""
+    queued_ns = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for thread in Path("/proc/self/task").iterdir():
+            queued_ns += int((thread / "schedstat").read_bytes().split()[1])
+    return ProcessTime(time.process_time(), queued_ns / 1e9)
+
+
+def estimate_idle_s(wall_s: Sequence[float], spent: Sequence[ProcessTime]) -> float:
+    """The time that repetitions would take on an otherwise idle machine.
+
+    It is the time that no thread waited for a CPU, or the CPU time, if that is more: of several threads only
+    some wait for each other. The median over the quarter with the smallest share of time in run queues. On
+    an idle machine this is the time itself.
+
+    Args:
+        wall_s: Time of each repetition.
+        spent: Of each repetition, on the rank that has most.
+    """
+    pairs = sorted(zip(wall_s, spent, strict=True), key=lambda pair: pair[1].queued_s / pair[0])
+    return statistics.median(
+        max(wall - time.queued_s, time.cpu_s) for wall, time in pairs[: -(-len(pairs) // 4)]
+    )
 
 
 class RunQueue:

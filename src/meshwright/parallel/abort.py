@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.shared_memory.transport import SharedMemoryTransport
+
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -33,9 +35,20 @@ class GroupAborter:
 
     def __init__(self) -> None:
         self._before = _list_sockets()
+        self._transport: SharedMemoryTransport | None = None
+        self._aborted = False
+
+    def add(self, transport: SharedMemoryTransport | None) -> None:
+        """Also end the collectives of a transport."""
+        self._transport = transport
+        if self._aborted and transport is not None:
+            transport.abort()
 
     def abort(self) -> None:
         """Make all collectives in progress raise."""
+        self._aborted = True
+        if self._transport is not None:
+            self._transport.abort()
         if not dist.is_initialized():
             return
         if dist.get_backend() == "nccl":

@@ -17,6 +17,9 @@ _functional = torch.ops._c10d_functional
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """``(output, input, group=...)``: every rank sends its input and gets all inputs. Renamed in torch 2.13."""
 
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""``(output, input, group=...)``: every rank sends its input and gets the sum of its part. Renamed, too."""
+
 
 def all_reduce(x: Tensor, group: str, operation: str = "sum") -> Tensor:
     """Every rank sends its tensor. Every rank gets the sum (or the maximum)."""

@@ -1,6 +1,7 @@
 """Data parallelism: which implementation a layout uses, and what the training loop asks of it.
 
-``ddp``: replicas. ``bucket_reducer``: replicas of pipeline stages and experts. ``zero1``: ZeRO-1. ``fsdp``:
+``ddp``: replicas. ``backup_replicas``: replicas of which the fastest count. ``bucket_reducer``: replicas of
+pipeline stages and experts. ``zero1``: ZeRO-1. ``fsdp``:
 ZeRO-2, ZeRO-3 and hybrid sharding (HSDP).
 """
 
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.layout.axes import dense_reduce_axis, has_expert_axes, uses_ddp
 from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.stages import local_stages
+from meshwright.models.decoder import Block
 from meshwright.models.init import WeightSource
+from meshwright.parallel.backup_replicas import BackupReplicas, SliceBoard
 from meshwright.parallel.bucket_reducer import BucketReducer, find_bucket_groups
 from meshwright.parallel.build import LocalModel, list_decoders
 from meshwright.parallel.ddp import FixedBucketDDP, apply_ddp
@@ -23,6 +27,7 @@ from meshwright.parallel.local_shards import LocalShards
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.rank_parameters import RankParameters, list_all_reduced
 from meshwright.parallel.zero1 import Zero1Parameters
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
 
 
@@ -44,6 +49,27 @@ def build_bucket_reducer(model: nn.Module, job: Job, mesh: Mesh) -> BucketReduce
         return None
     buckets = find_bucket_groups(job, mesh, local_buckets(job, mesh.pp_rank))
     return BucketReducer(model, buckets, job.compression.kind) if buckets else None
+
+
+def build_backup_replicas(
+    model: nn.Module, job: Job, mesh: Mesh, store: dist.Store | None
+) -> BackupReplicas | None:
+    """Sums the gradients with ``layout.backup_replicas > 0``.
+
+    Args:
+        model: Of this rank.
+        job: The settled job.
+        mesh: Of the rank.
+        store: Tells replicas which samples are done; without one none abandons its samples.
+    """
+    if not job.layout.backup_replicas:
+        return None
+    slices = job.layout.data_degree
+    board = None if store is None else SliceBoard(store, slices)
+    # Hooks of compiled blocks would be compiled with them.
+    blocks = [m for m in model.modules() if isinstance(m, Block)] if uses_eager_blocks(job) else []
+    buckets = local_buckets(job, mesh.pp_rank)
+    return BackupReplicas(model, buckets, mesh.group("dp_replicate"), slices, board, [model, *blocks])
 
 
 def build_rank_parameters(

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.layout.hierarchy import bucket_sizes, find_hierarchy
 from meshwright.parallel.bucket_times import BucketTimes
+from meshwright.parallel.hierarchical_all_reduce import HierarchicalAllReduce
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 
@@ -55,6 +57,8 @@ class FixedBucketDDP(DistributedDataParallel):
     """
 
     local_grad_norm: LocalGradNorm
+    buffers_of_hook: tuple[torch.Tensor, ...] = ()
+    """Live from step to step."""
     times: BucketTimes | None = None
     """Records when buckets are ready and reduced, in a benchmark."""
 
@@ -84,6 +88,15 @@ def build_compressed_hook(dtype: torch.dtype) -> Hook:
         low = full.to(dtype)
         work = dist.all_reduce(low, group=group, async_op=True)
         return work.get_future().then(lambda _: full.copy_(low))
+
+    return hook
+
+
+def build_hierarchical_hook(all_reduce: HierarchicalAllReduce) -> Hook:
+    """A hook that all-reduces a bucket in phases: inside the nodes, between them, inside them."""
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return all_reduce.start(bucket.buffer())
 
     return hook
 
@@ -132,7 +145,12 @@ def apply_ddp(module: nn.Module, job: Job, mesh: Mesh, axis: str) -> FixedBucket
         **cast(Any, {SYNC_BUFFERS: False}),
     )
     ddp.local_grad_norm = LocalGradNorm()
-    ddp.register_comm_hook(group, instrument_hook(HOOKS[job.compression.kind], ddp))
+    hook, hierarchy = HOOKS[job.compression.kind], find_hierarchy(job)
+    if hierarchy is not None:
+        all_reduce = HierarchicalAllReduce(mesh, hierarchy, bucket_sizes(job))
+        hook, ddp.buffers_of_hook = build_hierarchical_hook(all_reduce), all_reduce.buffers
+        weakref.finalize(ddp, all_reduce.close).atexit = False
+    ddp.register_comm_hook(group, instrument_hook(hook, ddp))
     ddp.fix_buckets()
     return ddp
 

@@ -5,8 +5,9 @@ Groups are passed on from here. No module keeps one in a global.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import overload
@@ -17,17 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.launch.environment import STORE_VARIABLE
-from meshwright.layout.axes import list_group_axes, list_rank_groups
 from meshwright.layout.pipeline_schedules import stage_pp_ranks
-from meshwright.layout.stages import TIED_AXIS, find_tied_pp_ranks
-from meshwright.layout.tensor_parallel import KV_REPLICA_AXIS, count_kv_replicas
+from meshwright.layout.process_groups import PP_UPSTREAM, list_process_groups
 from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.measure.flight_recorder import FlightRecorder
+from meshwright.parallel.shared_memory.host import HostRanks
+from meshwright.parallel.shared_memory.transport import SharedMemoryTransport
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import DecoderModel
-
-PP_UPSTREAM = "pp_up"
-"""A second group of the pp ranks, for sends to lower ranks. Its traffic counts as ``pp``."""
 
 
 class ControlAllReduce:
@@ -74,6 +72,17 @@ class Mesh:
     layout: Layout = field(default_factory=Layout)
     loss_pp_rank: int = 0
     """The pp rank with the last stage, which computes the loss."""
+    transport: SharedMemoryTransport | None = None
+    """Runs the collectives of groups whose ranks share a host; None if the backend runs all."""
+    flight: FlightRecorder | None = None
+    """Records the collectives; None for one process."""
+
+    @property
+    def transport_name(self) -> str:
+        """What runs the collectives: ``none`` for one rank, ``nccl``, ``gloo`` or ``shared_memory``."""
+        if self.control is None:
+            return "none"
+        return dist.get_backend(self.control) if self.transport is None else "shared_memory"
 
     @property
     def pp(self) -> int:
@@ -177,34 +186,23 @@ def init_mesh(
     if store is None:
         store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)
         store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    assert dist.get_world_size() == world_size, f"{dist.get_world_size()} ranks, planned {world_size}"
-    layout = job.layout
-    control = dist.new_group(timeout=timeout)
-    counter.name_axis(control, "control")
-    groups = {}
-    for axis, members in _list_groups(job):
-        if (group := _new_group(rank, members, timeout)) is not None:
-            groups[axis] = group
-            counter.name_axis(group, "pp" if axis == PP_UPSTREAM else axis)
-    loss_pp_rank = stage_pp_ranks(job)[-1] if layout.pp > 1 else 0
-    return Mesh(rank, world_size, device, control, groups, layout, loss_pp_rank)
-
-
-def _list_groups(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
-    """The axes that a run communicates over, and all ranks by group of each."""
-    layout, world = job.layout, range(job.layout.world_size)
-    for axis in list_group_axes(job):
-        yield axis, list_rank_groups(layout, axis)
-    replicas = count_kv_replicas(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
-    if replicas > 1:
-        yield KV_REPLICA_AXIS, [list(world[first : first + replicas]) for first in world[::replicas]]
-    if layout.pp > 1:
-        pipelines = list_rank_groups(layout, "pp")
-        yield PP_UPSTREAM, pipelines
-        ends = find_tied_pp_ranks(job)
-        if len(ends) > 1:
-            yield TIED_AXIS, [[pipeline[pp_rank] for pp_rank in ends] for pipeline in pipelines]
+    with contextlib.closing(HostRanks(job, store, rank, backend)) as host_ranks:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        assert dist.get_world_size() == world_size, f"{dist.get_world_size()} ranks, planned {world_size}"
+        control = dist.new_group(timeout=timeout)
+        counter.name_axis(control, "control")
+        groups, all_groups = {}, [list(range(world_size))]
+        for axis, members in list_process_groups(job):
+            all_groups += members
+            if (group := _new_group(rank, members, timeout)) is not None:
+                groups[axis] = group
+                counter.name_axis(group, "pp" if axis == PP_UPSTREAM else axis)
+        own = (control, *groups.values())
+        transport = counter.transport = host_ranks.open_transport(own, all_groups, counter.flight.observe)
+    loss_pp_rank = stage_pp_ranks(job)[-1] if job.layout.pp > 1 else 0
+    return Mesh(
+        rank, world_size, device, control, groups, job.layout, loss_pp_rank, transport, counter.flight
+    )
 
 
 def _new_group(rank: int, members: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
@@ -214,7 +212,9 @@ def _new_group(rank: int, members: Iterable[list[int]], timeout: timedelta) -> d
 
 
 def destroy_mesh(mesh: Mesh) -> None:
-    """Destroy the process groups."""
+    """Destroy the process groups, and close their transport."""
+    if mesh.transport is not None:
+        mesh.transport.close()
     if mesh.control is not None:
         dist.destroy_process_group()
 

@@ -27,6 +27,7 @@ from meshwright.plan.search.find import SearchResult
 from meshwright.plan.search.planner import search_job
 from meshwright.plan.search.reasons import explain_choice
 from meshwright.plan.time.interval import step_interval
+from meshwright.spec.execution import resolve_transport
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -53,7 +54,7 @@ def plan_from(
         layers_assigned: Whether the planner, not the user, assigned layers to pipeline stages.
     """
     ranks = tuple(_list_ranks(prediction))
-    host = predict_host_memory(prediction.job, ranks) if prediction.exact else None
+    host = predict_host_memory(prediction.job, ranks, prediction.placement) if prediction.exact else None
     if host is not None and host.snapshots_off:
         ranks = tuple(dataclasses.replace(rank, snapshot_bytes=0) for rank in ranks)
         reasons = [*reasons, f"in-memory snapshots off: {host.snapshots_off}"]
@@ -99,6 +100,8 @@ def _summarize(plan: PlanContract, ranks: dict[str, RankPrediction]) -> dict[str
         "breakdown_s": plan.breakdown_s,
         "hidden_s": plan.hidden_s,
         "collectives": [row.as_dict() for row in plan.collectives],
+        "transport": plan.transport,
+        "placement": [list(pair) for pair in plan.rank_placement.as_pairs()] if plan.placement else None,
         "reasons": list(plan.reasons),
         "unused_settings": [unused.as_dict() for unused in find_unused_settings(plan.job)],
     }
@@ -137,6 +140,8 @@ def _build(
         pipeline=prediction.time.pipeline,
         exact=prediction.exact,
         usable_bytes=usable_bytes(job.cluster),
+        transport=resolve_transport(job),
+        placement=prediction.placement,
     )
 
 

@@ -22,6 +22,7 @@ from meshwright.core.files import replace_text
 from meshwright.core.version import __version__
 from meshwright.layout.flops import peak_rate
 from meshwright.layout.pipeline_schedules import schedule_of, stage_pp_ranks
+from meshwright.layout.placement import RANK_ORDER, RankPlacement, Slots, find_placement_error
 from meshwright.layout.stages import list_stages, pp_rank_of
 from meshwright.schedule.pipeline.files import write_schedule
 from meshwright.schedule.pipeline.walk import StageTimes
@@ -157,6 +158,11 @@ class HostMemory:
     """For asynchronous checkpoints of these ranks; 0 if they are synchronous."""
     staging_off: str = ""
     """Why that does not fit, as a sentence: then checkpoints are synchronous."""
+    changing_bytes: int = 0
+    """For in-memory snapshots of another layout, which the node holds too while the layout changes: those of
+    the layout before; in the first plan, as much as those of this one. 0 if the layout may not change."""
+    collective_bytes: int = 0
+    """For collectives through shared memory, at most; 0 with another transport."""
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -202,11 +208,21 @@ class PlanContract:
     """Whether the planner assigned layers to stages; another job assigns them anew."""
     host_memory: HostMemory | None = None
     """CPU memory; None for a plan-only layout, and in older plans."""
+    transport: str = ""
+    """What runs the collectives of ranks on one node: `none`, `gloo`, `shared_memory` or `nccl`. It gives the
+    order of sums, so rounding. Empty in older plans."""
+    placement: Slots = RANK_ORDER
+    """The device slot of each rank (``layout.placement``); empty: in rank order."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.job.layout.world_size
+
+    @property
+    def rank_placement(self) -> RankPlacement:
+        """The node and device of each rank."""
+        return RankPlacement.of(self.job, self.placement)
 
     def collectives_of(self, rank: int) -> list[CollectiveTraffic]:
         """Predicted collectives of one rank."""
@@ -294,6 +310,7 @@ def plan_tree(plan: PlanContract) -> dict[str, Any]:
             "breakdown_s": plan.breakdown_s,
             "hidden_s": plan.hidden_s,
             "usable_bytes": plan.usable_bytes,
+            "transport": plan.transport,
             "collectives": [row.as_dict() for row in plan.collectives],
             "buckets": [list(names) for names in plan.buckets],
             "ranks": [dataclasses.asdict(rank) for rank in plan.ranks],
@@ -304,6 +321,8 @@ def plan_tree(plan: PlanContract) -> dict[str, Any]:
         tree["predicted"][LAYERS_ASSIGNED] = plan.layers_assigned
     if plan.host_memory is not None:
         tree["predicted"]["host_memory"] = plan.host_memory.as_dict()
+    if plan.placement:
+        tree["predicted"]["placement"] = list(plan.placement)
     if not plan.exact:
         tree["predicted"]["exact"] = False
     return tree
@@ -388,9 +407,13 @@ def read_plan(path: Path, *, to_run: bool = True) -> PlanContract:
         **predicted,
     }
     try:
-        return plan_adapter().validate_python(content)
+        plan = plan_adapter().validate_python(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         rule = f"is not a complete plan: {where}: {first['msg']}"
         raise UserError(Problem("plan-unreadable", rule, path=str(path))) from None
+    if (wrong := find_placement_error(plan.job, plan.placement)) is not None:
+        rule = f"is not a complete plan: predicted.placement {wrong}"
+        raise UserError(Problem("plan-unreadable", rule, path=str(path), fix="Plan the job again"))
+    return plan

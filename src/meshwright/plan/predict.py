@@ -17,6 +17,7 @@ from meshwright.core.units import format_bytes, format_seconds
 from meshwright.layout.flops import flops_per_token, peak_rate
 from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.pipeline_schedules import read_schedule, schedule_of
+from meshwright.layout.placement import RANK_ORDER, Slots, given_slots
 from meshwright.plan.contract import CollectiveTraffic, name_classes
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
@@ -72,6 +73,10 @@ class Prediction:
     time: StepTime
     exact: bool
     """Whether this version trains the layout: a run is audited against memory and collectives."""
+    placement: Slots = RANK_ORDER
+    """The slot of each rank; empty: in rank order."""
+    placement_reason: str = ""
+    """Why ranks are placed so; empty on one node."""
 
     @property
     def layout(self) -> Layout:
@@ -161,8 +166,18 @@ def predict_with_memory(settled: Job, memory: Memory, exact: bool) -> Prediction
         rows = [predict_traffic(settled, pp_rank) for pp_rank in range(settled.layout.pp)]
         traffic = tuple(merge_pp_ranks(rows))
     touched = sum(ledger.touched_bytes for ledger in memory.ledgers)
-    time = predict_step(settled, micro_batches, touched, traffic)
-    return Prediction(settled, micro_batches, memory, traffic, time, exact)
+    slots = given_slots(settled.layout)
+    time = predict_step(settled, micro_batches, touched, traffic, slots)
+    return Prediction(settled, micro_batches, memory, traffic, time, exact, slots)
+
+
+def place_ranks(prediction: Prediction, slots: Slots, reason: str) -> Prediction:
+    """The prediction with placed ranks: another step time, if axes cross other links."""
+    touched = sum(ledger.touched_bytes for ledger in prediction.memory.ledgers)
+    time = prediction.time
+    if slots != prediction.placement:
+        time = predict_step(prediction.job, prediction.micro_batches, touched, prediction.traffic, slots)
+    return dataclasses.replace(prediction, time=time, placement=slots, placement_reason=reason)
 
 
 def predict_memory(job: Job, exact: bool) -> Memory:

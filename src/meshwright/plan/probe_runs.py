@@ -64,6 +64,10 @@ class ProbeSuite:
     steps: int
     models: tuple[dict[str, Any], ...]
     """The small models: model table, sequence length, batch, block backend."""
+    collective_sizes: tuple[int, ...] = ()
+    """Bytes of the collectives between ranks: up to those of a gradient bucket, and more."""
+    collective_s: float = 0.0
+    """Measuring time of all collectives."""
 
 
 def _small(layers: int, width: int, heads: tuple[int, int], ffn: int, vocab_size: int) -> dict[str, Any]:
@@ -151,7 +155,10 @@ PROBE_SUITES = {
             {"model": _small(4, 64, (4, 2), 192, 256), "seq_len": 32, "batch": 2},
             {"model": _small(1, 256, (8, 4), 768, 1024), "seq_len": 128, "batch": 2},
             {"model": _small(4, 256, (8, 4), 768, 1024), "seq_len": 128, "batch": 2},
+            {"model": _small(1, 384, (6, 6), 1024, 12288), "seq_len": 32, "batch": 1},
         ),
+        collective_sizes=(1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 25),
+        collective_s=25.0,
     ),
 }
 

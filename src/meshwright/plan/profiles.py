@@ -16,6 +16,10 @@ class MemoryRules:
 
     master_weights: bool = False
     """16-bit weights with float32 master weights; False: the weights are float32."""
+    master_bytes: float = 4.0
+    """Bytes of a master weight, where there are any; 0: the optimizer updates 16-bit weights."""
+    moment_bytes: float = 4.0
+    """Bytes of each of Adam's two moments."""
     gradient_bytes: float = 4.0
     """Bytes of an accumulated gradient element, with any second copy."""
     fp16_gradient_bytes: float | None = None
@@ -46,6 +50,8 @@ class MemoryRules:
     """The same with a compiled loss, if it differs."""
     split_logit_bytes: float = 14.0
     """The same with the vocabulary sharded over tp."""
+    gathers_logits: bool = False
+    """The loss all-gathers the logits of all tp ranks; otherwise each rank keeps its part."""
     scratch_gradients: bool = False
     """GEMMs that accumulate into main gradients return a 16-bit tensor of each weight's shape, never
     freed."""
@@ -72,6 +78,19 @@ class TimeRules:
 
     flash_attention: bool = True
     """Fused attention; otherwise batched GEMMs and a softmax in memory."""
+    attention_kernel: Literal["native", "flash-2", "flash-1"] = "native"
+    """Fused attention of the device's generation (cuDNN, FlashAttention-3; on Ampere FlashAttention-2),
+    FlashAttention-2, or the first FlashAttention and Triton's."""
+    fused_norms: bool = True
+    """A norm is one kernel; otherwise about eight, with a float32 copy."""
+    fused_rope: bool = True
+    """RoPE is one kernel; otherwise negate, concatenate, two multiplications and an addition."""
+    fused_activation: bool = True
+    """SwiGLU is one kernel; otherwise two."""
+    block_kernels: float = 1.0
+    """Kernels per block that the CPU launches, over those of Megatron with its fused kernels."""
+    step_s: float = 0.02
+    """Step overhead outside the blocks: data, logging, clipping, launches of the optimizer."""
     selective: Literal["attention", "half", "elementwise"] = "elementwise"
     """What selective activation checkpointing recomputes: attention, every second GEMM, or no GEMM."""
     dropout: bool = False
@@ -96,8 +115,12 @@ class TimeRules:
     """Bytes per element that accumulating a weight gradient moves, beyond the GEMM's own."""
     overlap_p2p: bool = False
     """Pipeline sends and receives overlap compute."""
-    one_copy_per_node: bool = False
+    one_copy_per_node: bool = True
     """A token goes to another node once, however many experts it visits there."""
+    overlap_ep: bool = False
+    """Expert dispatch and combine overlap the compute of another micro-batch (DualPipe, DeepEP)."""
+    fp8_dispatch: bool = False
+    """Tokens are dispatched in fp8; they are combined in 16 bits."""
     balanced_stages: bool = False
     """Layers are assigned to pipeline stages by cost; else evenly, with the head on the last stage."""
     head_in_forward: bool = False
@@ -110,6 +133,16 @@ class TimeRules:
     """In a pipeline, gradients are reduced after the schedule: nothing overlaps."""
     ring_head_chunks: int = 1
     """Groups of key heads that ring attention sends and computes one after another."""
+    gather_calls: float = 1.0
+    """All-gathers per block of ZeRO-3."""
+    gather_share: float = 1.0
+    """Bandwidth of ZeRO-3's all-gathers, over that of large ones."""
+    bucket_parameters: float = 40e6
+    """Parameters per reduction and all-gather of ZeRO-0 to 2, at least; Megatron's default."""
+    bucket_parameters_per_rank: float = 0.0
+    """The same per data-parallel rank: Megatron grows its buckets, so that latency does not dominate."""
+    scatters_each: bool = False
+    """ZeRO-2 reduce-scatters the gradients of every micro-batch."""
     counts_calls: bool = False
     """Every collective call has its latency: gathers and scatters of sequence parallelism, reductions of
     embedding, head and loss, the gradient of a tied embedding, the control all-reduce of a step."""
@@ -120,15 +153,8 @@ class Profile:
     """One framework."""
 
     name: str
-    stacks: tuple[str, ...] = ()
-    """Sections of the calibration, the later over the earlier; the name if left out."""
     memory: MemoryRules = MemoryRules()
     time: TimeRules = TimeRules()
-
-    @property
-    def calibrations(self) -> tuple[str, ...]:
-        """Stacks whose rates it has, the later over the earlier."""
-        return self.stacks or (self.name,)
 
 
 _OLD = TimeRules(
@@ -148,10 +174,15 @@ _OLD_2022 = dataclasses.replace(_OLD, hides_tp_backward=True, gradient_sum_bytes
 reductions overlap it."""
 
 _CORE = TimeRules(
-    selective="attention", loss_bytes=12.0, hides_tp_backward=True, gradient_sum_bytes=4.0, overlap_p2p=True
+    bucket_parameters_per_rank=1e6,
+    selective="attention",
+    loss_bytes=12.0,
+    hides_tp_backward=True,
+    gradient_sum_bytes=4.0,
+    overlap_p2p=True,
 )
 """Megatron as of 2023 on, with Transformer Engine."""
-_BRIDGE = dataclasses.replace(_CORE, overlap_tp=True, one_copy_per_node=True)
+_BRIDGE = dataclasses.replace(_CORE, overlap_tp=True)
 """The recipes of NeMo and Megatron Bridge."""
 _MEGATRON_2021 = MemoryRules(
     master_weights=True,
@@ -200,9 +231,73 @@ _TORCHTITAN_2025 = dataclasses.replace(_TORCHTITAN, compiled_logit_bytes=4.0)
 """As of 2025 `compile` covers the loss too: the logits and their gradient in 16 bits, no float32 copies."""
 _FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0)
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
-_TITAN = TimeRules(selective="half", optimizer_bytes=28.0, gradient_sum_bytes=0.0)
+_EAGER = TimeRules(
+    attention_kernel="flash-2",
+    fused_norms=False,
+    fused_rope=False,
+    fused_activation=False,
+    block_kernels=2.0,
+    gradient_sum_bytes=0.0,
+)
+"""Blocks of plain PyTorch modules around `scaled_dot_product_attention` or flash-attn 2."""
+_TITAN = dataclasses.replace(_EAGER, selective="half", optimizer_bytes=28.0)
+_TITAN_2025 = dataclasses.replace(_TITAN, attention_kernel="native")
+"""As of 2025 torch prefers cuDNN's attention on Hopper."""
+_HUGGING_FACE = dataclasses.replace(
+    _EAGER,
+    attention_kernel="flash-1",
+    overlap_grad_reduce=False,
+    loss_bytes=40.0,
+    reduce_bytes=2.0,
+    gradient_sum_bytes=6.0,
+    scatters_each=True,
+)
+"""transformers: LlamaRMSNorm and rotate_half as written, logits cast to float32 (modeling_llama.py); with
+an attention mask, torch's SDPA takes its memory-efficient kernel. DeepSpeed's `overlap_comm` is off by
+default in stages 1 and 2."""
+_HUGGING_FACE_MEMORY = MemoryRules(
+    master_weights=True,
+    gradient_bytes=2.0,
+    blocks="operators",
+    shards_with_gradients=False,
+    logit_bytes=14.0,
+    split_logit_bytes=14.0,
+)
+"""DeepSpeed or FSDP under the Trainer: 16-bit weights and gradients, float32 optimizer state."""
+_LIKE_MEGATRON = dataclasses.replace(
+    _CORE,
+    attention_kernel="flash-2",
+    fused_rope=False,
+    fused_activation=False,
+    block_kernels=1.5,
+    loss_bytes=28.0,
+    hides_tp_backward=False,
+    gradient_sum_bytes=6.0,
+    overlap_p2p=False,
+    overlap_param_gather=False,
+    reduce_bytes=2.0,
+    bucket_parameters=12.5e6,
+    bucket_parameters_per_rank=0.0,
+)
+"""Other frameworks with Megatron's axes: flash-attn 2 and a fused norm, the rest plain PyTorch; blocking
+tensor-parallel collectives."""
+_LIKE_MEGATRON_MEMORY = dataclasses.replace(
+    _MEGATRON_CORE,
+    gradient_bytes=2.0,
+    scratch_gradients=False,
+    blocks="operators",
+    logit_bytes=16.0,
+    split_logit_bytes=16.0,
+    gathers_logits=True,
+)
+"""16-bit gradients; the loss holds the gathered logits in 16 bits twice and three float32 copies."""
 
 _MESHWRIGHT_TIME = TimeRules(
+    one_copy_per_node=False,
+    fused_norms=False,
+    fused_rope=False,
+    fused_activation=False,
+    block_kernels=2.0,
     fp8_weight_grads=False,
     overlap_p2p=True,
     balanced_stages=True,
@@ -217,8 +312,16 @@ _MESHWRIGHT_TIME = TimeRules(
 _MESHWRIGHT = Profile("meshwright", memory=MemoryRules(imbalance=1.2), time=_MESHWRIGHT_TIME)
 MESHWRIGHT_COMPILED = dataclasses.replace(
     _MESHWRIGHT,
-    stacks=("meshwright", "meshwright-compiled"),
-    time=dataclasses.replace(_MESHWRIGHT_TIME, loss_bytes=6.0, gradient_sum_bytes=2.0, embedding_bytes=4.0),
+    time=dataclasses.replace(
+        _MESHWRIGHT_TIME,
+        fused_norms=True,
+        fused_rope=True,
+        fused_activation=True,
+        step_s=2e-3,
+        loss_bytes=6.0,
+        gradient_sum_bytes=2.0,
+        embedding_bytes=4.0,
+    ),
 )
 """The same with compiled or Triton blocks on GPUs: the loss reads 16-bit logits twice and writes their
 gradient once, GEMMs write float32 weight gradients, and attention is cuDNN's."""
@@ -241,33 +344,37 @@ PROFILES = {
     profile.name: profile
     for profile in (
         _MESHWRIGHT,
-        Profile("megatron-lm", memory=_MEGATRON_2021, time=_OLD),
-        Profile(
-            "megatron-lm-2022", ("megatron-lm", "megatron-lm-2022"), memory=_MEGATRON_2021, time=_OLD_2022
-        ),
-        Profile("megatron-core", memory=_MEGATRON_CORE, time=_CORE),
-        Profile("megatron-bridge", memory=_MEGATRON_BRIDGE, time=_BRIDGE),
-        Profile(
-            "megatron-bridge-26.06",
-            ("megatron-bridge", "megatron-bridge-26.06"),
-            memory=_MEGATRON_BRIDGE,
-            time=_BRIDGE,
-        ),
-        Profile("megatron-deepspeed", memory=_DEEPSPEED, time=_OLD),
-        Profile("torchtitan", memory=_TORCHTITAN, time=_TITAN),
-        Profile("torchtitan-2025", ("torchtitan", "torchtitan-2025"), memory=_TORCHTITAN_2025, time=_TITAN),
+        Profile("megatron-lm", _MEGATRON_2021, _OLD),
+        Profile("megatron-lm-2022", _MEGATRON_2021, _OLD_2022),
+        Profile("megatron-core", _MEGATRON_CORE, _CORE),
+        Profile("megatron-bridge", _MEGATRON_BRIDGE, _BRIDGE),
+        Profile("megatron-like", _LIKE_MEGATRON_MEMORY, _LIKE_MEGATRON),
+        Profile("megatron-deepspeed", _DEEPSPEED, _OLD),
+        Profile("torchtitan", _TORCHTITAN, _TITAN),
+        Profile("torchtitan-2025", _TORCHTITAN_2025, _TITAN_2025),
+        Profile("huggingface", _HUGGING_FACE_MEMORY, _HUGGING_FACE),
         Profile(
             "composer-fsdp",
-            memory=_FSDP,
-            time=TimeRules(reduce_bytes=2.0, optimizer_bytes=28.0, gradient_sum_bytes=0.0),
+            _FSDP,
+            TimeRules(
+                attention_kernel="flash-1", reduce_bytes=2.0, optimizer_bytes=28.0, gradient_sum_bytes=0.0
+            ),
         ),
         Profile(
             "deepspeed-zero",
-            memory=_DEEPSPEED,
-            time=TimeRules(flash_attention=False, dropout=True, reduce_bytes=2.0, gradient_sum_bytes=0.0),
+            _DEEPSPEED,
+            TimeRules(
+                flash_attention=False,
+                dropout=True,
+                reduce_bytes=2.0,
+                gradient_sum_bytes=0.0,
+                gather_calls=4.0,
+                gather_share=0.125,
+                scatters_each=True,
+            ),
         ),
     )
 }
 """By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023, `megatron-bridge` the
-same with the recipes of NeMo and Megatron Bridge, which overlap more; their release 26.06 made layers of
-experts faster."""
+same with the recipes of NeMo and Megatron Bridge, which overlap more; `megatron-like` is any other framework
+with Megatron's axes; `huggingface` is transformers with DeepSpeed or FSDP."""

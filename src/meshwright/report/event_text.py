@@ -174,6 +174,10 @@ class EventText:
             f"warning: a step takes {step}, longer than {grace}: SIGTERM may come too late for a checkpoint"
         )
 
+    def _describe_transport_fallback(self, event: Event) -> str:
+        needs = "that needs ranks that meshwright started, x86-64, and Linux with pidfd_open"
+        return f"warning: collectives use {event['used']}, not {event['planned']} as planned: {needs}"
+
     def _describe_rank_lost(self, event: Event) -> str:
         return f"warning: rank {event['failed_rank']} failed ({event['how']}); regrouping: {event['reason']}"
 
@@ -191,6 +195,21 @@ class EventText:
 
     def _describe_node_spare(self, event: Event) -> str:
         return f"{event['host']} joined as a spare node: it takes over the next node that is lost"
+
+    def _describe_spare_lost(self, event: Event) -> str:
+        return f"warning: the spare node {event['host']} is gone: {event['reason']}"
+
+    def _describe_node_leaving(self, event: Event) -> str:
+        node = f"node {event['node']} ({event['host']})"
+        follows = {
+            "replace": "the ranks save a checkpoint, and a spare node takes over",
+            "shrink": "the ranks save a checkpoint and go on without it",
+            "stop": "the run cannot go on without it, and stops after this step",
+        }
+        return f"warning: {node} leaves the run (SIGTERM): {follows[event['action']]}"
+
+    def _describe_node_left(self, event: Event) -> str:
+        return f"node {event['node']} ({event['host']}) has left the run"
 
     def _describe_minority(self, event: Event) -> str:
         return f"warning: {event['reason']}; the run waits for other agents"

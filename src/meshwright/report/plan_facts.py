@@ -39,7 +39,7 @@ def describe_basis(plan: PlanContract) -> str:
 
 def find_tiers(plan: PlanContract) -> dict[str, str]:
     """The slowest network tier that the collectives of each axis cross: node, rack or spine."""
-    return {row.axis: tier_of(plan.job, row.axis) for row in plan.collectives}
+    return {row.axis: tier_of(plan.job, row.axis, plan.placement) for row in plan.collectives}
 
 
 def describe_accuracy(plan: PlanContract) -> str:

@@ -287,7 +287,7 @@ def _prepare_cached(data: Data, reporter: Reporter, one_of_several: bool) -> Pat
         return folder
     spec = parse_corpus_spec({**settings, "out": str(folder)})
     try:
-        report = prepare_with_progress(spec, base, reporter)
+        report = prepare_in_process(spec, base, reporter)
     except UserError as error:
         if error.problems[0].code not in ("data-not-writable", "data-out-exists"):
             raise
@@ -333,8 +333,8 @@ def _size_and_time(path: Path) -> tuple[int, int]:
     return facts.st_size, facts.st_mtime_ns
 
 
-def prepare_with_progress(spec: CorpusSpec, base: Path, reporter: Reporter) -> PrepareReport:
-    """Prepare a corpus and report how far it is."""
+def prepare_in_process(spec: CorpusSpec, base: Path, reporter: Reporter) -> PrepareReport:
+    """Prepare a corpus in this process and report how far it is."""
     names = ", ".join(Path(source).name or source for source in spec.sources)
     with reporter.bar(100) as show:
         return prepare_corpus(spec, base, show_percentages(names, show))

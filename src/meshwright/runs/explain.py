@@ -142,7 +142,7 @@ def _in_file(source: str) -> list[str]:
 
 def _named_values(job: Job, named: Sequence[str]) -> dict[str, Any]:
     """The keys that were given, without derived ones: a ZeRO stage that was not named may change."""
-    unsearched = ("mode", "bucket_mb")
+    unsearched = ("mode", "bucket_mb", "placement")
     return {name: getattr(job.layout, name) for name in named if name not in unsearched}
 
 

@@ -32,8 +32,9 @@ from meshwright.plan.contract import (
     read_plan,
     write_plan,
 )
+from meshwright.plan.memory.host import follow_layout
 from meshwright.runs.nodes import place_ranks, read_files
-from meshwright.runs.replan import block_of, find_layout
+from meshwright.runs.replan import find_layout, place_on
 from meshwright.spec.layout import Layout
 
 FindCheckpoint = Callable[[PlanContract, Assignment], str | None]
@@ -87,17 +88,20 @@ class RunLayouts:
             listener: Called with the event.
             find_checkpoint: Finds the newest checkpoint.
         """
-        run_dir, plan = Path(assignment.run_dir), change.next.plan
+        run_dir, plan = Path(assignment.run_dir), _follow(change.next.plan, before)
         self.choice.devices.plan(change.next.devices)
         self.choice.next, self.choice.current = None, plan
         keep_earlier_plan(run_dir, assignment.generation)
         earlier_file = name_earlier_plan(assignment.generation)
-        placement = Placement.on(change.next.devices, plan.world_size, block_of(plan.job.layout))
+        placement = place_on(self.full, plan, change.next.devices)
+        if change.next.plan is self.full:
+            placement = place_ranks(self.full)
+        devices = [list(device) for device in placement.devices]
         following = replace(
             assignment,
             generation=change.generation + 1,
-            placement=[list(device) for device in placement.devices],
-            full_plan=None if plan is self.full else assignment.full_plan or earlier_file,
+            placement=devices,
+            full_plan=None if change.next.plan is self.full else assignment.full_plan or earlier_file,
             attempt=time.time_ns() // 10**6,
         )
         write_plan(plan, run_dir / PLAN_FILE)
@@ -110,14 +114,23 @@ class RunLayouts:
             ranks_before=before.world_size,
             ranks=plan.world_size,
             step=change.furthest_step,
+            placement=devices,
         )
         events.close()
         change.agents.placement = placement
         plan_files = (earlier_file, *change.plan_files)
         files = read_files(run_dir, PLAN_FILE, ASSIGNMENT_FILE, *plan_files)
         find = partial(find_checkpoint, plan, following)
-        choose = partial(_choose_state, following, plan_files, placement, find)
+        stores = stores_of(plan, following)
+        choose = partial(_choose_state, run_dir, stores, plan_files, placement, find)
         return plan, following, EarlierLayout(change, plan_files, files, choose)
+
+
+def _follow(plan: PlanContract, before: PlanContract) -> PlanContract:
+    """The plan of a layout after another one, whose snapshots are in memory until its ranks have loaded."""
+    if plan.host_memory is None:
+        return plan
+    return replace(plan, host_memory=follow_layout(plan.host_memory, before.host_memory))
 
 
 def _changed_keys(plan: PlanContract) -> dict[str, object]:
@@ -127,18 +140,22 @@ def _changed_keys(plan: PlanContract) -> dict[str, object]:
     return {key: value for key, value in keys.items() if key not in ("mode", "stage_layers")}
 
 
+def stores_of(plan: PlanContract, assignment: Assignment) -> CheckpointStores:
+    """The stores of a run's checkpoints that it has locked."""
+    return CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir, assignment.stores)
+
+
 def _choose_state(
-    assignment: Assignment,
+    run_dir: Path,
+    stores: CheckpointStores,
     plan_files: Sequence[str],
     placement: Placement,
     find_checkpoint: Callable[[], str | None],
     snapshots: Snapshots,
 ) -> StateSource:
     """The newest state that all ranks of the next layout can load: snapshots, or a checkpoint."""
-    retained = _find_snapshots(Path(assignment.run_dir), plan_files, placement, snapshots)
+    retained = _find_snapshots(run_dir, plan_files, placement, snapshots)
     step = retained.snapshot_step
-    job = read_plan(Path(assignment.run_dir) / PLAN_FILE).job
-    stores = CheckpointStores.of(job.checkpoint, assignment.checkpoint_dir, assignment.stores)
     stores.finish_drafts()
     saved = max((_step_of(path.name) for path in stores.list_paths()), default=-1)
     if step is not None and step >= saved:

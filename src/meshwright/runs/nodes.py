@@ -82,29 +82,31 @@ class NodeListener:
 
 
 def place_ranks(plan: PlanContract, assignment: Assignment | None = None) -> Placement:
-    """The device of each rank: as the assignment has it, or in order.
+    """The device of each rank: as the assignment has it, or as planned.
 
     Raises:
         UserError: A node would have no rank.
     """
     if assignment is not None and assignment.placement is not None:
         return Placement.from_pairs(assignment.placement)
-    return Placement.in_order(plan.world_size, count_ranks_per_node(plan))
+    require_ranks(plan)
+    return Placement.from_plan(plan.rank_placement)
 
 
-def count_ranks_per_node(plan: PlanContract) -> int:
-    """Ranks of each node; the last one may have fewer.
+def require_ranks(plan: PlanContract) -> None:
+    """Check that every node has a rank.
 
     Raises:
-        UserError: A node would have no rank.
+        UserError: A node would have none.
     """
-    cluster, ranks = plan.job.cluster, plan.world_size
-    per_node = max(cluster.devices_per_node, -(-ranks // cluster.nodes)) if cluster.nodes > 1 else ranks
-    if (cluster.nodes - 1) * per_node >= ranks:
-        rule = f"leaves a node without a rank: {ranks} ranks, {per_node} per node"
-        fix = f"Use cluster.nodes={-(-ranks // per_node)}, or set cluster.devices_per_node"
+    cluster, ranks, placed = plan.job.cluster, plan.world_size, plan.rank_placement
+    used = len(placed.list_nodes())
+    if used < cluster.nodes:
+        rule = f"leaves a node without a rank: {ranks} ranks, {placed.per_node} per node"
+        fix = f"Use cluster.nodes={used}, or set cluster.devices_per_node"
+        if plan.placement:
+            rule, fix = f"leaves a node without a rank: layout.placement uses {used}", "Place a rank on each"
         raise UserError(Problem("node-idle", rule, path="cluster.nodes", value=cluster.nodes, fix=fix))
-    return per_node
 
 
 def make_absolute(assignment: Assignment) -> Assignment:

@@ -20,6 +20,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.core.object_path import AnyPath
 from meshwright.core.packages import require_packages
+from meshwright.core.units import format_seconds
 from meshwright.data.mixture import read_mixture
 from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.assignment import Assignment
@@ -37,7 +38,7 @@ from meshwright.plan.contract import (
 from meshwright.runs.data import prepare_data
 from meshwright.runs.held_out import check_paths, prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
-from meshwright.runs.nodes import count_ranks_per_node
+from meshwright.runs.nodes import require_ranks
 from meshwright.runs.planning import warn_of_snapshots
 from meshwright.runs.ranks import require_devices, settle_block_backend
 from meshwright.runs.reporter import Reporter
@@ -91,7 +92,9 @@ def prepare_run(
         raise UserError(Problem("launch-world-size", rule, path="layout", fix=fix))
     if started is None:
         require_devices(spec, plan.world_size, with_agents)
-        count_ranks_per_node(plan)  # every node has a rank
+        require_ranks(plan)
+    elif plan.placement:
+        plan = _place_in_rank_order(plan, settled, job, reporter)
     weights = InitialWeights(spec)
     if resume == "no":
         _ = weights.found  # errors come before data are prepared, which may take long
@@ -115,6 +118,29 @@ def prepare_run(
         what = f"{plan.world_size} ranks share {devices} {spec.cluster.device_name}s"
         reporter.warning(f"{what}: this works, but is slower")
     return _write_run(plan, data_dir, eval_sets, resume, weights, reporter)
+
+
+def _place_in_rank_order(plan: PlanContract, spec: Job, job: LoadedJob, reporter: Reporter) -> PlanContract:
+    """The plan with ranks in rank order, as torchrun starts them.
+
+    Raises:
+        UserError: The job names another placement.
+    """
+    if not isinstance(spec.layout.placement, str):
+        rule = "needs ranks that Meshwright starts: torchrun starts them in rank order"
+        fix = "Use layout.placement=rank-order, or start the run with meshwright train and agents"
+        value = str(list(spec.layout.placement))
+        raise UserError(
+            Problem("layout-placement-torchrun", rule, path="layout.placement", value=value, fix=fix)
+        )
+    ordered = replace(spec, layout=replace(spec.layout, placement="rank-order"))
+    following = build_plan(ordered, job.named_layout_keys())[0]
+    slower, planned = format_seconds(following.step_s), format_seconds(plan.step_s)
+    reporter.warning(
+        f"torchrun starts ranks in rank order, so the planned placement {list(plan.placement)} is not used: "
+        f"predicted step {slower} instead of {planned}. meshwright train with agents uses it"
+    )
+    return following
 
 
 def _require_trackers(job: Job) -> None:
@@ -174,7 +200,7 @@ def _write_run(
             stores=opened.locked,
         )
         if not fresh:
-            _keep_plan(run_dir)
+            _keep_plan(run_dir, generation)
         write_plan(plan, run_dir / PLAN_FILE)
         assignment.write()
         (run_dir / EVENTS_FILE).touch()
@@ -216,10 +242,19 @@ def _require_unchanged(stores: CheckpointStores, before: list[AnyPath]) -> None:
         raise UserError(Problem("checkpoint-dir-busy", rule, path=str(stores.roots[0]), fix=fix))
 
 
-def _keep_plan(run_dir: Path) -> None:
-    """Keep the plan of the attempt before; one that cannot be read is not audited later."""
+def _keep_plan(run_dir: Path, generation: int) -> None:
+    """Keep the plan of the attempt before; one that cannot be read is not audited later.
+
+    An attempt that was stopped before it wrote an event has no generation: the next one has its number.
+
+    Args:
+        run_dir: The run folder.
+        generation: The first of the next attempt.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError):
-        keep_earlier_plan(run_dir, Assignment.read(run_dir).generation)
+        before = Assignment.read(run_dir).generation
+        if before < generation:
+            keep_earlier_plan(run_dir, before)
 
 
 def find_orphans(job: Job) -> Path | None:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from meshwright.core.errors import Problem, UserError
+from meshwright.core.errors import MeshwrightError, Problem, UserError
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.launch.environment import prepare_environment
@@ -27,14 +27,16 @@ from meshwright.plan.probe_runs import (
     list_runs,
 )
 from meshwright.plan.time.probed import count_work, fit_steps, with_probed
+from meshwright.report.collective_curves import bus_factor, list_curves
 from meshwright.runs.cluster_file import require_writable, write_cluster
+from meshwright.runs.collective_bench import OPS, bench_collectives
 from meshwright.runs.measure import processor_name
 from meshwright.runs.ranks import require_devices
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import Cluster, count_cores
 from meshwright.spec.execution import uses_triton_blocks
 from meshwright.spec.job import Job
-from meshwright.spec.probed import AttentionTime, GemmTime, Probed
+from meshwright.spec.probed import AttentionTime, CollectiveOp, CollectiveTime, GemmTime, Probed
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,13 @@ if TYPE_CHECKING:
 WARM_S = 1.5
 """A GPU reaches its sustained clocks under load before anything is timed."""
 TERA = 1e12
+LEAST_LATENCY_S = 1e-7
+TRANSPORTS: dict[str, Literal["gloo", "shared_memory", "nccl"]] = {
+    "gloo": "gloo",
+    "shm": "shared_memory",
+    "nccl": "nccl",
+}
+"""Names of ``train.transport`` for those of the benchmark."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,11 @@ def probe_machine(out: Path, cpu_only: bool, reporter: Reporter) -> ProbeResult:
     reporter.progress(f"probing {where}")
     probed, large = _time_operations(suite, cluster.device, runs, reporter)
     probed, checked = _fit_to_steps(runs, probed, reporter)
+    if suite.collective_sizes and cluster.world_size > 1:
+        try:
+            probed = dataclasses.replace(probed, collectives=tuple(_time_collectives(suite, reporter)))
+        except MeshwrightError as error:
+            reporter.warning(f"collectives were not measured: {error}")
     import torch  # noqa: PLC0415  (after the environment is set)
 
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -169,6 +183,31 @@ def _time_operations(
     return probed, large
 
 
+def _time_collectives(suite: ProbeSuite, reporter: Reporter) -> list[CollectiveTime]:
+    """Collectives between ranks on all cores, over both transports."""
+    bench = bench_collectives(
+        ranks=None,
+        ops=OPS,
+        algorithms=(),
+        sizes=suite.collective_sizes,
+        budget_s=suite.collective_s,
+        cpu_only=True,
+        reporter=reporter,
+    )
+    found = []
+    for curve in list_curves(bench.rows):
+        first, line = curve.rows[0], curve.fit_idle()
+        if line is None or not line[1]:
+            continue
+        alpha_s, beta = line
+        op, transport = cast(CollectiveOp, first.op), TRANSPORTS[first.transport]
+        found.append(CollectiveTime(op, transport, first.ranks, _round(alpha_s), _round(1 / beta)))
+        what = f"{first.op} over {transport}, {first.ranks} ranks"
+        rate = f"{format_bytes(1 / beta)}/s"
+        reporter.progress(f"  {what}: {format_seconds(alpha_s)} + bytes / {rate}")
+    return found
+
+
 def _time_fp8_gemms(
     suite: ProbeSuite, device: torch.device, jobs: list[Job], reporter: Reporter
 ) -> list[GemmTime]:
@@ -238,9 +277,20 @@ def _rates(cluster: Cluster, probed: Probed, large: dict[str, float]) -> dict[st
     """The cluster's rates, for steps that probed times do not cover."""
     rates = {f"{name}_flops_per_s": _round(rate) for name, rate in large.items()}
     if cluster.device == "cpu":  # the bandwidth that elementwise passes reach in real steps
-        return rates | {"memory_bytes_per_s": _round(probed.copy_bytes_per_s / probed.elementwise)}
+        rates |= {"memory_bytes_per_s": _round(probed.copy_bytes_per_s / probed.elementwise)}
+        return rates | _link_rates(probed)
     # A GPU keeps its data sheet's bandwidth, which a copy does not reach; an unknown GPU has none.
     return rates | {"memory_bytes_per_s": max(cluster.memory_bytes_per_s, probed.copy_bytes_per_s)}
+
+
+def _link_rates(probed: Probed) -> dict[str, float]:
+    """The link of an all-reduce over the default transport, as a ring."""
+    found = {one.transport: one for one in probed.collectives if one.op == "all_reduce"}
+    one = found.get("shared_memory") or found.get("gloo")
+    if one is None:
+        return {}
+    width = one.bytes_per_s * bus_factor(one.op, one.ranks)
+    return {"link_bytes_per_s": _round(width), "link_latency_s": _round(max(one.alpha_s, LEAST_LATENCY_S))}
 
 
 def _first_line(error: Exception) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_plural
-from meshwright.launch.placement import Device, keep_blocks
+from meshwright.launch.placement import Device, Placement, keep_blocks
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PlanContract
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, MayChange
-from meshwright.spec.layout import Layout
-from meshwright.spec.legality.table import with_layout
+from meshwright.spec.layout import Layout, PlacementRule
+from meshwright.spec.legality.table import find_problems, with_layout
 
 MOST_TRIALS = 16
 """Numbers of devices that are tried to say how many a run needs."""
@@ -37,23 +37,27 @@ def find_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
         plan = _try_layout(full, devices)
     except UserError as error:
         raise _no_layout(full, devices, error) from None
-    left = f"{len(devices)} of {full.world_size} devices are left (elastic.may_change)"
-    return dataclasses.replace(plan, reasons=(left, *plan.reasons))
+    reasons = [f"{len(devices)} of {full.world_size} devices are left (elastic.may_change)"]
+    before, after = full.job.layout.backup_replicas, plan.job.layout.backup_replicas
+    if after != before:
+        reasons.append(f"layout.backup_replicas={after} instead of {before}: backups are left out first")
+    if plan.job.train.all_reduce != full.job.train.all_reduce:
+        reasons.append("train.all_reduce=backend: the layout cannot run the hierarchical all-reduce")
+    return dataclasses.replace(plan, reasons=(*reasons, *plan.reasons))
 
 
 def _try_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
     if not devices:
         raise UserError(Problem("elastic-no-layout", "no device is left", "elastic.may_change"))
     may_change: MayChange = full.job.elastic.may_change
-    if may_change == "data":  # groups that communicate most stay on one node
-        devices = frozenset(keep_blocks(devices, block_of(full.job.layout)))
+    devices = usable_devices(full, devices)
     job = dataclasses.replace(full.job, cluster=shrink_cluster(full.job.cluster, devices))
     if may_change == "any":
-        return build_plan(with_layout(job, Layout()))[0]
+        return _plan(job, Layout(placement=_placement_rule(full)))
     refused: UserError | None = None
     for layout in list_data_layouts(_unassigned(full), len(devices), job):
         try:
-            return build_plan(with_layout(job, layout))[0]
+            return _plan(job, layout)
         except UserError as error:
             refused = refused or error
     if refused is not None:
@@ -63,14 +67,44 @@ def _try_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
     raise UserError(Problem("elastic-no-layout", rule, "elastic.may_change", may_change))
 
 
+def _plan(job: Job, layout: Layout) -> PlanContract:
+    """Plan a layout. If it cannot run the job's all-reduce, the backend runs it."""
+    backend = dataclasses.replace(job, train=dataclasses.replace(job.train, all_reduce="backend"))
+    plan = build_plan(with_layout(backend, layout))[0]
+    wanted = dataclasses.replace(plan.job, train=job.train)
+    if job.train.all_reduce == "backend" or find_problems(wanted):
+        return plan
+    return build_plan(wanted)[0]
+
+
+def usable_devices(full: PlanContract, devices: frozenset[Device]) -> frozenset[Device]:
+    """The devices that a layout is planned for: groups that communicate most stay on one node."""
+    if full.job.elastic.may_change == "data":
+        return frozenset(keep_blocks(devices, block_of(full.job.layout)))
+    return devices
+
+
+def place_on(full: PlanContract, plan: PlanContract, devices: frozenset[Device]) -> Placement:
+    """The device of each rank of a layout that was planned for some of a run's devices."""
+    if plan.placement:
+        return Placement.from_slots(usable_devices(full, devices), plan.placement)
+    return Placement.on(devices, plan.world_size, block_of(plan.job.layout))
+
+
+def _placement_rule(full: PlanContract) -> PlacementRule:
+    """How other layouts place their ranks: a list of slots is that of one layout."""
+    rule = full.job.layout.placement
+    return rule if isinstance(rule, str) else "auto"
+
+
 def block_of(layout: Layout) -> int:
     """Consecutive ranks that communicate most: those of one tensor and context parallel group."""
     return layout.tp * layout.cp
 
 
 def _unassigned(full: PlanContract) -> Layout:
-    """The layout, without the layers that the planner assigned to stages: it assigns them anew."""
-    layout = full.job.layout
+    """The layout, without what the planner assigns anew: the layers of stages, and slots."""
+    layout = dataclasses.replace(full.job.layout, placement=_placement_rule(full))
     return dataclasses.replace(layout, stage_layers=None) if full.layers_assigned else layout
 
 
@@ -111,7 +145,11 @@ def _with_degree(layout: Layout, degree: int) -> Layout:
             replicate, shard = 1, degree
         else:
             shard = layout.dp_shard
-    changed = dataclasses.replace(layout, dp_replicate=replicate, dp_shard=shard)
+    slices = layout.dp_replicate - layout.backup_replicas
+    backups = max(0, replicate - slices) if layout.backup_replicas else 0  # left out first
+    changed = dataclasses.replace(
+        layout, dp_replicate=replicate, dp_shard=shard, backup_replicas=min(layout.backup_replicas, backups)
+    )
     if shard * layout.cp == 1:
         changed = dataclasses.replace(changed, zero=0, accumulate="sharded")
     room = shard * layout.cp * layout.tp

@@ -14,7 +14,6 @@ from typing import Any
 from meshwright.audit.compare import Audit, audit_run
 from meshwright.audit.event_scan import read_record
 from meshwright.audit.record import RunRecord
-from meshwright.checkpoint.stores import CheckpointStores
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.core.units import format_plural
@@ -22,6 +21,7 @@ from meshwright.diagnose.out_of_memory import explain_oom
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.assignment import Assignment
+from meshwright.launch.caught_signals import caught_signals
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.lock import RunLock
 from meshwright.launch.network import ListenOptions
@@ -30,7 +30,7 @@ from meshwright.report.html import write_page
 from meshwright.report.run_report import PAGE_FILE, read_report
 from meshwright.report.tensorboard import TensorBoardSink
 from meshwright.report.trackers import RunOutcome, build_trackers
-from meshwright.runs.layouts import FindCheckpoint, RunLayouts
+from meshwright.runs.layouts import FindCheckpoint, RunLayouts, stores_of
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.nodes import NodeListener, make_absolute, place_ranks, remove_nonces
 from meshwright.runs.prepare import PreparedRun, find_orphans, prepare_run
@@ -166,7 +166,10 @@ def _adopt(
     job: LoadedJob, run_dir: Path, reporter: Reporter, nodes: NodeListener | None
 ) -> TrainedRun | None:
     """Become the supervisor of ranks that train; None if they have ended."""
-    agent = LocalAgent.adopt(run_dir)
+    agent = LocalAgent.adopt(
+        run_dir,
+        lambda: reporter.progress("the ranks of this run save and stop; waiting until they have ended"),
+    )
     if agent is None:
         return None
     if any(not override.startswith("run_dir=") for override in job.overrides):
@@ -174,7 +177,7 @@ def _adopt(
             "the ranks of this run still train: they go on as they were started, without overrides"
         )
     plan, assignment = read_plan(run_dir / PLAN_FILE), Assignment.read(run_dir)
-    with _stores_of(plan, assignment).open(run_dir).locks:
+    with stores_of(plan, assignment).open(run_dir).locks:
         full = plan if assignment.full_plan is None else read_plan(run_dir / assignment.full_plan)
         remote = None if nodes is None else nodes.serve(full, assignment, adopting=True)
         agents = AgentPool(agent, place_ranks(plan, assignment), remote)
@@ -201,7 +204,12 @@ def _supervise(
     status = RunStatus(plan, listeners.record, supervisor)
     listeners.feed = status.feed
     try:
-        with serving_status(plan.job, run_dir, status, reporter, required=not adopts), listeners.attached():
+        with (
+            caught_signals(lambda: None) as between,  # two supervisors; each catches its own
+            serving_status(plan.job, run_dir, status, reporter, required=not adopts),
+            listeners.attached(),
+        ):
+            supervisor.stops = between
             stops = supervisor.run()
             while supervisor.change is not None and layouts is not None:
                 change = supervisor.change
@@ -211,7 +219,7 @@ def _supervise(
                     )
                     supervisor = build(plan, assignment)
                 supervisor.agents, supervisor.earlier = change.agents, earlier
-                supervisor.furthest_step = change.furthest_step
+                supervisor.furthest_step, supervisor.stops = change.furthest_step, between
                 status.follow(plan, supervisor)
                 stops = supervisor.run()
     except RunFailedError as error:
@@ -248,6 +256,7 @@ def _build_supervisor(
         partial(find_checkpoint, plan, assignment),
     )
     supervisor.layouts = None if layouts is None else layouts.choice
+    supervisor.placement = place_ranks(plan, assignment)
     return supervisor
 
 
@@ -261,17 +270,13 @@ def _closing_on_error(agents: AgentPool) -> Iterator[None]:
         raise
 
 
-def _stores_of(plan: PlanContract, assignment: Assignment) -> CheckpointStores:
-    return CheckpointStores.of(plan.job.checkpoint, assignment.checkpoint_dir, assignment.stores)
-
-
 def _find_checkpoint(reporter: Reporter, plan: PlanContract, assignment: Assignment) -> str | None:
     """The newest whole checkpoint of a run, verified. All ranks of the generation have ended their writes.
 
     Raises:
         RunFailedError: None verifies, or too few stores are reached.
     """
-    stores = _stores_of(plan, assignment)
+    stores = stores_of(plan, assignment)
     stores.finish_drafts()
     try:
         found = stores.find_newest()

@@ -1,1 +1,1 @@
-"""Schedules as data: pipeline schedules. No torch."""
+"""Schedules as data: pipeline schedules and collective algorithms. No torch."""

@@ -98,7 +98,7 @@ class StepTimeline:
     def of(cls, plan: PlanContract) -> StepTimeline:
         """The timeline of a planned step."""
         parts = find_step_parts(
-            plan.job, plan.micro_batches, plan.breakdown_s.get("compute", 0.0), plan.pipeline
+            plan.job, plan.micro_batches, plan.breakdown_s.get("compute", 0.0), plan.pipeline, plan.placement
         )
         if plan.pipeline is None:
             timeline = cls(plan, parts, None, None)

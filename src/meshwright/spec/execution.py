@@ -11,6 +11,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 BlockBackend = Literal["eager", "compile", "triton"]
+Transport = Literal["none", "gloo", "shared_memory", "nccl"]
 
 LOW_PRECISIONS = ("bf16", "fp16", "fp8")
 """Precisions whose GEMMs read 16 bits or less."""
@@ -62,6 +63,37 @@ def explain_block_backend(job: Job) -> list[str]:
         return []
     reason = "the fastest backend" if missing is None else f"triton needs {missing}"
     return [f"train.block_backend={resolve_block_backend(job)} by default: {reason}"]
+
+
+def resolve_transport(job: Job) -> Transport:
+    """What runs the collectives of ranks on one node; ``none`` for one rank.
+
+    Args:
+        job: With its layout settled.
+    """
+    return "none" if job.layout.world_size == 1 else resolve_node_transport(job)
+
+
+def resolve_node_transport(job: Job) -> Transport:
+    """What would run the collectives of several ranks on one node, in any layout."""
+    if job.cluster.device == "cuda":
+        return "nccl"
+    alone = job.cluster.nodes > 1 and job.cluster.devices_per_node == 1
+    return "gloo" if job.train.transport == "gloo" or alone else "shared_memory"
+
+
+def explain_transport(job: Job) -> list[str]:
+    """What runs the collectives and why, as a sentence; empty where there is no choice.
+
+    Args:
+        job: With its layout settled.
+    """
+    transport, train = resolve_transport(job), job.train
+    if transport in ("none", "nccl") or train.runtime != "meshwright" or train.transport != "auto":
+        return []
+    if transport == "gloo":
+        return ["train.transport=gloo: every node has one rank"]
+    return ["train.transport=shared_memory by default: ranks of one node share memory; gloo between nodes"]
 
 
 def find_triton_obstacle(job: Job) -> str | None:

@@ -35,10 +35,11 @@ Runtime = Literal[
     "megatron-lm-2022",
     "megatron-core",
     "megatron-bridge",
-    "megatron-bridge-26.06",
+    "megatron-like",
     "megatron-deepspeed",
     "torchtitan",
     "torchtitan-2025",
+    "huggingface",
     "composer-fsdp",
     "deepspeed-zero",
 ]
@@ -233,6 +234,14 @@ class Train:
     """Weights & Biases project (extra `wandb`); offline in the run's folder without an API key."""
     mlflow: Location | None = None
     """MLflow experiment (extra `mlflow`); in the run's folder without a server."""
+    transport: Literal["auto", "gloo", "shared_memory"] = "auto"
+    """What runs the collectives of CPU ranks on one node: `shared_memory`, or `gloo` over sockets. `auto`
+    takes shared memory where ranks have it. The order of sums differs, so the losses of three or more ranks
+    differ in rounding. GPUs use NCCL."""
+    all_reduce: Literal["backend", "hierarchical"] = "backend"
+    """How DDP all-reduces gradients: by one collective of the backend, or in phases (`hierarchical`):
+    reduce-scatter inside each node, all-reduce between nodes, all-gather inside each node. The order of sums
+    differs, so losses differ in rounding."""
     deterministic: Flag = False
     """Use deterministic algorithms only, and fail where an operation has none."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Location, Natural
 
@@ -20,6 +20,20 @@ Context = Literal["ring", "ulysses"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "all"]
 Accumulate = Literal["sharded", "deferred"]
+PlacementRule = Literal["auto", "rank-order"]
+
+
+def _placement_kind(value: Any) -> str:
+    return "slots" if isinstance(value, list | tuple) else "rule"
+
+
+Placement = PlacementRule | tuple[int, ...]
+TaggedPlacement = Annotated[
+    Annotated[PlacementRule, Tag("rule")] | Annotated[tuple[Natural, ...], Tag("slots")],
+    Discriminator(_placement_kind),
+]
+"""The placement as pydantic reads it: a rule, or a list of slots."""
+PLACEMENT_TAGS = ("rule", "slots")
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,14 @@ class Layout:
     bucket_mb: Annotated[float, Field(gt=0, le=65536, strict=True)] = 25.0
     """Size of a DDP gradient bucket, in MiB."""
 
+    placement: TaggedPlacement = "auto"
+    """Device slot of each rank; slots are the devices of node 0, then those of node 1, and so on. `auto`: the
+    planner searches the placement with the shortest step; `rank-order`: rank r has slot r; or a list with
+    the slot of each rank."""
+    backup_replicas: Natural = 0
+    """Replicas of dp_replicate that compute samples of slow replicas again. A step uses the gradients that
+    are finished first; dp_replicate - backup_replicas replicas read different samples."""
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -81,7 +103,7 @@ class Layout:
     @property
     def data_degree(self) -> int:
         """Ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
+        return max(1, self.dp_replicate - self.backup_replicas) * self.dp_shard
 
     def named_degrees(self) -> str:
         """The degrees above one, as overrides; `one process` if there are none."""

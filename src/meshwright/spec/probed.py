@@ -7,13 +7,14 @@ Without the table a step is predicted from the cluster's rates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from meshwright.spec.fields import SECTION_CONFIG, Count, Natural, NonNegative, Positive
 
 Precision = Literal["fp32", "bf16", "fp8"]
+CollectiveOp = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,24 @@ class AttentionTime:
 
 
 @dataclass(frozen=True)
+class CollectiveTime:
+    """A collective between ranks of this machine: alpha_s + bytes / bytes_per_s."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    op: CollectiveOp
+    """The operation."""
+    transport: Literal["gloo", "shared_memory", "nccl"]
+    """What runs it."""
+    ranks: Annotated[int, Field(ge=2, strict=True)]
+    """Number of ranks."""
+    alpha_s: NonNegative
+    """Time of a call without bytes."""
+    bytes_per_s: Positive
+    """Bytes of the larger tensor, over the time that grows with them."""
+
+
+@dataclass(frozen=True)
 class Probed:
     """Times of single operations and of a few training steps on one device."""
 
@@ -82,6 +101,9 @@ class Probed:
     """Time of an operation on a tiny tensor."""
     elementwise: Positive = 1.0
     """Time of elementwise kernels relative to their bytes at the copy bandwidth; fitted to training steps."""
+    parameter_passes: NonNegative = 0.0
+    """Passes over the parameters outside the optimizer step on a CPU (zeroing, accumulating, norm, clipping),
+    in bytes at the copy bandwidth over the bytes of the parameters; fitted to training steps."""
     triton_elementwise: Positive = 1.08
     """The same for the Triton kernels, timed alone; the default is that of an H200 (November 2026)."""
     block_s: NonNegative = 0.0
@@ -92,3 +114,5 @@ class Probed:
     """Whether the steps had compiled or Triton blocks; others are predicted from the cluster's rates."""
     multiprocessors: Natural = 0
     """Streaming multiprocessors of the GPU; 0 on a CPU."""
+    collectives: tuple[CollectiveTime, ...] = ()
+    """Collectives between ranks on this machine, by operation and transport."""

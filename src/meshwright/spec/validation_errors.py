@@ -11,6 +11,7 @@ from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
 from meshwright.spec.job_keys import section_type
 from meshwright.spec.key_hints import suggest_key
+from meshwright.spec.layout import PLACEMENT_TAGS
 from meshwright.spec.model import MODEL_TAGS, ResNetModel
 
 JOB: TypeAdapter[Job] = TypeAdapter(Job)
@@ -55,10 +56,12 @@ def translate_errors(error: ValidationError) -> list[Problem]:
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """The key's path as the user writes it, without the tag that pydantic adds for the kind of model."""
+    """The key's path as the user writes it, without the tag that pydantic adds for the member of a union."""
     parts = [str(part) for part in location]
     if parts[:1] == ["model"] and parts[1:2] and parts[1] in MODEL_TAGS:
         del parts[1]
+    if parts[:2] == ["layout", "placement"] and parts[2:3] and parts[2] in PLACEMENT_TAGS:
+        del parts[2]
     return ".".join(parts)
 
 

@@ -7,8 +7,8 @@ the same number of micro-batches of the same shape, and every global batch is le
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
@@ -27,7 +27,12 @@ Samples = npt.NDArray[np.int64]
 
 
 def assign_samples(count: int, rank: int, ranks: int) -> range:
-    """The contiguous range of ``count`` samples of one rank; sizes differ by at most one."""
+    """The contiguous range of ``count`` samples of one rank; sizes differ by at most one.
+
+    Further ranks (backup replicas, in an evaluation) get none.
+    """
+    if rank >= ranks:
+        return range(count, count)
     base, extra = divmod(count, ranks)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))
@@ -93,10 +98,45 @@ class Batcher:
         return batch._replace(inputs=local(batch.inputs), targets=local(batch.targets))
 
 
+class SliceReader:
+    """The micro-batches of one step by slice, for replicas that choose their slice (backup replicas)."""
+
+    def __init__(self, batcher: Batcher, samples: Samples) -> None:
+        """Read nothing yet.
+
+        Args:
+            batcher: Of the training data.
+            samples: Of all ranks.
+        """
+        self._batcher, self._samples = batcher, samples
+
+    def read(self, index: int) -> Iterator[Batch]:
+        """The micro-batches of a slice."""
+        return replace(self._batcher, rank=index).micro_batches(self._samples)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.read(self._batcher.rank)
+
+
+@dataclass(frozen=True)
+class SliceSource:
+    """Gives the micro-batches of a step by slice."""
+
+    batcher: Batcher
+
+    def micro_batches(self, samples: Samples, min_samples: int = 0) -> SliceReader:
+        """The micro-batches of all slices."""
+        return SliceReader(self.batcher, samples)
+
+    def count_targets(self, samples: Samples) -> int:
+        """Targets of all ranks."""
+        return self.batcher.count_targets(samples)
+
+
 class Source(Protocol):
     """Gives micro-batches of tokens or of images."""
 
-    def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
+    def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterable[Batch]:
         """The micro-batches of this rank, in order."""
 
     def count_targets(self, samples: Samples) -> int:
@@ -112,7 +152,7 @@ class StepBatch(NamedTuple):
     """Sample indices of all ranks."""
     targets: int
     """Target tokens of all ranks."""
-    micro_batches: Iterator[Batch]
+    micro_batches: Iterable[Batch]
     """The micro-batches of this rank, read lazily."""
 
 
@@ -145,5 +185,8 @@ class BatchPrefetcher:
         """Prefetch the batch at a position, on a GPU."""
         if self._on_gpu:
             batch = self.get(position)
-            first = [micro_batch.pin_memory() for micro_batch in islice(batch.micro_batches, 1)]
-            self._next = batch._replace(micro_batches=chain(first, batch.micro_batches))
+            if isinstance(batch.micro_batches, SliceReader):  # the slice is chosen later
+                return
+            read = iter(batch.micro_batches)
+            first = [micro_batch.pin_memory() for micro_batch in islice(read, 1)]
+            self._next = batch._replace(micro_batches=chain(first, read))

@@ -24,7 +24,11 @@ from meshwright.models.decoder import Stages
 from meshwright.models.init import WeightSource, find_weight_source
 from meshwright.models.kernels.gemm_autotune import autotune_gemms
 from meshwright.parallel.apply import parallelize
-from meshwright.parallel.data_parallel import build_bucket_reducer, build_rank_parameters
+from meshwright.parallel.data_parallel import (
+    build_backup_replicas,
+    build_bucket_reducer,
+    build_rank_parameters,
+)
 from meshwright.parallel.pipeline.build import build_pipeline
 from meshwright.spec.execution import uses_fused_adamw
 from meshwright.spec.job import Job
@@ -77,6 +81,7 @@ def build_trainer(
         data=data.sources,
         template=template,
         small_files=small_files,
+        transport=mesh.transport_name,
     )
     snapshots = _build_snapshots(context, state)
     context.setup.end("rebuild")
@@ -177,10 +182,11 @@ def _parallelize(context: RankContext, amp: MixedPrecision, weights: WeightSourc
     plan, job, mesh = context.plan, context.plan.job, context.mesh
     gemms = autotune_gemms(job, mesh.device, context.events)
     model, module, parallel, weight_copies = parallelize(job, mesh, weights, gemms)
-    pipeline, reducer = None, None
+    pipeline, reducer, backup = None, None, None
     if isinstance(model, Stages):
         pipeline = build_pipeline(model, job, plan.micro_batches, mesh, amp)
     else:
         reducer = build_bucket_reducer(model, job, mesh)
+        backup = build_backup_replicas(model, job, mesh, context.store)
     rank_parameters = build_rank_parameters(model, job, mesh, parallel.local_shards)
-    return ParallelModel(model, module, pipeline, reducer, parallel, rank_parameters, weight_copies)
+    return ParallelModel(model, module, pipeline, reducer, parallel, rank_parameters, backup, weight_copies)

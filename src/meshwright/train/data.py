@@ -20,7 +20,7 @@ from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
-from meshwright.train.batches import Batcher, BatchPrefetcher
+from meshwright.train.batches import Batcher, BatchPrefetcher, SliceSource
 from meshwright.train.image_batches import ImageBatcher, open_image_batches
 
 OpenSplit = Callable[[str], TokenDataset]
@@ -76,7 +76,8 @@ def open_data(
         order = train.dataset.order(job.train.seed)
     else:
         order = SampleOrder(train.dataset.shard_sample_counts, job.train.seed)
-    prefetcher = BatchPrefetcher(order, train, job.train.global_batch, mesh.device)
+    source = SliceSource(train) if isinstance(train, Batcher) and job.layout.backup_replicas else train
+    prefetcher = BatchPrefetcher(order, source, job.train.global_batch, mesh.device)
     tokenizer, sources = None, {}
     if isinstance(train, Batcher) and open_split is None:
         tokenizer = Path(read_mixture(folder)[0].folder) / TOKENIZER_FILE
@@ -102,10 +103,12 @@ def _open_batchers(
     rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
     sample_weight = 1 / job.train.global_batch if job.model.num_experts else None
 
-    def batcher(split: str) -> Batcher:
+    degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
+
+    def batcher(split: str, rank: int) -> Batcher:
         dataset = open_split(split) if open_split else TokenDataset.open(folder, split, *rows)
-        degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
-        return Batcher(dataset, mesh.dp_rank, degree, micro_batch, context, sample_weight)
+        return Batcher(dataset, rank, degree, micro_batch, context, sample_weight)
 
     sha256 = "" if open_split else data_sha256(folder)
-    return batcher("train"), batcher("eval"), sha256
+    # Backup replicas train on samples of another replica, and evaluate none.
+    return batcher("train", mesh.dp_rank % degree), batcher("eval", mesh.dp_rank), sha256

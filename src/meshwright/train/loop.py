@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 
 from meshwright.checkpoint.divergence import DivergedError
+from meshwright.launch.environment import describe_place
 from meshwright.train.bad_step_policy import BadStepPolicy
 from meshwright.train.evaluate import evaluate
 from meshwright.train.finite_checks import name_cause
@@ -68,8 +69,19 @@ def start_meter(trainer: Trainer) -> ThroughputMeter:
         peak_flops_per_s=meter.peak_flops_per_s,
         peak_basis=meter.peak_basis,
         setup_s=trainer.setup.seconds,
+        transport=trainer.mesh.transport_name,
+        **describe_place(),
     )
+    _report_transport(trainer)
     return meter
+
+
+def _report_transport(trainer: Trainer) -> None:
+    """Report collectives that were planned through shared memory and use gloo."""
+    plan, used, host = trainer.plan, trainer.mesh.transport_name, trainer.plan.host_memory
+    planned = plan.transport == "shared_memory" and host is not None and host.collective_bytes > 0
+    if planned and used == "gloo" and trainer.mesh.rank == 0:
+        trainer.events.write("transport_fallback", planned=plan.transport, used=used)
 
 
 def is_followed_by_step(trainer: Trainer) -> bool:

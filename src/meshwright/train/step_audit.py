@@ -12,6 +12,7 @@ from meshwright.layout.optimizer_offload import OFFLOADED
 from meshwright.measure.allocation_profile import AllocationProfile
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes, unique_bytes
 from meshwright.models.moe import Experts
+from meshwright.parallel.ddp import FixedBucketDDP
 from meshwright.spec.execution import uses_eager_blocks
 from meshwright.train.optimizer_offload import offloaded_bytes
 from meshwright.train.trainer import Trainer
@@ -64,6 +65,8 @@ class StepAudit:
         offloaded = OFFLOADED[trainer.job.layout.offload]
         alive = [tensor for kind, tensors in state.items() if kind not in offloaded for tensor in tensors]
         alive += [*trainer.model.buffers(), *(trainer.offloaded.staging if trainer.offloaded else ())]
+        alive += [trainer.backup.buffers] if trainer.backup else []
+        alive += trainer.module.buffers_of_hook if isinstance(trainer.module, FixedBucketDDP) else ()
         alive += trainer.weight_copies.copies.values() if trainer.weight_copies else ()
         self._compiled = not uses_eager_blocks(trainer.job)
         self._on_gpu = self._device.type == "cuda"

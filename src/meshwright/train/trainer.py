@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +29,7 @@ from meshwright.measure.step_observer import StepObserver
 from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.decoder import Decoder, Stages
 from meshwright.models.resnet import ResNet
+from meshwright.parallel.backup_replicas import BackupReplicas
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.bucket_reducer import BucketReducer
 from meshwright.parallel.data_parallel import gradient_sync
@@ -40,6 +42,7 @@ from meshwright.plan.contract import PlanContract
 from meshwright.spec.job import Job
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.bad_steps import BadStep, describe_bad_step, is_bad, keep_norm, spike_limit
+from meshwright.train.batches import SliceReader
 from meshwright.train.data import TrainData
 from meshwright.train.expert_balance import ExpertBalancer, ExpertLoad, is_load_report_due
 from meshwright.train.gradient_noise import NoiseScale, add_noise
@@ -73,6 +76,8 @@ class RankContext:
     """Samples that are not read again: a rollback skips them."""
     retired: RetiredSnapshots | None = None
     """Snapshots of another layout to start from."""
+    store: dist.Store | None = None
+    """Small values that all ranks of the generation see; None for one process."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class ParallelModel:
     """This rank's shards by the inner axes: cp, tp, ep."""
     rank_parameters: RankParameters
     """The parameters that this rank updates and keeps optimizer state for."""
+    backup: BackupReplicas | None
+    """Sums the gradients of replicas that choose their samples, with ``layout.backup_replicas > 0``."""
     weight_copies: WeightCopies | None
     """bf16 copies of the weights that GEMMs read."""
 
@@ -150,7 +157,7 @@ class Trainer:
         self.counter, self.events, self.flight = context.counter, context.events, context.counter.flight
         self.setup, self.has_snapshot_slots = context.setup, context.snapshot_slots is not None
         self.model, self.module, self.pipeline = model.model, model.module, model.pipeline
-        self.reducer, self.parallel = model.reducer, model.parallel
+        self.reducer, self.parallel, self.backup = model.reducer, model.parallel, model.backup
         self.rank_parameters, self.weight_copies = model.rank_parameters, model.weight_copies
         self.amp, self.optimizer, self.offloaded, self.balancer = amp, optimizer, offloaded, balancer
         self.data, self.state, self.saver, self.stop = data, state, saver, stop
@@ -214,6 +221,7 @@ class Trainer:
             **self.amp.step_fields(result.grad_norm, bad is not None),
             bad_step=None if bad is None else bad.kind,
             spent_s=self.flight.own_time.take(),
+            **({} if self.backup is None else {"slice": self.backup.used_slice}),
             **({} if result.expert_load is None else result.expert_load.step_fields()),
         )
         report_load = self.mesh.rank == 0 and is_load_report_due(self.step, self.job.train.steps)
@@ -317,12 +325,38 @@ class Trainer:
         Returns:
             The summed loss of this rank, and its number of targets.
         """
-        device, observer = self.mesh.device, self.observer
         if self.pipeline is not None:
             read = self.flight.read_data(batches, "forward and backward")
-            found = self.pipeline.train(read, divisor, observer)
+            found = self.pipeline.train(read, divisor, self.observer)
             self.rank_parameters.finalize_grads()
             return found
+        if self.backup is not None:
+            return self._compute_slices(self.backup, batches, divisor)
+        found = self._accumulate(batches, divisor)
+        if self.reducer is not None:
+            self.reducer.finish()
+        self.rank_parameters.finalize_grads()
+        return found
+
+    def _compute_slices(
+        self, backup: BackupReplicas, batches: Iterable[Batch], divisor: int
+    ) -> tuple[Tensor, int]:
+        """The gradients of a step with backup replicas. The loss of a slice counts on one replica."""
+        found: list[tuple[Tensor, int]] = []
+
+        def accumulate(index: int) -> None:
+            read = batches.read(index) if isinstance(batches, SliceReader) else batches
+            found.append(self._accumulate(read, divisor))
+
+        audited = self.observer is not None or self.counter.phase != "step"
+        backup.compute(accumulate, audited)
+        self.rank_parameters.finalize_grads()
+        none = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        return (none, 0) if backup.used_slice is None else found[-1]
+
+    def _accumulate(self, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
+        """Add the gradients of micro-batches; returns the summed loss and the number of targets."""
+        device, observer = self.mesh.device, self.observer
         if isinstance(self.model, Decoder):
             self.model.set_expected_loss_grad(1 / divisor)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -344,9 +378,6 @@ class Trainer:
             targets_seen += int((batch.targets >= 0).sum())  # while the device computes
             self.noise_scale.after_micro_batch(targets_seen)
             loss_sum += loss.detach()
-        if self.reducer is not None:
-            self.reducer.finish()
-        self.rank_parameters.finalize_grads()
         return loss_sum, targets_seen
 
     def update(self, lr: float, judge: Callable[[Tensor], Tensor]) -> Tensor:

@@ -48,6 +48,8 @@ from meshwright.train.setup_times import SetupTimes
 from meshwright.train.stop_signal import StopSignal
 from meshwright.train.trainer import RankContext, Trainer
 
+SHARED_STORE_LIMIT_S = 1.0
+"""Longest wait for an answer of the store of small values. It is not needed for correctness."""
 PEER_LOST_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -210,7 +212,9 @@ class _Generation:
             if self.link is not None and plan.job.elastic.heartbeat_timeout_s > 0:
                 keep_process_after_nccl_errors()
             with self._aborting(aborter):
-                mesh = init_mesh(plan.job, counter, store or self._relayed_store(plan.job))
+                with nullcontext() if self.link is None else self.link.joining():
+                    mesh = init_mesh(plan.job, counter, store or self._relayed_store(plan.job))
+                aborter.add(mesh.transport)
                 setup.end("join")
                 free = measure_free_memory(plan)
                 memory = None if self.link is None else self.link.snapshots
@@ -226,6 +230,7 @@ class _Generation:
                     nullcontext if self.link is None else self.link.commit,
                     self.order.min_position,
                     self._open_retired(),
+                    store or self._shared_store(),
                 )
                 trainer = build_trainer(context, stop)
                 work(trainer)
@@ -264,6 +269,12 @@ class _Generation:
             return None
         timeout = timedelta(seconds=job.elastic.collective_timeout_s)
         return RelayedStore(self.link, self.order.generation, timeout)
+
+    def _shared_store(self) -> dist.Store | None:
+        """A store for small values, for ranks that have a supervisor."""
+        if self.link is None:
+            return None
+        return RelayedStore(self.link, self.order.generation, timedelta(seconds=SHARED_STORE_LIMIT_S))
 
     def _is_stopped(self) -> bool:
         return self.link is not None and self.link.stopped_generation == self.order.generation

@@ -12,6 +12,8 @@ from meshwright.spec.presets import preset_names, read_preset
 from meshwright.validation.cells import Cells, NotExpressedError
 
 ALIASES: tuple[tuple[str, str], ...] = (
+    (r"MI300X", "MI300X-192GB"),
+    (r"GH200", "GH200-96GB"),
     (r"GB300", "GB300-NVL72"),
     (r"GB200", "GB200-NVL72"),
     (r"B300|HGX-?B300", "B300-SXM"),
@@ -26,6 +28,7 @@ ALIASES: tuple[tuple[str, str], ...] = (
     (r"A100.*PCI.*80|A100.*80.*PCI", "A100-80GB-PCIe"),
     (r"A100(?!.*PCI).*40", "A100-40GB-SXM"),
     (r"A100(?!.*PCI)", "A100-80GB-SXM"),
+    (r"V100(?!.*PCI).*16", "V100-16GB-SXM"),
     (r"V100(?!.*(16|PCI))", "V100-32GB-SXM"),
     (r"L40S", "L40S-48GB"),
     (r"4090", "4090-24GB-PCIe"),
@@ -33,8 +36,6 @@ ALIASES: tuple[tuple[str, str], ...] = (
 """Patterns of device names (first match wins), and the preset's name."""
 OMNI_PATH_OF, OMNI_PATH = "A100-80GB-SXM", "A100-80GB-OmniPath"
 """A machine with fewer NVLinks between its devices than others with the same GPU."""
-OMNI_PATH_GBYTES_PER_S = 6.25
-"""Four Omni-Path links shared by 8 devices, in GB/s per device; no other A100-80GB machine has this value."""
 _NETWORK = re.compile(r"(\d+)\s*x\s*(?:[A-Za-z-]+ )?(\d+)\s*Gb(?:ps|/s|it/s)?(?![A-Za-z])[^;,(]*per node")
 """Network adapters of a node, such as `4x200Gb IB per node`; Gb means gigabit, GB does not match."""
 _MACHINE = re.compile(
@@ -79,8 +80,7 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
         raise NotExpressedError(f"no figures for the device {text!r}" if text else "gpu not published")
     if name != text:
         cells.remark(f"gpu {text}: predicted as {name}")
-    narrow = cells.number_of("nic_gbytes_per_s_per_gpu") == OMNI_PATH_GBYTES_PER_S
-    if name == OMNI_PATH_OF and (narrow or "omni-path" in cells.note):
+    if name == OMNI_PATH_OF and "omni-path" in cells.note:
         name = OMNI_PATH
         cells.remark(f"gpu predicted as {name}: four NVLinks per device")
     cluster = known_devices()[name]

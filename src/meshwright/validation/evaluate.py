@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -13,11 +13,12 @@ from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.engine import estimate_step
+from meshwright.plan.time.rates import Rates, Tables, calibrated_device, merge_rates
+from meshwright.validation.fit import Runs, fit_without
 from meshwright.validation.published import Case, Row, read_rows
-from meshwright.validation.split import is_held_out
 
-TABLE = "tables/published_runs.csv"
-"""The published runs in the package, with their sources."""
+TABLES = ("tables/published_runs.csv", "tables/measured_runs.csv")
+"""Published runs and our own, with their sources."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,6 @@ class Outcome:
     def case(self) -> Case | None:
         """The predicted case; None if there is no prediction."""
         return self.row.case if self.predicted_step_s is not None else None
-
-    @property
-    def held_out(self) -> bool:
-        """Whether the row was excluded from fitting."""
-        return is_held_out(self.row.id)
 
     @property
     def step_error(self) -> float | None:
@@ -62,7 +58,7 @@ class Outcome:
             "reason": self.reason,
             "expressed": self.case is not None,
             "gates": self.case is not None and self.case.gates,
-            "held_out": self.held_out,
+            "source": self.row.source,
         }
 
 
@@ -74,9 +70,9 @@ def _gigabytes(value: float | None) -> float | None:
     return None if value is None else value / 1e9
 
 
-def bundled_table() -> Path:
-    """The table in the package."""
-    return Path(str(resources.files("meshwright.validation").joinpath(TABLE)))
+def bundled_tables() -> list[Path]:
+    """The tables in the package."""
+    return [Path(str(resources.files("meshwright.validation").joinpath(name))) for name in TABLES]
 
 
 def evaluate_tables(paths: Iterable[Path]) -> list[Outcome]:
@@ -88,18 +84,24 @@ def evaluate_tables(paths: Iterable[Path]) -> list[Outcome]:
     return evaluate([row for path in paths for row in read_rows(path)])
 
 
-def evaluate(rows: Sequence[Row]) -> list[Outcome]:
-    """Rows with predictions, in order; rows of one workload are predicted together."""
-    groups: dict[Workload, list[int]] = defaultdict(list)
+def evaluate(rows: Sequence[Row], rates: Mapping[str, Tables] | None = None) -> list[Outcome]:
+    """Rows with predictions, in order; rows of one workload are predicted together.
+
+    Args:
+        rows: Of tables.
+        rates: By source of a row; the calibrated ones if left out.
+    """
+    groups: dict[tuple[Workload, str], list[int]] = defaultdict(list)
     outcomes: dict[int, Outcome] = {}
     for index, row in enumerate(rows):
         if row.case is None:
             outcomes[index] = Outcome(row, row.reason)
         else:
-            groups[row.case.workload].append(index)
-    for workload, places in groups.items():
+            groups[row.case.workload, row.source if rates else ""].append(index)
+    for (workload, source), places in groups.items():
         cases = [case for index in places if (case := rows[index].case)]
-        for index, predicted in zip(places, _predict(workload, cases), strict=True):
+        own = merge_rates(rates[source], _section(workload)) if rates else None
+        for index, predicted in zip(places, _predict(workload, cases, own), strict=True):
             row = rows[index]
             if isinstance(predicted, str):
                 outcomes[index] = Outcome(row, predicted)
@@ -108,10 +110,29 @@ def evaluate(rows: Sequence[Row]) -> list[Outcome]:
     return [outcomes[index] for index in range(len(rows))]
 
 
-def _predict(workload: Workload, cases: Sequence[Case]) -> list[tuple[float, float] | str]:
+def _section(workload: Workload) -> str:
+    return calibrated_device(workload.cluster.device_name)
+
+
+def evaluate_left_out(rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Outcome]:
+    """Rows with predictions, each with rates that were fitted to the rows of all other sources.
+
+    Args:
+        rows: To predict.
+        others: More rows to fit to.
+    """
+    pool = {row.id: row for row in (*others, *rows)}.values()
+    runs = Runs([row.case for row in pool if row.case is not None])
+    fits = fit_without(runs, sorted({row.source for row in rows}))
+    return evaluate(rows, {source: one.tables for source, one in fits.items()})
+
+
+def _predict(
+    workload: Workload, cases: Sequence[Case], rates: Rates | None
+) -> list[tuple[float, float] | str]:
     """Step seconds and memory bytes of each case, or the reason why there are none."""
     grid = Grid.of([case.layout for case in cases])
-    step, memory = estimate_step(workload, grid), estimate_memory(workload, grid)
+    step, memory = estimate_step(workload, grid, rates), estimate_memory(workload, grid)
     found: list[tuple[float, float] | str] = []
     for index, case in enumerate(cases):
         values = float(step.step_s[index]), float(memory.counted_as(case.memory_kind)[index])

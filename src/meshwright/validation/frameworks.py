@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 from meshwright.plan.profiles import PROFILES, Profile
 from meshwright.validation.cells import Cells
@@ -11,24 +12,24 @@ from meshwright.validation.devices import device_name
 
 OLD_DEVICES = ("A100", "A800", "V100")
 """Devices of the years before Megatron had fused attention."""
-FASTER_MOE_RELEASE = (26, 6)
-"""Year and month of the Megatron Bridge release with faster MoE layers."""
 FUSED_GRAD_ACCUMULATION_SINCE = 2205
 """Year and month of the first papers whose Megatron fused gradient accumulation into GEMMs."""
 FLASH_ATTENTION_SINCE = 2306
 """Year and month of the first papers whose Megatron had fused attention."""
 PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
+    (r"hugging.?face|transformers|accelerate|llama-?factory|axolotl|xtuner|unsloth|trl\b", "huggingface"),
     (r"megatron.*deepspeed|deepspeed.*megatron|gpt-?neox", "megatron-deepspeed"),
-    (r"deepspeed|zero(?:-?infinity|\+\+)?$|colossal", "deepspeed-zero"),
+    (r"deepspeed|zero(?:-?infinity|\+\+)?$", "deepspeed-zero"),
     (r"titan|fsdp-?2|torchtune|simple-?fsdp", "torchtitan"),
-    (r"composer|foundry|fsdp|metaseq|fairseq|accelerate|lightning|lit-?gpt|transformers", "composer-fsdp"),
-    (r"hugging.?face|olmo|pytorch|axolotl|llama-?factory|xtuner|unsloth", "composer-fsdp"),
+    (r"composer|foundry|metaseq|fairseq", "composer-fsdp"),
+    (r"fsdp|pytorch|lightning|lit-?gpt|olmo", "torchtitan"),
     (r"meshwright", "meshwright"),
     (r"bridge|nemo", "megatron-bridge"),
-    (r"megatron-?core|mcore|megascale|nanotron|pai-", "megatron-core"),
+    (r"megatron-?core|mcore|megascale|pai-|primus|swift", "megatron-core"),
+    (r"nanotron|internevo|aa-|aleph|colossal|llmq|like", "megatron-like"),
 )
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
-HAS_PROFILE = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright", re.IGNORECASE)
+HAS_PROFILE = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright|hugging|nemo", re.IGNORECASE)
 """Frameworks with their own profile; others use the nearest."""
 RECIPES: tuple[tuple[str, str], ...] = (
     (r"nvfp4", "nvfp4"),
@@ -51,9 +52,9 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
         zero: The ZeRO stage, if published. Old Megatron had none: ZeRO-3 in its tables is DeepSpeed's.
 
     The DeepSpeed profile is that of 2021, which gathered parameters one by one, without fused attention;
-    newer devices and papers use the FSDP profile.
+    newer devices and papers use that of transformers.
     """
-    name = framework.lower()
+    name = re.sub(r"\(as [^)]*\)", "", framework.lower())
     found = next((profile for pattern, profile in PROFILE_PATTERNS if re.search(pattern, name)), None)
     gpu = device_name(gpu) or gpu
     if found == "torchtitan" and re.search(r"20(2[5-9]|[3-9]\d)-?\d\d", source):
@@ -66,19 +67,15 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
     )
     old = gpu.upper().startswith(OLD_DEVICES) and not recent
     if found == "deepspeed-zero" and not old:
-        return PROFILES["composer-fsdp"]
+        return PROFILES["huggingface"]
     if found:
         return PROFILES[found]
-    release = re.search(r"\b(2\d)\.(\d\d)[\d.]* nemo container", source.lower())
-    if release:
-        late = (int(release[1]), int(release[2])) >= FASTER_MOE_RELEASE
-        return PROFILES["megatron-bridge-26.06" if late else "megatron-bridge"]
     if re.search(r"nemo|bridge", source.lower()) and not gpu.upper().startswith(OLD_DEVICES):
         return PROFILES["megatron-bridge"]
     if old and zero == 3:
         return PROFILES["deepspeed-zero"]
-    if not re.search(r"megatron|meta", name) and zero in (2, 3):
-        return PROFILES["composer-fsdp" if old else "torchtitan"]
+    if not re.search(r"megatron|meta", name) and (zero in (2, 3) or name):
+        return PROFILES["torchtitan" if zero in (2, 3) else "megatron-like"]
     if old:
         return PROFILES[
             "megatron-lm-2022" if dated and int(dated[1]) >= FUSED_GRAD_ACCUMULATION_SINCE else "megatron-lm"
@@ -94,15 +91,52 @@ def read_profile(cells: Cells) -> Profile:
         cells.fill("framework", profile.name)
     elif not HAS_PROFILE.search(framework):
         cells.remark(f"framework {framework}: predicted as {profile.name}, the nearest profile")
-    elif profile.name == "composer-fsdp" and "deepspeed" in framework.lower():
-        cells.remark("DeepSpeed of these years: predicted as composer-fsdp, the nearest profile")
+    elif profile.name == "huggingface" and "deepspeed" in framework.lower():
+        cells.remark("DeepSpeed of these years: predicted as huggingface, the nearest profile")
     elif profile.name == "deepspeed-zero" and "deepspeed" not in framework.lower():
         cells.remark("ZeRO-3 with Megatron of these years: predicted as deepspeed-zero")
     return _apply_note(profile, cells)
 
 
+KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
+    (r"\bliger\b|own cuda kernels|fused kernels",
+     {"fused_norms": True, "fused_rope": True, "fused_activation": True, "loss_bytes": 12.0}),
+    (r"rms ?(norm)? kernel|fused (rms)?norm|apex", {"fused_norms": True}),
+    (r"unfused norm|no fused norm", {"fused_norms": False}),
+    (r"flash.?attention.?3|\bfa3\b|cudnn attention", {"attention_kernel": "native"}),
+    (r"flash.?attention.?2|\bfa2\b|zigzag", {"attention_kernel": "flash-2"}),
+    (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1"}),
+    (r"deep.?ep|fp8 dispatch", {"overlap_ep": True, "fp8_dispatch": True}),
+    (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
+)  # fmt: skip
+"""Kernels that notes name, and the settings of the profile that they stand for."""
+STATES: tuple[tuple[str, dict[str, object]], ...] = (
+    (r"pure bf16|bf16 master", {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0,
+                                "moment_bytes": 2.0}),
+    (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
+    (r"bf16 (moments|optimizer)", {"moment_bytes": 2.0}),
+    (r"8-?bit (adam|optimizer)|adamw?_?8bit", {"moment_bytes": 1.0}),
+    (r"(fp32|float32) grad", {"gradient_bytes": 4.0}),
+    (r"\bliger\b|chunked (loss|logits|cross)|fused linear cross",
+     {"logit_bytes": 0.5, "split_logit_bytes": 0.5, "gathers_logits": False}),
+    (r"own cuda kernels|fused kernels",
+     {"logit_bytes": 2.0, "split_logit_bytes": 2.0, "gathers_logits": False}),
+    (r"(bf16|16-bit) grad", {"gradient_bytes": 2.0}),
+)  # fmt: skip
+"""Types of gradients, optimizer state and logits that notes name."""
+NAMED_NORMS = re.compile(r"^flash_attention2$")
+"""A note that lists the kernels of a run, without one for norms."""
+
+
 def _apply_note(profile: Profile, cells: Cells) -> Profile:
+    """The profile with the kernels and the overlap that the note names."""
     note = cells.note
+    changes: dict[str, Any] = {}
+    for pattern, settings in KERNELS:
+        if re.search(pattern, note):
+            changes |= settings
+    if NAMED_NORMS.search(note):
+        changes["fused_norms"] = False
     overlaps: bool | None = None
     if re.search(r"async[- ]?tp|tp[-_ ]comm[-_ ]overlap on|userbuffer", note):
         overlaps = True
@@ -110,10 +144,32 @@ def _apply_note(profile: Profile, cells: Cells) -> Profile:
         overlaps = False
     elif re.search(r"megatron-lm (core_)?v?\d", note):
         overlaps = False  # --tp-comm-overlap is off by default; NeMo's recipes turn it on
-    if overlaps is None or overlaps == profile.time.overlap_tp or (cells.optional("tp") or 1) == 1:
+    if overlaps is not None and overlaps != profile.time.overlap_tp and (cells.optional("tp") or 1) > 1:
+        cells.remark(f"tensor-parallel overlap {'on' if overlaps else 'off'}, from the note")
+        changes["overlap_tp"] = overlaps
+    changes = {key: value for key, value in changes.items() if getattr(profile.time, key) != value}
+    kernels = sorted(set(changes) - {"overlap_tp"})
+    if kernels:
+        cells.remark("from the note: " + ", ".join(f"{key}={changes[key]}" for key in kernels))
+    return _apply_states(
+        dataclasses.replace(profile, time=dataclasses.replace(profile.time, **changes)), cells
+    )
+
+
+def _apply_states(profile: Profile, cells: Cells) -> Profile:
+    """The profile with the types of state that the note names; our own rows have their exact ledger."""
+    if profile.name == "meshwright":
         return profile
-    cells.remark(f"tensor-parallel overlap {'on' if overlaps else 'off'}, from the note")
-    return dataclasses.replace(profile, time=dataclasses.replace(profile.time, overlap_tp=overlaps))
+    changes: dict[str, Any] = {}
+    for pattern, settings in STATES:
+        if re.search(pattern, cells.note):
+            changes |= settings
+    if changes.get("gradient_bytes", 0.0) < profile.memory.gradient_bytes and "16" not in cells.note:
+        changes.pop("gradient_bytes", None)  # a float32 sum besides 16-bit gradients
+    if not changes:
+        return profile
+    cells.remark("from the note: " + ", ".join(f"{key}={value:g}" for key, value in sorted(changes.items())))
+    return dataclasses.replace(profile, memory=dataclasses.replace(profile.memory, **changes))
 
 
 def read_precision(cells: Cells) -> str:
@@ -153,8 +209,8 @@ def read_recipe(cells: Cells, precision: str, profile: Profile) -> str:
         return min(found)[1]
     if precision == "fp4":
         recipe = "nvfp4"
-    elif profile.name in ("composer-fsdp", "deepspeed-zero") or re.search(
-        r"nemo 2[34]\.", cells.text("source").lower()
+    elif profile.name in ("composer-fsdp", "deepspeed-zero", "huggingface") or re.search(
+        r"nemo 2[34]\.", f"{cells.text('source')} {cells.text('framework')}".lower()
     ):
         recipe = "delayed"
     else:

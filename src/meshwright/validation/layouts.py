@@ -17,9 +17,9 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.numbers import divisors
 from meshwright.validation.cells import NO, YES, Cells, NotExpressedError
 
-SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp")
+SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp", "huggingface")
 """Profiles that use ZeRO-3 (FSDP) by default."""
-DISTRIBUTED_OPTIMIZER_PROFILES = ("megatron-core", "megatron-bridge")
+DISTRIBUTED_OPTIMIZER_PROFILES = ("megatron-core", "megatron-bridge", "megatron-like")
 """Profiles of Megatron with a distributed optimizer."""
 LEAST_MICRO_BATCHES_PER_STAGE = 2
 """Least micro-batches per pipeline stage with a micro-batch that we choose."""
@@ -88,10 +88,8 @@ def _micro_batch(cells: Cells, dp: int) -> int | None:
 
 
 def _context(cells: Cells) -> Any:
-    """Context parallel method: from the note; SimuMax's scripts use Megatron's all-to-all."""
-    if "ulysses" in cells.note or "simumax" in cells.text("source").lower():
-        return "ulysses"
-    return "ring"
+    """Context parallel method: from the note."""
+    return "ulysses" if "ulysses" in cells.note else "ring"
 
 
 def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, int, int]:

@@ -12,11 +12,19 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Floats
 from meshwright.validation.evaluate import Outcome
+from meshwright.validation.limits import Limits
+from meshwright.validation.residuals import interval_cover
 
 NEAR_ERROR = 0.10
 """Error of the metric ``within_10pct``."""
 BEST_WITHIN = 0.05
 """How much slower than the measured best the predicted best may be."""
+TIED = 0.03
+"""Layouts whose measurements are closer than this are tied."""
+WELL_RANKED = 0.7
+"""Kendall's tau from which a sweep counts as ranked well."""
+SWEEP = 5
+"""Least layouts of a sweep that is ranked by itself."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +60,29 @@ class Errors:
         )
 
 
-def kendall_pairs(predicted: Floats, measured: Floats) -> tuple[int, int, int]:
-    """Concordant minus discordant pairs, pairs not tied in the first, pairs not tied in the second."""
+def kendall_pairs(predicted: Floats, measured: Floats, tied: float = 0.0) -> tuple[int, int, int]:
+    """Concordant minus discordant pairs, pairs not tied in the first, pairs not tied in the second.
+
+    Args:
+        predicted: The first.
+        measured: The second.
+        tied: Pairs whose measurements differ by at most this fraction are not compared.
+    """
     upper = np.triu_indices(len(predicted), 1)
-    first = np.sign(predicted[upper[0]] - predicted[upper[1]])
-    second = np.sign(measured[upper[0]] - measured[upper[1]])
+    first, second = predicted[upper[0]] - predicted[upper[1]], measured[upper[0]] - measured[upper[1]]
+    if tied:
+        apart = np.abs(second) > tied * np.minimum(measured[upper[0]], measured[upper[1]])
+        first, second = first[apart], second[apart]
+    first, second = np.sign(first), np.sign(second)
     return int((first * second).sum()), int((first != 0).sum()), int((second != 0).sum())
 
 
-def kendall_tau(groups: Sequence[tuple[Floats, Floats]]) -> float | None:
+def kendall_tau(groups: Sequence[tuple[Floats, Floats]], tied: float = 0.0) -> float | None:
     """Kendall's tau-b over all pairs within groups; None where no pair differs.
 
     Source: Kendall 1945, The treatment of ties in ranking problems. Pairs across groups are not compared.
     """
-    counts = np.array([kendall_pairs(*group) for group in groups]).reshape(-1, 3).sum(axis=0)
+    counts = np.array([kendall_pairs(*group, tied) for group in groups]).reshape(-1, 3).sum(axis=0)
     scale = float(np.sqrt(float(counts[1]) * float(counts[2])))
     return float(counts[0]) / scale if scale else None
 
@@ -106,10 +123,6 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     counted = gating or expressed
     groups = comparable_groups(counted)
     best = [best_found(*group) for group in groups]
-    split = {
-        "fit": [outcome for outcome in counted if not outcome.held_out],
-        "held_out": [outcome for outcome in counted if outcome.held_out],
-    }
     reasons = Counter(outcome.reason for outcome in outcomes if not outcome.case)
     return {
         "rows": len(outcomes),
@@ -117,11 +130,16 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "not_expressed": dict(reasons.most_common()),
         "gates": bool(gating),
         **errors_of(counted),
-        "tau": kendall_tau(groups),
+        "tau": kendall_tau(groups, TIED),
         "groups": len(groups),
         "best_within_5pct": sum(best) / len(best) if best else None,
-        "split": {name: errors_of(part) for name, part in split.items()},
+        "sweeps": [tau for group in groups if (tau := _sweep_tau(group)) is not None],
     }
+
+
+def _sweep_tau(group: tuple[Floats, Floats]) -> float | None:
+    """Kendall's tau of one group with at least SWEEP layouts."""
+    return kendall_tau([group], TIED) if len(group[0]) >= SWEEP else None
 
 
 def errors_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -152,6 +170,10 @@ class Validation:
 
     outcomes: list[Outcome]
     """One per row of the tables."""
+    left_out: bool = False
+    """Whether the rates of each prediction were fitted without the row's source."""
+    limits: Limits | None = None
+    """Layouts that ran out of memory and layouts that ran, if they were asked for."""
 
     @cached_property
     def families(self) -> dict[str, dict[str, Any]]:
@@ -160,12 +182,28 @@ class Validation:
 
     @cached_property
     def totals(self) -> dict[str, dict[str, Any]]:
-        """Errors of all gating rows, of those used for the fit (``fit``), and of the rest (``held_out``)."""
+        """Errors of all gating rows, of dense models and of models with experts; whether intervals held."""
         counted = [outcome for outcome in self.outcomes if outcome.case and outcome.case.gates]
+        experts = [bool(outcome.case and outcome.case.workload.model.num_experts) for outcome in counted]
         return {
             "all": errors_of(counted),
-            "fit": errors_of([outcome for outcome in counted if not outcome.held_out]),
-            "held_out": errors_of([outcome for outcome in counted if outcome.held_out]),
+            "dense": errors_of([one for one, routed in zip(counted, experts, strict=True) if not routed]),
+            "experts": errors_of([one for one, routed in zip(counted, experts, strict=True) if routed]),
+            "interval": interval_cover(counted),
+            "ranking": self._ranking(),
+        }
+
+    def _ranking(self) -> dict[str, Any]:
+        """How many groups of layouts have a best that is found, and how many sweeps are ranked well."""
+        groups = sum(family["groups"] for family in self.families.values())
+        best = sum((family["best_within_5pct"] or 0) * family["groups"] for family in self.families.values())
+        sweeps = [tau for family in self.families.values() for tau in family["sweeps"]]
+        return {
+            "groups": groups,
+            "best_within_5pct": best / groups if groups else None,
+            "sweeps": len(sweeps),
+            "sweeps_tau_70": sum(tau >= WELL_RANKED for tau in sweeps),
+            "least_tau": min(sweeps, default=None),
         }
 
     def worst(self, count: int) -> list[Outcome]:
@@ -175,4 +213,10 @@ class Validation:
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright validate --json``."""
         rows = [outcome.as_dict() for outcome in self.outcomes]
-        return {"families": self.families, "totals": self.totals, "rows": rows}
+        return {
+            "left_out": self.left_out,
+            "families": self.families,
+            "totals": self.totals,
+            "out_of_memory": None if self.limits is None else self.limits.as_dict(),
+            "rows": rows,
+        }

@@ -188,28 +188,26 @@ def _expert_fields(cells: Cells, name: str, experts: int, ffn: int) -> dict[str,
         "shared_experts": cells.optional("shared_experts") or 0,
         "dense_layers": cells.optional("dense_layers") or 0,
     }
-    if "truncated" in name.lower() and fields["dense_layers"] > 1:
-        # SimuMax's DeepSeek-V3 of 4 layers: its 112 GB are those of one dense layer, three would be 65 GB.
-        fields["dense_layers"] = 1
-        cells.remark("truncated model: one dense layer taken")
+    every = cells.optional("moe_every") or _note_count(cells, r"(?:moe|experts) (?:on )?every (\d+)")
+    if every and every > 1:
+        layers = cells.count("layers")
+        fields["dense_layers"] = layers - layers // every
+        cells.remark(f"experts on every {every}. layer: {fields['dense_layers']} dense layers")
     if re.search(r"token.?drop|capacity factor 1\b", f"{name} {cells.note}".lower()):
         fields["capacity_factor"] = 1.0
         cells.remark("dropped tokens read as a capacity factor of 1")
     return fields
 
 
-def _has_mtp(cells: Cells, name: str) -> bool:
-    """Whether the run trained DeepSeek's multi-token prediction layer.
+def _note_count(cells: Cells, pattern: str) -> int | None:
+    found = re.search(pattern, cells.note)
+    return int(found[1]) if found else None
 
-    Megatron Bridge's DeepSeek rows do by default: their published FLOPs per token are 4% above those of rows
-    named `w/o MTP`.
-    """
+
+def _has_mtp(cells: Cells, name: str) -> bool:
+    """Whether the run trained DeepSeek's multi-token prediction layer, from name and note."""
     text = f"{name} {cells.note}".lower()
-    if re.search(r"(w/o|without|no) mtp", text):
-        return False
-    return "mtp" in text or (
-        "deepseekv3" in _normalize_name(name) and "bridge" in cells.text("source").lower()
-    )
+    return "mtp" in text and not re.search(r"(w/o|without|no) mtp", text)
 
 
 def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: Cells) -> DecoderModel:
@@ -218,7 +216,7 @@ def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: C
     positions = cells.count("seq_len")
     first = _with_architecture(fields, name, gated, tied, positions)
     published = cells.number_of("params_b")
-    if published is None or re.search(r"truncated|reduced", name.lower()):
+    if published is None:
         return first
     options = [(g, t) for g in (gated, not gated) for t in (tied, not tied)]
     others = [_with_architecture(fields, name, g, t, positions) for g, t in options]

@@ -27,12 +27,15 @@ from meshwright.validation.layouts import (
     read_global_batch,
 )
 from meshwright.validation.models import build_model
+from meshwright.validation.sources import source_of
 
 COLUMNS = (
     "id", "model_name", "layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "tp", "pp", "dp",
     "micro_batch", "global_batch", "step_time_s",
 )  # fmt: skip
 """Required columns; others are optional."""
+ADAPTERS = re.compile(r"\bq?lora\b|\bdora\b|\bpeft\b|\badapters\b", re.IGNORECASE)
+"""Training of adapters on frozen weights: refused, never predicted as full training."""
 GATING = "found"
 """Confidence of rows that count in the figures; other rows are informative."""
 
@@ -50,6 +53,8 @@ class Case:
     filled: tuple[str, ...]
     """Defaults of blank cells, and how notes were read."""
     model_name: str = ""
+    source: str = ""
+    """The repository or paper that published it."""
     memory_kind: str = "reserved"
     """What the published memory is: `allocated` (live tensors), `reserved` (by the allocator), `device` (with
     the context, as in nvidia-smi), or `formula` (calculated, not measured)."""
@@ -75,6 +80,8 @@ class Row:
     step_s: float | None
     memory_bytes: float | None
     confidence: str = ""
+    source: str = ""
+    """The repository or paper that published it."""
 
     @property
     def family(self) -> str:
@@ -118,17 +125,20 @@ def read_row(number: int, raw: Mapping[str, object]) -> Row:
     """One row, with its line number in the file."""
     cells = Cells(number, raw)
     row_id = cells.text("id") or f"line {number}"
+    source = source_of(cells.text("source"), family_of(row_id))
     step_s = memory = None
     try:
         step_s, memory_gb = cells.number_of("step_time_s"), cells.number_of("memory_gb_per_gpu")
         memory = None if memory_gb is None else memory_gb * 1e9
         case = _build_case(cells, row_id, step_s, memory)
     except NotExpressedError as reason:
-        return Row(row_id, None, str(reason), step_s, memory, cells.text("confidence"))
-    return Row(row_id, case, "; ".join(case.filled), case.step_s, memory, case.confidence)
+        return Row(row_id, None, str(reason), step_s, memory, cells.text("confidence"), source)
+    return Row(row_id, case, "; ".join(case.filled), case.step_s, memory, case.confidence, source)
 
 
 def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float | None) -> Case:
+    if found := ADAPTERS.search(f"{cells.text('model_name')} {cells.note} {cells.text('framework')}"):
+        raise NotExpressedError(f"{found[0]}: training of adapters is not planned")
     devices = count_devices(cells)
     cluster = build_cluster(cells, devices)
     profile = read_profile(cells)
@@ -161,6 +171,7 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
         confidence=cells.text("confidence") or GATING,
         filled=tuple(cells.filled),
         model_name=cells.text("model_name"),
+        source=source_of(cells.text("source"), family_of(row_id)),
         memory_kind=_memory_kind(cells),
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.events import Event, to_json
+from meshwright.layout.hierarchy import find_hierarchy
 from meshwright.layout.lr_schedule import scaling_factor
 from meshwright.spec.execution import uses_eager_blocks, wanted_block_backend
 from meshwright.spec.job import Checkpoint, Compression, Job, Train
@@ -320,15 +321,22 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
         noise_scale_every=0,
         deterministic=True,
     )
+    open_layout = dataclasses.replace(train, all_reduce="backend")  # a setting of given layouts
     plain = dataclasses.replace(
-        job, train=train, run_dir=None, checkpoint=Checkpoint(), compression=Compression()
+        job, train=open_layout, run_dir=None, checkpoint=Checkpoint(), compression=Compression()
     )
     if plain.data.eval:
         plain = dataclasses.replace(plain, data=dataclasses.replace(plain.data, eval=()))
     tree = {section: table for section, table in job_tree(plain).items() if section != "layout"}
     # A fixed peak: otherwise every rank would measure it, and the proof does not need MFU.
     here = {"preset": "local", "device": "cpu", "matmul_flops_per_s": 1e11, "memory_bytes": memory_bytes}
-    return with_layout(build_job({**tree, "cluster": here}, settled=True, to_run=False), job.layout)
+    layout = dataclasses.replace(job.layout, placement="rank-order")  # on one machine
+    if find_hierarchy(job) is not None:  # the ranks are on this machine, grouped as on the nodes of the job
+        cluster, layout = job.cluster, job.layout
+        here |= {"nodes": cluster.nodes, "devices_per_node": cluster.devices_per_node}
+        here |= {"nic_bytes_per_s": cluster.nic_bytes_per_s, "nic_latency_s": cluster.nic_latency_s}
+    settled = build_job({**tree, "cluster": here}, settled=True, to_run=False)
+    return with_layout(dataclasses.replace(settled, train=train), layout)
 
 
 def proof_lr(train: Train) -> float:
@@ -368,7 +376,8 @@ def explain_settings(job: Job) -> list[str]:
 
 def reference_job(job: Job) -> Job:
     """The same job in one process."""
-    return dataclasses.replace(job, layout=Layout(mode="given", micro_batch=job.layout.micro_batch))
+    layout = Layout(mode="given", micro_batch=job.layout.micro_batch)
+    return dataclasses.replace(job, layout=layout, train=dataclasses.replace(job.train, all_reduce="backend"))
 
 
 def select_sample_positions(global_batch: int, data_degree: int) -> tuple[int, ...]:

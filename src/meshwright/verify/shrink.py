@@ -142,6 +142,7 @@ def _small_layouts(layout: Layout) -> Iterator[Layout]:
     for degrees in itertools.product(*choices):
         smaller: dict[str, Any] = dict(zip(axes, degrees, strict=True))
         smaller |= {"virtual_stages": stages, "stage_layers": None, "schedule_file": None}
+        smaller |= {} if isinstance(layout.placement, str) else {"placement": "auto"}
         layouts.append(dataclasses.replace(layout, **smaller))
     return iter(sorted(layouts, key=lambda small: (small.world_size, small.ep, small.etp)))
 

@@ -115,6 +115,18 @@ def test_an_earlier_attempt_is_audited_against_its_own_plan(plan, make_job, even
     assert without.coverage == ("generation 0 is not audited: its plan is not in the run folder",)
 
 
+def test_a_run_that_was_stopped_between_two_layouts_is_audited_against_the_plan_that_ran(
+    plan, make_job, events_of, record_of
+):
+    """``plan.toml`` is already that of the next layout, of which no rank has started."""
+    following, _ = build_plan(make_job(layout={"dp_replicate": 1}, cluster={"device": "cpu"}))
+    changed = {"v": 1, "event": "layout_changed", "time": 9.0, "rank": 0, "generation": 0, "step": 3}
+    changed |= {"reason": "a node is lost", "layout": {}, "ranks_before": 2, "ranks": 1}
+    audit = audit_run(following, record_of([*events_of(plan, 0), changed]), {0: plan})
+    assert audit.ok, audit.differences
+    assert {row.rank for row in audit.state} == {0, 1}
+
+
 def test_the_run_list_folds_the_same_record(plan, matching_events, run_folder):
     """It reads of each step only loss and time."""
     before, after = matching_events(0), matching_events(1)

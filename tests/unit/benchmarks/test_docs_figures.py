@@ -23,13 +23,15 @@ def load_script() -> ModuleType:
 
 
 FIGURES = load_script()
-QUICK = (" job.toml", " tiny", " validate", " my.csv")
+QUICK = (" job.toml", " tiny", " validate", " my.csv", " schedule collective ")
+SLOW_OPTION = "--leave-one-source-out"
 QUOTES = [
     pytest.param(
         f"{FIGURES.files_of(page.read_text())}\n{match[0]}",
         id=f"{page.name}: {match['command']} {match['part'] or ''}",
         marks=[]
-        if page == FIGURES.README or any(word in match["command"] for word in QUICK)
+        if page == FIGURES.README
+        or (any(word in match["command"] for word in QUICK) and SLOW_OPTION not in match["command"])
         else pytest.mark.slow,
     )
     for page in FIGURES.PAGES

@@ -12,15 +12,13 @@ import pytest
 
 from meshwright.cli.output import Output
 from meshwright.plan.contract import read_plan
-from meshwright.spec.presets import preset_names
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LOCAL = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=8")
 """Eight CPU ranks."""
 SMALL = ("data.seq_len=32", "train.global_batch=8")
 QUICK_PRESETS = ("llama3-70b", "mpt-7b", "resnet50", "tiny")
-OTHER_PRESETS = tuple(name for name in preset_names("models") if name not in QUICK_PRESETS)
-"""Large ones that fit no single node take seconds each: the advice tries larger clusters."""
+"""The matrix of the planner (``test_plan_matrix``) has all presets, on one device too."""
 
 
 # plan
@@ -56,10 +54,8 @@ def test_plan_reports_settings_without_effect_as_text_and_as_json(cli):
     assert "compression.kind" in cli("plan", "tiny", *two, "--why", "layout.tp=2").err
 
 
-@pytest.mark.parametrize(
-    "preset", [*QUICK_PRESETS, *(pytest.param(p, marks=pytest.mark.slow) for p in OTHER_PRESETS)]
-)
-def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
+@pytest.mark.parametrize("preset", QUICK_PRESETS)
+def test_a_preset_is_planned_or_refused_with_a_reason(cli, preset):
     ran = cli("plan", preset, "--on", "h200-sxm", "--json", "--top", "1")
     assert ran.status in (0, 2)
     assert ran.codes == ([] if ran.status == 0 else ["plan-nothing-fits"])
@@ -413,3 +409,24 @@ def test_training_without_torch_names_the_extra(tmp_path, good):
     (error,) = json.loads(ran.stdout)["errors"]
     assert error["code"] == "install-missing-extra"
     assert "meshwright[run]" in error["fix"]
+
+
+NODES = (
+    "cluster.nodes=2",
+    "cluster.devices_per_node=2",
+    "cluster.nic_bytes_per_s=1e6",
+    "cluster.nic_latency_s=1e-5",
+)
+
+
+def test_placement_has_its_reason_and_the_ranks_of_each_node(cli, job_file):
+    """Few tokens per step: replicas are on one node."""
+    layout = ("layout.tp=2", "layout.dp_replicate=2", "train.global_batch=2")
+    shown = cli("plan", job_file, *NODES, *layout, "-v").out
+    assert "ranks are not placed in rank order: dp_replicate inside nodes, tp between nodes" in shown
+    rows = shown.partition("Placement\n")[2].splitlines()
+    assert [row.split() for row in rows[1:3]] == [["0", "0,", "2"], ["1", "1,", "3"]]
+    found = cli("plan", job_file, *NODES, *layout, "--json").json["layouts"][0]
+    assert found["placement"] == [[0, 0], [1, 0], [0, 1], [1, 1]]
+    ordered = cli("plan", job_file, *NODES, *layout, "layout.placement=rank-order", "-v")
+    assert "placement: rank order, 2 slots per node" in ordered.out

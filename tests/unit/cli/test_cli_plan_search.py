@@ -488,7 +488,7 @@ def test_one_device_is_recommended_if_more_are_not_faster(cli):
 
 def test_offloading_is_chosen_if_it_beats_full_activation_checkpointing(cli):
     """8B parameters on 2 devices fit only with full activation checkpointing or offloading."""
-    large = ("train.global_batch=512", "data.seq_len=2048")
+    large = ("train.global_batch=4096", "data.seq_len=2048")
     asked = ("plan", "llama3-8b", *large, "--on", "2xh100-sxm", "--top", "1", "--json")
     (free,) = cli(*asked).json["layouts"]
     (without,) = cli(*asked, "layout.offload=none").json["layouts"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 
 def test_prepare_writes_shards_and_one_object(cli, tmp_path):
     (tmp_path / "text").mkdir()
@@ -32,3 +34,41 @@ def test_prepare_reports_all_errors_of_a_corpus_file(cli, tmp_path):
     assert ran.status == 2
     assert sorted(ran.codes) == ["corpus-bad-value", "corpus-missing-key", "corpus-unknown-key"]
     assert len(ran.json["errors"]) == 3
+
+
+def test_engines_give_one_checksum_and_a_report(cli, tmp_path):
+    """``--engine`` changes who does the work, not the bytes."""
+    pytest.importorskip("duckdb")
+    (tmp_path / "a.txt").write_text("to be or not to be " * 40)
+    (tmp_path / "b.txt").write_text("that is the question " * 50)
+    (tmp_path / "corpus.toml").write_text('sources = ["a.txt", "b.txt"]\nout = "out"\n')
+    found = {}
+    for engine in ("reference", "embedded"):
+        ran = cli("prepare", "corpus.toml", "--engine", engine, "--report", "page.html", "--json")
+        assert ran.status == 0
+        found[engine] = ran.json["sha256"]
+        assert ran.json["engine"] == engine
+    assert found["reference"] == found["embedded"]
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("page", ["missing/page.html", "folder"])
+def test_a_report_that_cannot_be_written_fails_before_the_preparation(cli, tmp_path, page):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    (tmp_path / "corpus.toml").write_text('sources = ["a.txt"]\nout = "out"\n')
+    ran = cli("prepare", "corpus.toml", "--report", page, "--json")
+    assert ran.status != 0
+    assert ran.codes == ["report-not-writable"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_wordcount_prints_the_top_words(cli, tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be " * 40)
+    ran = cli("wordcount", "a.txt", "--top", "2", "--engine", "reference", "--json")
+    assert ran.status == 0
+    assert (ran.json["distinct"], ran.json["total"], ran.json["top"]) == (4, 240, [["be", 80], ["to", 80]])
+    assert "          80  be" in cli("wordcount", "a.txt", "--engine", "reference").out
+    ran = cli("wordcount", "a.txt", "--engine", "dask", "--json")
+    assert ran.status == 2
+    assert ran.json["errors"][0]["path"] == "--engine"

@@ -54,7 +54,10 @@ def test_the_table_of_runs_fits_the_terminal(runs, capsys, width):
 
 
 def test_a_command_group_without_a_command_lists_its_commands(cli):
-    for group, command in (("bench", "scaling"), ("checkpoint", "list, verify, prune, copy, export")):
+    for group, command in (
+        ("bench", "scaling, collectives"),
+        ("checkpoint", "list, verify, prune, copy, export"),
+    ):
         ran = cli(group)
         assert (ran.status, ran.codes) == (2, ["cli-usage"])
         assert f"Commands: {command}." in ran.err

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshwright.validation.evaluate import bundled_table
+from meshwright.validation.evaluate import bundled_tables
 
 FIGURES = {"rows", "mape", "median", "bias", "worst", "within_10pct"}
 
@@ -17,7 +17,7 @@ def few(tmp_path):
     """``few(n, cells)``: the first n rows of the bundled table, with some cells of the first row changed."""
 
     def make(count: int, cells: dict[str, str] | None = None, name: str = "few.csv"):
-        with bundled_table().open(newline="", encoding="utf-8") as file:
+        with bundled_tables()[0].open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))[:count]
         rows[0] |= cells or {}
         path = tmp_path / name
@@ -34,11 +34,12 @@ def test_the_bundled_table_is_the_default(cli):
     ran = cli("validate", "--json")
     assert ran.status == 0
     found = ran.json
-    assert len(found["rows"]) == sum(family["rows"] for family in found["families"].values()) == 420
+    assert len(found["rows"]) == sum(family["rows"] for family in found["families"].values()) == 828
     bloom = found["families"]["bloom"]
     assert set(bloom["time"]) == set(bloom["memory"]) == FIGURES
     assert {"rows", "expressed", "not_expressed", "time", "memory", "tau"} <= set(bloom)
-    assert set(found["totals"]) == {"all", "fit", "held_out"}
+    assert set(found["totals"]) == {"all", "dense", "experts", "interval", "ranking"}
+    assert found["out_of_memory"]["balanced_accuracy"] > 0.9
     row = found["rows"][0]
     assert {"id", "predicted_step_s", "step_s", "predicted_memory_gb", "memory_gb", "reason"} <= set(row)
 
@@ -49,7 +50,8 @@ def test_the_text_has_a_line_per_family_and_the_worst_rows(cli):
     lines = ran.out.splitlines()
     assert any(line.startswith("korthikanti22 ") for line in lines)
     assert any(line.startswith("Worst rows") for line in lines)
-    assert any(line.startswith("  of these, held out: mean time error") for line in lines)
+    assert any(line.startswith("  models with experts: mean time error") for line in lines)
+    assert any(line.startswith("memory limits: ") for line in lines)
 
 
 def test_several_tables_are_combined(cli, few):
@@ -93,3 +95,16 @@ def test_a_picture_has_a_point_for_each_compared_row(cli, few, tmp_path):
 def test_a_picture_that_cannot_be_written_is_refused(cli, few):
     ran = cli("validate", "--runs", few(1), "--picture", "no/such/folder/out.svg")
     assert (ran.status, ran.codes) == (2, ["picture-not-written"])
+
+
+def test_collectives_are_validated_by_machine(cli):
+    ran = cli("validate", "--collectives")
+    assert ran.status == 0
+    assert "A100-SXM (NVLink3)" in ran.out
+    assert "100.0% within 20%" in ran.out
+    assert "V100 (NVLink2) on 5 ranks, which no ring of links connects" in " ".join(ran.out.split())
+    assert cli("validate", "--collectives", "--json").json["held_out"]["rows"] == 77
+
+
+def test_collectives_take_no_table_of_runs(cli, few):
+    assert cli("validate", "--collectives", "--runs", few(1)).codes == ["validate-collectives"]

@@ -72,7 +72,7 @@ def test_all_documents_are_prepared_and_counted(corpus, tokenizer):
     assert report.shards == len(opened.index.shards) > 2
     assert report.tokens == sum(s.tokens for s in opened.index.shards)
     assert seen[-1] == (63, sum(len(t.encode()) for t in expected))
-    assert json.loads(json.dumps(report.as_dict()))["engine"] == "embedded"
+    assert json.loads(json.dumps(report.as_dict()))["engine"] == "reference"
     assert listed(corpus) == ["out", "text"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from meshwright.core.events import EVENTS_FILE, read_events
@@ -16,62 +17,11 @@ from meshwright.elastic.layout_change import (
 from meshwright.elastic.policy import Budget
 from meshwright.elastic.recovery import Recovery
 from meshwright.elastic.supervisor import Supervisor
-from meshwright.launch.placement import Device, Placement
+from meshwright.launch.placement import Device
+from played_nodes import FoundPlan, PlayedNodes, exited, ready, starts
 
 GENERATION = 5
 DEVICES = frozenset(Device(node, 0) for node in (0, 1, 2))
-
-
-class PlayedNodes:
-    """Three nodes; the layout has a rank on nodes 0 and 1. Each call of ``wait`` plays the next batch."""
-
-    count, interface = 3, "lo"
-    placement = Placement((Device(0, 0), Device(1, 0)))
-
-    def __init__(self, *batches):
-        self.batches, self.nodes = list(batches), frozenset({0, 1, 2})
-        self.sent = []
-
-    def node_of(self, rank):
-        return self.placement.devices[rank].node
-
-    def name(self, node):
-        return f"node {node}"
-
-    def wait(self, timeout_s):
-        assert self.batches, f"the supervisor waits for a message that never comes; sent: {self.sent}"
-        batch = self.batches.pop(0)
-        for message in batch:
-            if message["is"] == "agent_lost":
-                self.nodes -= {message["node"]}
-            if message["is"] == "node_joined":
-                self.nodes |= {message["node"]}
-        return batch
-
-    def send_to_node(self, node, message):
-        if node in self.nodes:
-            self.sent.append((message["do"], node, message.get("generation")))
-
-    def send(self, rank, message):
-        order = message.get("order", {})
-        if self.node_of(rank) in self.nodes:
-            self.sent.append((message["do"], rank, order.get("action"), order.get("generation")))
-
-    def broadcast(self, message):
-        for node in self.nodes:
-            self.send_to_node(node, message)
-
-    def let_return(self, may_return):
-        pass
-
-    def close(self, ok=True):
-        pass
-
-
-class FoundPlan:
-    """What the planner returns."""
-
-    step_s = 1.0
 
 
 def follow(tmp_path: Path, agents, source=StateSource(10, reshard_from="plan-0.toml"), ready=(0, 1, 2)):  # noqa: B008
@@ -111,19 +61,6 @@ def retired(node, generation=GENERATION):
         "retired_from": 0,
         "steps": {"0": [10, 5]},
     }
-
-
-def ready(rank, generation):
-    event = {"event": "ready", "generation": generation, "step": 10, "peak_flops_per_s": 1.0, "setup_s": {}}
-    return {"is": "event", "rank": rank, "node": rank, "event": {**event, "rank": rank}}
-
-
-def exited(rank, status=0):
-    return {"is": "exited", "rank": rank, "node": rank, "status": status}
-
-
-def starts(agents):
-    return [sent for sent in agents.sent if sent[0] in ("start", "order") and sent[2] == "join"]
 
 
 def test_ranks_start_when_all_their_nodes_have_answered(tmp_path):
@@ -224,3 +161,12 @@ def test_a_node_that_is_missing_from_the_start_of_a_layout_is_not_waited_for_wit
     supervisor, _ = follow(tmp_path, agents, ready=(0, 2))
     assert supervisor.run() == []
     assert supervisor.change is not None
+
+
+def test_a_signal_between_two_layouts_stops_the_run_before_its_ranks_start(tmp_path):
+    agents = PlayedNodes([], [retired(0), retired(1)])
+    supervisor, _ = follow(tmp_path, agents)
+    supervisor.stops = [signal.SIGINT]
+    assert supervisor.run() == [signal.SIGINT]
+    assert starts(agents) == []
+    assert supervisor.change is None

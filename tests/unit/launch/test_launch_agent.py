@@ -7,6 +7,7 @@ import selectors
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from meshwright.launch.agent import Agent, _Process
 from meshwright.launch.channel import Channel, connected_pair
+from meshwright.launch.local import LocalAgent
 
 RANK = """
 import threading
@@ -142,3 +144,38 @@ def test_reports_in_the_moment_the_supervisor_dies_are_kept_for_the_next_one(age
     assert agent.exits.keys() == {1}
     survivor.close()
     victim.close()
+
+
+@pytest.mark.parametrize("others_train", [True, False])
+def test_an_idle_agent_waits_for_a_new_supervisor_only_if_other_nodes_have_ranks(agent, others_train):
+    """Otherwise ``train --resume`` would find no agent, and start ranks beside those that train."""
+    agent, supervisor = agent
+    supervisor.send({"do": "begin_layout", "generation": 2, "others_train": others_train})
+    assert agent._serve()
+    assert supervisor.receive()[0]["is"] == "retired"
+    supervisor.close()
+    assert agent._serve() is others_train
+
+
+def test_an_agent_whose_ranks_stop_is_waited_for(agent, tmp_path: Path):
+    """It refuses a new supervisor, which then finds that it has ended: no rank is left."""
+    agent, supervisor = agent
+    supervisor.send({"do": "configure", "run_dir": str(tmp_path), "orphan_s": 60})
+    supervisor.send({"do": "begin_layout", "generation": 2, "others_train": True})
+    while not agent.others_train:
+        assert agent._serve()
+    supervisor.close()
+    assert agent._serve()
+    agent.deadline = 0.0
+    assert agent._serve(), "ranks of other nodes have time to save"
+    assert agent.stopping
+
+    waits = []
+    with ThreadPoolExecutor(1) as thread:
+        adopted = thread.submit(LocalAgent.adopt, tmp_path, lambda: waits.append(True))
+        while not waits:
+            assert agent._serve()
+        agent.selector.unregister(agent.listener)
+        agent.listener.close()
+        assert adopted.result(timeout=30) is None
+    assert waits == [True]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+
 from meshwright.launch import environment
+from meshwright.launch.environment import describe_place
 
 
 def test_amx_is_disabled_with_a_note(monkeypatch):
@@ -37,3 +40,12 @@ def test_a_rank_with_one_thread_compiles_with_one():
     variables: dict[str, str] = {}
     environment.prepare_environment(1, environ=variables)
     assert (variables["OMP_NUM_THREADS"], variables["TORCHINDUCTOR_COMPILE_THREADS"]) == ("1", "1")
+
+
+def test_a_rank_knows_its_host_node_and_device():
+    found = describe_place({"GROUP_RANK": "1", "LOCAL_RANK": "3"})
+    assert found == {"host": socket.gethostname(), "node": 1, "device": 3}
+    assert describe_place({"GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "r"})["node"] is None, (
+        "as torchrun likes"
+    )
+    assert describe_place({}) == {"host": socket.gethostname(), "node": None, "device": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.launch.placement import Device, Placement
+from meshwright.layout.placement import RankPlacement
 
 
 def test_ranks_fill_node_after_node():
@@ -25,3 +26,16 @@ def test_groups_that_communicate_most_stay_on_one_node():
     placement = Placement.on(left, world_size=8, block=4)
     assert [device.node for device in placement.devices] == [1] * 4 + [2] * 4
     assert Placement.on(left, world_size=9, block=4).nodes == {0, 1, 2}, "too few whole groups"
+
+
+def test_ranks_have_the_devices_that_the_plan_names():
+    placement = Placement.from_plan(RankPlacement((0, 2, 1, 3), per_node=2))
+    assert placement.devices == (Device(0, 0), Device(1, 0), Device(0, 1), Device(1, 1))
+    assert [placement.ranks_on(node) for node in (0, 1)] == [[0, 2], [1, 3]]
+
+
+def test_slots_of_a_later_layout_are_the_devices_that_are_left():
+    """Node 1 of three is lost: slots 2 and 3 are on node 2."""
+    left = [Device(2, 1), Device(0, 0), Device(2, 0), Device(0, 1)]
+    placement = Placement.from_slots(left, (0, 2, 1, 3))
+    assert placement.devices == (Device(0, 0), Device(2, 0), Device(0, 1), Device(2, 1))

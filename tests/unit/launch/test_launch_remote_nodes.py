@@ -11,6 +11,7 @@ from meshwright.core.version import __version__
 from meshwright.launch.join import JoinListener, join
 from meshwright.launch.network import Address
 from meshwright.launch.remote_nodes import RemoteNodes, name_node
+from meshwright.launch.silence import SILENT_S, SilenceWatch
 
 TOKEN = b"a token of the run, long enough"
 
@@ -113,8 +114,63 @@ def test_an_agent_that_comes_when_all_nodes_have_one_gets_the_next_that_is_lost(
     assert receive(spares[1]) == [], "the other one still waits"
     run.nodes.close(ok=True)
     spares[1].setblocking(True)
-    assert spares[1].receive() == [{"do": "end", "ok": True}]
+    assert spares[1].receive() == [{"do": "end", "ok": True, "left": False}]
     for channel in (*channels, *spares):
+        channel.close()
+
+
+def add_spares(run, *hosts):
+    """Give both nodes an agent, and let others wait as spares; returns the channels of all."""
+    channels = [run.connect()[0] for _ in range(2)]
+    for node, channel in enumerate(channels, 1):
+        prepare(run, channel, node)
+    for host in hosts:
+        channels.append(run.connect(host=host)[0])
+        channels[-1].send({"is": "spare_ready"})
+    run.poll_until(lambda: run.nodes.spares == len(hosts))
+    return channels
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_spare_that_falls_silent_while_it_prepares_is_lost_and_the_next_one_gets_the_node(run):
+    """A stopped process keeps its connection. After the limit of silence the other spare gets the node."""
+    clock = Clock()
+    run.nodes.silence = SilenceWatch(clock=clock)
+    channels = add_spares(run, "c", "d")
+    silent, other = channels[2:]
+    run.present.remove(2)
+    run.answers = []
+    run.poll_until(lambda: run.answers.extend(receive(silent)) or run.answers)
+    assert (run.answers[0]["do"], run.answers[0]["node"]) == ("prepare", 2)
+    heard: list = []
+    while not any(message["do"] == "prepare" for message in heard):
+        assert clock.now <= SILENT_S + 1
+        clock.now, known = clock.now + 1, len(heard)
+        other.send({"is": "watch", "received": 0})
+        run.poll_until(lambda known=known: heard.extend(receive(other)) or len(heard) > known)
+    assert clock.now > SILENT_S, "within the limit the first one may still answer"
+    lost = [report for report in run.reports if report["is"] == "spare_lost"]
+    assert [(report["host"], report["reason"]) for report in lost] == [("c", "it sent nothing for 6 s")]
+    prepare(run, other, 2)
+    for channel in channels:
+        channel.close()
+
+
+def test_a_spare_that_leaves_is_no_longer_counted(run):
+    channels = add_spares(run, "c", "d")
+    channels[2].send({"is": "leave"})
+    run.poll_until(lambda: run.nodes.spares == 1)
+    (lost,) = [report for report in run.reports if report["is"] == "spare_lost"]
+    assert (lost["host"], lost["reason"]) == ("c", "it was told to leave")
+    for channel in channels:
         channel.close()
 
 

@@ -49,7 +49,7 @@ def send(server, content):
             raw.sendall(content)
             raw.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: raw.recv(4096), b""))
-        except (ConnectionResetError, BrokenPipeError):
+        except OSError:  # the server has closed the connection
             return b""
 
 

@@ -8,7 +8,7 @@ from types import FunctionType
 import pytest
 
 from meshwright.core.flight_ring import FLIGHT_VARIABLE, FlightMemory
-from meshwright.measure.flight_recorder import FlightRecorder
+from meshwright.measure.flight_recorder import FlightRecorder, in_background
 
 
 def wait_for_beat(memory):
@@ -41,3 +41,19 @@ def test_the_heartbeat_goes_on_and_names_the_source(wait, monkeypatch):
     finally:
         recorder.stop()
         memory.close()
+
+
+def test_waits_of_a_background_thread_are_not_waits_of_the_rank():
+    """A thread that runs collectives for the rank must not hide who is slow: only the rank waits."""
+    recorder = FlightRecorder()
+    recorder.enter("backward")
+    recorder.own_time.take()
+    with in_background():
+        recorder.observe(lambda: time.sleep(0.02))
+    assert recorder.own_time.take()["waiting"] == 0
+    recorder.observe(lambda: time.sleep(0.02))
+    assert recorder.own_time.take()["waiting"] >= 0.02
+    recorder.note_issued()  # the reducer waits from here to the end of the backward pass
+    time.sleep(0.02)
+    recorder.enter("update")
+    assert recorder.own_time.take()["waiting"] >= 0.02

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes, unique_bytes
 from meshwright.parallel.build import build_model
@@ -42,6 +45,30 @@ def test_tensors_of_a_finished_collective_are_not_live(one_rank):
             del x, y, z, w
             assert tracker.live_bytes == 0
     assert tracker.peak_bytes == 4 * 4000
+
+
+@pytest.mark.timeout(60)
+def test_collectives_of_a_checkpointed_block_are_seen_as_released(one_rank, monkeypatch):
+    """Selective checkpointing calls each operator once more, which holds its arguments once more."""
+    monkeypatch.setattr("meshwright.measure.memory_tracker.GLOO_RELEASE_LIMIT_S", 3600)
+    functional = torch.ops._c10d_functional
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = functional.wait_tensor(functional.all_reduce(x, "sum", one_rank))
+            return functional.wait_tensor(functional.all_gather_into_tensor(y, 1, one_rank))
+
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE
+    )
+    with PeakTracker([]) as tracker:
+        for _ in range(100):
+            x = torch.ones(1000)
+            z = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            assert tracker.live_bytes == 2 * 4000
+            del x, z
+            assert tracker.live_bytes == 0
+    assert tracker.peak_bytes == 3 * 4000
 
 
 GPT = dict(text.split("=") for text in gpt_overrides(max_positions=64))

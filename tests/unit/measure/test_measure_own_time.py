@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from meshwright.measure import own_time
-from meshwright.measure.own_time import OwnTime, RunQueue
+from meshwright.measure.own_time import (
+    OwnTime,
+    ProcessTime,
+    RunQueue,
+    estimate_idle_s,
+    read_process_time,
+)
 
 SECOND = 1_000_000_000
 
@@ -115,3 +122,21 @@ def test_a_system_without_the_file_counts_nothing(monkeypatch):
     queue = RunQueue()
     assert queue.read_ns() == 0
     queue.close()
+
+
+def test_idle_time_comes_from_the_least_disturbed_repetitions():
+    """Less the time in run queues; but threads that wait at the same time do not count twice."""
+    wall_s = [2.0, 1.1, 3.0, 5.0]
+    spent = [ProcessTime(0.9, queued) for queued in (1.0, 0.1, 2.0, 3.5)]
+    assert estimate_idle_s(wall_s, spent) == pytest.approx(1.0)
+    assert estimate_idle_s([2.0], [ProcessTime(1.5, 1.8)]) == 1.5
+    assert estimate_idle_s([2.0], [ProcessTime(1.5, 0.0)]) == 2.0
+
+
+def test_process_time_is_that_of_all_threads():
+    before = read_process_time()
+    thread = threading.Thread(target=lambda: sum(range(3_000_000)))
+    thread.start()
+    thread.join()
+    spent = read_process_time().since(before)
+    assert spent.cpu_s > 0.001

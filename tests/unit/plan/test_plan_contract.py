@@ -297,3 +297,30 @@ def test_summary_of_a_prediction_equals_that_of_its_plan(large):
     planned = summarize_plan(plan_from(found, ["because"]))
     assert planned.pop("host_memory")
     assert summarize(found, ["because"]) == planned
+
+
+PLACED = {
+    "cluster": {"nodes": 2, "devices_per_node": 2},
+    "layout": {"tp": 2, "dp_replicate": 2, "placement": [0, 2, 1, 3]},
+}
+
+
+def test_placement_round_trips_and_rank_order_is_left_out(make_job, path):
+    placed = build_plan(make_job(**PLACED))[0]
+    write_plan(placed, path)
+    assert tomllib.loads(path.read_text())["predicted"]["placement"] == [0, 2, 1, 3]
+    assert read_plan(path) == placed
+    ordered = build_plan(make_job(**{**PLACED, "layout": {**PLACED["layout"], "placement": "rank-order"}}))[0]
+    assert "placement" not in plan_tree(ordered)["predicted"]
+    assert ordered.rank_placement.as_pairs() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 4]], ids=["short", "twice", "outside"])
+def test_plan_with_a_damaged_placement_is_refused(make_job, path, slots):
+    tree = plan_tree(build_plan(make_job(**PLACED))[0])
+    tree["predicted"]["placement"] = slots
+    path.write_text(tomli_w.dumps(tree))
+    with pytest.raises(UserError) as caught:
+        read_plan(path)
+    assert codes(caught) == ["plan-unreadable"]
+    assert "predicted.placement" in str(caught.value)

@@ -282,7 +282,7 @@ def test_step_time_without_a_pipeline_equals_the_estimate(make_job, device, layo
 
 def test_interval_basis_names_published_runs_on_gpus(make_job):
     job = make_job(model={"preset": "llama3.2-1b"}, train={"precision": "bf16"})
-    assert "held-out published runs" in step_interval(job).basis
+    assert "sources that were left out of the fit" in step_interval(job).basis
     assert "no published runs on CPUs" in step_interval(make_job(cluster={"device": "cpu"})).basis
 
 

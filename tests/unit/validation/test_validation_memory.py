@@ -11,17 +11,10 @@ import pytest
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
-from meshwright.validation.published import Case, read_row, read_rows, read_table
+from meshwright.validation.limits import judge_limits, read_failed
+from meshwright.validation.published import Case, read_rows
 
 DATA = Path(str(resources.files("meshwright.validation").joinpath("tables")))
-OOM_TABLE = Path(__file__).parents[2] / "golden" / "published_oom.csv"
-OOM_FRAMEWORKS = (
-    ("bigscience", "megatron-deepspeed"),
-    ("torchtitan", "torchtitan-fsdp2"),
-    ("2104.04473", "deepspeed-zero"),
-    ("nanotron", "nanotron"),
-)
-"""Text in a source, and the framework that it reports on. Narayanan et al. ran ZeRO-3 with DeepSpeed."""
 LABEL = 2**30 / 1e9
 """Device names count GiB: an 80 GB device has 80 GiB, of which drivers leave 79."""
 CONTRADICTED = "GPT 206B"
@@ -34,27 +27,6 @@ def list_cases() -> tuple[Case, ...]:
     """Rows with published memory."""
     rows = read_rows(DATA / "published_runs.csv")
     return tuple(row.case for row in rows if row.case is not None and row.case.memory_bytes is not None)
-
-
-def list_oom_cases() -> list[Case | None]:
-    """Published layouts that ran out of memory.
-
-    The source names the framework. A micro-batch that is not published is one sample, the smallest possible.
-    """
-    cases = []
-    for number, cells in read_table(OOM_TABLE, ("source", "result"), "docs/memory-model.md"):
-        if cells["result"] == "OOM":
-            framework = next(name for word, name in OOM_FRAMEWORKS if word in cells["source"].lower())
-            micro_batch = cells.get("micro_batch") or "1"
-            cells |= {
-                "id": f"oom-{number:03d}",
-                "framework": framework,
-                "micro_batch": micro_batch,
-                "global_batch": cells.get("global_batch") or str(int(cells["dp"] or 1) * int(micro_batch)),
-                "recompute": cells.get("recompute") or "none",
-            }
-            cases.append(read_row(number, cells).case)
-    return cases
 
 
 def predict(case: Case) -> MemoryEstimate:
@@ -86,25 +58,45 @@ def test_mean_memory_error_by_family(family, rows, most):
     assert np.mean(np.abs(errors)) <= most
 
 
-def test_no_published_out_of_memory_layout_is_predicted_to_fit():
-    cases = [case for case in list_oom_cases() if case is not None]
+def test_layouts_that_ran_out_of_memory_are_told_from_layouts_that_ran():
+    """198 layouts that failed, and those of the same sources that ran."""
+    ran = read_rows(DATA / "published_runs.csv")
+    found = judge_limits(read_failed(), ran).as_dict()
+    assert found["not_expressed"] == 0
+    assert found["failed"] == 197, "nanotron's one has no layout that ran"
+    assert found["caught"] >= 0.9
+    assert found["fitting"] >= 0.9
+    assert found["balanced_accuracy"] >= 0.93
+
+
+def test_no_old_out_of_memory_layout_is_predicted_to_fit():
+    cases = [row.case for row in read_failed() if row.case is not None and row.source != "Aleph-Alpha"]
     assert len(cases) == 11
     fitting = [case.model_name for case in cases if predict(case).fits(case.workload)[0]]
     assert fitting == [CONTRADICTED]
 
 
+def test_classes_are_judged_by_source(read):
+    """A layout that needs too much fails; its source needs layouts of both kinds."""
+    ran = read(id="a-1", source="x/y")
+    failed = read(id="b-1", source="x/y", micro_batch="4", seq_len="65536", recompute="none")
+    found = judge_limits([failed], [ran, read(id="c-1", source="other/z")])
+    assert [(one.source, one.failed, one.caught, one.ran, one.fitting) for one in found.sources] == [
+        ("x/y", 1, 1, 1, 1)
+    ]
+    assert judge_limits([failed], []).as_dict()["balanced_accuracy"] is None
+
+
 def test_published_runs_are_predicted_to_fit():
-    """The test covers all rows with published recomputation. Otherwise it is unknown how the run fitted."""
+    """Rows with published recomputation; otherwise it is unknown how the run fitted."""
     ran = [row.case for row in read_rows(DATA / "published_runs.csv") if row.case is not None]
     cases = [
         case
         for case in ran
         if not any(text.startswith(("assumed recompute", "recompute")) for text in case.filled)
     ]
-    over = {
-        case.id: round(float(predict(case).peak_bytes[0]) / case.workload.cluster.memory_bytes, 3)
-        for case in cases
-        if predict(case).peak_bytes[0] > LABEL * case.workload.cluster.memory_bytes
-    }
-    assert len(cases) > 200
-    assert over == {}
+    over = [
+        case.id for case in cases if predict(case).peak_bytes[0] > LABEL * case.workload.cluster.memory_bytes
+    ]
+    assert len(cases) > 500
+    assert len(over) <= 0.03 * len(cases), over

@@ -85,16 +85,18 @@ def test_latent_attention_experts_and_windows_are_parsed(case):
 
 
 def test_multi_token_prediction_adds_a_layer(case):
-    assert case(**{**DEEPSEEK, "model_name": "DeepSeekV3"}).workload.model.num_layers == 62
-    assert case(**{**DEEPSEEK, "model_name": "DeepSeekV3", "source": ""}).workload.model.num_layers == 61
+    named = {**DEEPSEEK, "model_name": "DeepSeekV3"}
+    assert case(**{**named, "note": "with MTP"}).workload.model.num_layers == 62
+    assert case(**{**named, "note": "without MTP"}).workload.model.num_layers == 61
+    assert case(**named).workload.model.num_layers == 61, "the source does not decide"
 
 
-def test_truncated_model_keeps_one_dense_layer(case):
-    found = case(
-        **{**DEEPSEEK, "model_name": "deepseekv3 truncated to 4 layers", "layers": "4", "source": ""}
-    )
-    assert (found.workload.model.num_layers, found.workload.model.dense_layers) == (4, 1)
-    assert any("one dense layer" in text for text in found.filled)
+def test_experts_on_every_second_layer_are_read_from_column_or_note(case):
+    every = {**DEEPSEEK, "model_name": "Maverick", "layers": "48", "dense_layers": ""}
+    assert case(**{**every, "moe_every": "2"}).workload.model.expert_layers == 24
+    found = case(**{**every, "note": "MoE every 2 layers"})
+    assert found.workload.model.expert_layers == 24
+    assert any("24 dense layers" in text for text in found.filled)
 
 
 def test_token_dropping_is_a_capacity_factor(case):

@@ -122,6 +122,9 @@ def test_evaluation_accepts_any_cell(read, cells):
         ("B300", "B300-SXM"),
         ("L40S", "L40S-48GB"),
         ("RTX 4090", "4090-24GB-PCIe"),
+        ("V100-SXM2-16GB", "V100-16GB-SXM"),
+        ("AMD MI300X", "MI300X-192GB"),
+        ("GH200", "GH200-96GB"),
     ],
 )
 def test_common_device_names_are_recognized(case, written, meant):
@@ -130,7 +133,7 @@ def test_common_device_names_are_recognized(case, written, meant):
     assert f"gpu {written}: predicted as {meant}" in found.filled
 
 
-@pytest.mark.parametrize("name", ["TPU v4", "A100-PCIE-40GB", "V100-16GB", "H100 NVL", "MI300X", "Gaudi2"])
+@pytest.mark.parametrize("name", ["TPU v4", "A100-PCIE-40GB", "H100 NVL", "MI250X", "Gaudi2"])
 def test_unknown_device_is_named(read, name):
     row = read(gpu=name)
     assert (row.case, row.reason) == (None, f"no figures for the device {name!r}")
@@ -168,13 +171,15 @@ def test_nvl72_racks_are_split_evenly(case):
         ("megatron-deepspeed", "A100-80GB-SXM", "megatron-deepspeed"),
         ("gpt-neox", "A100-80GB-SXM", "megatron-deepspeed"),
         ("deepspeed", "V100-32GB-SXM", "deepspeed-zero"),
-        ("DeepSpeed", "H100 SXM5 80GB", "composer-fsdp"),
+        ("DeepSpeed", "H100 SXM5 80GB", "huggingface"),
         ("megatron", "NVIDIA A100-SXM4-80GB", "megatron-lm"),
-        ("OLMo", "H100", "composer-fsdp"),
+        ("OLMo", "H100", "torchtitan"),
         ("torchtune", "H100", "torchtitan"),
         ("composer-fsdp1", "A100-80GB-SXM", "composer-fsdp"),
         ("torchtitan-fsdp2", "A100-80GB-SXM", "torchtitan"),
-        ("nanotron", "H100-80GB-SXM", "megatron-core"),
+        ("nanotron", "H100-80GB-SXM", "megatron-like"),
+        ("internevo (as megatron-core)", "A100-80GB-SXM", "megatron-like"),
+        ("transformers accelerate", "A100-80GB-SXM", "huggingface"),
         ("metaseq-fsdp", "A100-80GB-SXM", "composer-fsdp"),
     ],
 )
@@ -193,6 +198,34 @@ def test_megatron_profile_on_a100_depends_on_the_source(case):
         )
     ]
     assert names == ["megatron-lm-2022", "megatron-core", "megatron-core", "megatron-lm"]
+
+
+def test_kernels_and_state_are_read_from_the_note(case):
+    llama = {"framework": "llama-factory", "model_name": "LLaMA-7B", "tp": "1", "dp": "64", "zero_stage": "3"}
+    plain, liger = case(**llama), case(**llama, note="liger, fa2, pure bf16")
+    assert not plain.workload.profile.time.fused_norms
+    assert liger.workload.profile.time.fused_norms
+    assert liger.workload.profile.time.attention_kernel == "flash-2"
+    assert liger.workload.profile.memory.moment_bytes == 2
+    assert any("fused_norms=True" in text for text in liger.filled)
+    assert any("moment_bytes=2" in text for text in liger.filled)
+
+
+@pytest.mark.parametrize("cells", [{"note": "LoRA rank 16"}, {"model_name": "Llama-3-8B QLoRA"}])
+def test_adapters_are_refused_by_name(read, cells):
+    """They are never predicted as full training."""
+    row = read(**cells)
+    assert row.case is None
+    assert "lora: training of adapters is not planned" in row.reason.lower()
+
+
+def test_a_narrow_network_does_not_change_the_links_inside_a_node(case):
+    """Only a note names the machine; 6.25 GB/s per device are common."""
+    wide = known_devices()["A100-80GB-SXM"].link_bytes_per_s
+    slow = case(gpu="A100-80GB-SXM", nic_gbytes_per_s_per_gpu="6.25")
+    assert slow.workload.cluster.link_bytes_per_s == wide
+    named = case(gpu="A100-80GB-SXM", note="4x Omni-Path 100Gb per node")
+    assert named.workload.cluster.link_bytes_per_s < wide
 
 
 def test_zero_3_with_old_megatron_selects_deepspeed(case):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_proof_is_float32_eager_and_deterministic_on_cpus():
     assert (proved.train.precision, proved.train.steps, proved.train.warmup) == ("fp32", 10, 2)
     assert (proved.train.block_backend, proved.train.deterministic) == ("eager", True)
     assert (proved.compression.kind, proved.cluster.device) == ("none", "cpu")
-    assert proved.layout == job.layout
+    assert proved.layout == dataclasses.replace(job.layout, placement="rank-order")
     assert proved.train.lr == job.train.lr
     said = " ".join(explain_settings(job))
     for key in (
@@ -64,6 +65,17 @@ def test_proof_is_float32_eager_and_deterministic_on_cpus():
         assert proof_job(load_job(TEXT, keys), 2**30).train == proof_job(load_job(TEXT, []), 2**30).train
     plain = load_job(TEXT, ["train.warmup=1", "cluster.device=cpu"])
     assert explain_settings(plain) == []
+
+
+def test_a_placement_with_free_slots_is_proved_on_one_machine():
+    on = [
+        "cluster.device=cpu",
+        "cluster.nodes=2",
+        "cluster.devices_per_node=3",
+        "cluster.nic_bytes_per_s=1e9",
+    ]
+    job = load_job(TEXT, [*on, "layout.dp_replicate=4", "layout.placement=[0,1,3,4]"])
+    assert proof_job(job, 2**30).layout.placement == "rank-order"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ class SavedBytes:
     scores: float = 0.0
     """Per position of the sequence; sharded by tp."""
     routed: float = 0.0
-    """Per copy of a token that is sent to an expert."""
+    """Per copy of a token that is sent to an expert; every rank of etp has all copies."""
+    routed_inner: float = 0.0
+    """The same inside the expert: sharded by etp."""
     second_output: float = 0.0
     """The attention output once more, under Ulysses; sharded by tp."""
 
@@ -99,7 +101,8 @@ def ffn_saved_bytes(workload: Workload, expert: bool) -> SavedBytes:
     return SavedBytes(
         shared=norm + width * low + (model.num_experts or 0) * ROUTER_BYTES,
         split=model.shared_experts * wide * inner,
-        routed=width * gemm_input + wide * inner,
+        routed=width * gemm_input,
+        routed_inner=wide * inner,
     )
 
 
@@ -113,7 +116,10 @@ def norm_input_bytes(workload: Workload) -> float:
     """A norm's input; with statistics if it is not fused into a GEMM; on CPU also RMSNorm's output."""
     model = workload.model
     if workload.profile.memory.blocks != "eager":
-        return model.hidden_size * LOW_BYTES[workload.precision]
+        low, time = LOW_BYTES[workload.precision], workload.profile.time
+        unfused = not (time.fused_norms or workload.compiled or model.norm == "layer")
+        # Unfused: the float32 copy for the square and the scale, and the output before the weight.
+        return model.hidden_size * (FLOAT32 + low if unfused else low)
     if model.norm == "layer":
         return (model.hidden_size + 2) * FLOAT32
     return ((1 if workload.cluster.device == "cuda" else 2) * model.hidden_size + 1) * FLOAT32
@@ -146,7 +152,7 @@ def _saved_gemm_outputs(workload: Workload, expert: bool) -> SavedBytes:
     ffn = SavedBytes(split=first * model.ffn_size * low)
     if expert:
         wide = first * model.expert_width * low
-        ffn = SavedBytes(split=model.shared_experts * wide, routed=wide + model.hidden_size * low)
+        ffn = SavedBytes(split=model.shared_experts * wide, routed=model.hidden_size * low, routed_inner=wide)
     return heads + SavedBytes(shared=model.hidden_size * low) + ffn
 
 
@@ -181,6 +187,8 @@ class Tokens:
     """Pairs of token and position, over tp."""
     routed: Floats
     """Copies that reach the rank's experts, on the rank with most of them."""
+    routed_inner: Floats
+    """The same over etp, which shards the inside of an expert."""
     exchanged: Floats
     """count / tp under Ulysses, else 0."""
 
@@ -193,13 +201,15 @@ class Tokens:
         residual = np.where(grid.sequence_parallel, split, count)
         uneven = model.capacity_factor or (rules.imbalance if model.num_experts else 1.0)
         exchanged = (grid.cp > 1) & (grid.context == 1)
+        copies = split * ((model.experts_per_token or 0) * uneven)
         return cls(
             count=count,
             residual=residual,
             gathered=count if rules.keeps_gathered else residual,
             split=split,
             scores=split * workload.seq_len,
-            routed=split * grid.etp * ((model.experts_per_token or 0) * uneven),
+            routed=copies * grid.etp,
+            routed_inner=copies,
             exchanged=np.where(exchanged, split, 0.0),
         )
 
@@ -211,7 +221,8 @@ def sum_saved_bytes(kinds: tuple[SavedBytes, ...], grid: Grid, tokens: Tokens, r
         ("gathered", "inputs of GEMMs", tokens.gathered),
         ("split", "inside attention and feed-forward", tokens.split),
         ("scores", "scores", tokens.scores),
-        ("routed", "inside routed experts", tokens.routed),
+        ("routed", "inputs of routed experts", tokens.routed),
+        ("routed_inner", "inside routed experts", tokens.routed_inner),
         ("second_output", "attention output before the all-to-all", tokens.exchanged),
     )
     terms = []

@@ -106,10 +106,9 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
     if model.activation == "swiglu":
         works.append(("gate", Sum((hidden, inner.times(2.0)))))
     if model.num_experts:
-        each = 2.0 * model.hidden_size + 2.0 * model.expert_width
-        works.append(
-            ("experts", Sum((hidden, Term("gradients of routed tokens", (tokens.routed, each, low)))))
-        )
+        routed = Term("gradients of routed tokens", (2.0, tokens.routed, width, low))
+        inside = Term("gradients inside experts", (2.0, tokens.routed_inner, model.expert_width, low))
+        works.append(("experts", Sum((hidden, routed, inside))))
     return works
 
 

@@ -51,6 +51,7 @@ class Grid:
     recompute: Ints
     offload: Ints
     prefetch: Ints
+    backup_replicas: Ints
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -63,7 +64,8 @@ class Grid:
     @property
     def data_degree(self) -> Ints:
         """Data-parallel ranks, which read different samples."""
-        return self.dp_replicate * self.dp_shard
+        slices: Ints = np.maximum(1, self.dp_replicate - self.backup_replicas)
+        return slices * self.dp_shard
 
     def micro_batches(self, global_batch: int) -> Ints:
         """Micro-batches of a step on the rank with most samples."""

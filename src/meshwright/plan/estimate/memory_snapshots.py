@@ -151,9 +151,9 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
         ("activation, backward", Sum((residual, both))),
     ]
     if model.num_experts:
-        each = 2.0 * width + halves * model.expert_width
-        routed = Term("gradients of routed tokens", (tokens.routed, each, low))
-        works.append(("experts, backward", Sum((residual, routed))))
+        routed = Term("gradients of routed tokens", (2.0, tokens.routed, width, low))
+        inside = Term("gradients inside experts", (halves, tokens.routed_inner, model.expert_width, low))
+        works.append(("experts, backward", Sum((residual, routed, inside))))
     return works
 
 
@@ -206,6 +206,7 @@ def _head_snapshots(
     rules, grid, tokens, low = facts.workload.profile.memory, facts.grid, facts.tokens, facts.low
     width = float(facts.workload.model.hidden_size)
     rows = local.table / width
+    whole_rows = facts.workload.model.vocab_size if rules.gathers_logits else rows
     sequence_parallel = grid.sequence_parallel & (grid.tp > 1)
     whole = rules.logit_bytes
     if facts.workload.compiled and rules.compiled_logit_bytes is not None:
@@ -213,9 +214,9 @@ def _head_snapshots(
     each = np.where(grid.tp > 1, rules.split_logit_bytes, whole)
     norm = Term("final norm", (2.0, tokens.residual, width, low))
     gathered = Term("all-gathered input", (sequence_parallel, tokens.count, width, low))
-    loss = Term("logits", (tokens.count, rows, each))
+    loss = Term("logits", (tokens.count, whole_rows, each))
     head = [
-        Term("gradient of logits", (tokens.count, rows, low)),
+        Term("gradient of logits", (tokens.count, rows, np.minimum(low, each))),
         Term("gradient of the input", (tokens.count, width, low)),
     ]
     if rules.scratch_gradients:

@@ -69,13 +69,13 @@ class StateBytes:
     def of(cls, workload: Workload) -> StateBytes:
         """In the profile's framework at the workload's precision."""
         rules, low = workload.profile.memory, LOW_BYTES[workload.precision]
-        gradient, moments = rules.gradient_bytes, ADAM_MOMENTS * FLOAT32
+        gradient, moments = rules.gradient_bytes, ADAM_MOMENTS * rules.moment_bytes
         if workload.precision == "fp32":
             return cls(FLOAT32, FLOAT32, 0.0, moments)
         if workload.precision == "fp16" and rules.fp16_gradient_bytes is not None:
             gradient, moments = rules.fp16_gradient_bytes, moments + rules.step_gradient_bytes
         if rules.master_weights:
-            return cls(low, gradient, FLOAT32, moments)
+            return cls(low, gradient, rules.master_bytes, moments)
         return cls(FLOAT32, gradient, 0.0, moments)
 
 

@@ -7,12 +7,13 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.layout.hierarchy import find_hierarchy
 from meshwright.layout.optimizer_state import predict_optimizer
 from meshwright.layout.parameters import count_parameters, list_parameters, residual_bytes
 from meshwright.plan.memory.compiled import is_compiled, weight_copies_line
 from meshwright.plan.profiles import PROFILES, Profile, compiled_profile
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.execution import uses_bf16_weight_copies, uses_eager_blocks
+from meshwright.spec.execution import resolve_node_transport, uses_bf16_weight_copies, uses_eager_blocks
 from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
@@ -51,6 +52,13 @@ class Workload:
     """Bytes and FLOPs of the optimizer per parameter; None: those of the profile."""
     probed_job: Job | None = None
     """The job, if its cluster was probed."""
+    transport: str = ""
+    """What runs the collectives inside a node; empty: unknown."""
+    bucket_bytes: float = float("inf")
+    """Size of a gradient bucket."""
+
+    hierarchical_all_reduce: bool = False
+    """Whether DDP all-reduces gradients in phases, where the ranks span nodes."""
 
     @classmethod
     def of(cls, job: Job) -> Workload:
@@ -77,7 +85,10 @@ class Workload:
             else 0.0,
             residual_bytes=float(residual_bytes(job.train)) if own else 2.0,
             optimizer=_optimizer_rate(job.model, job.train) if own else None,
+            hierarchical_all_reduce=own and find_hierarchy(job) is not None,
             probed_job=None if job.cluster.probed is None else job,
+            transport=resolve_node_transport(job) if own else "",
+            bucket_bytes=job.layout.bucket_mb * 2**20 if own else float("inf"),
         )
 
     @property

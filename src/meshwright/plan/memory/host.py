@@ -1,9 +1,11 @@
-"""CPU memory of a node: staging memory, snapshots, offloaded state, and the ranks if the device is the CPU.
+"""CPU memory of a node: staging memory, snapshots, offloaded state, shared memory, and the ranks on CPUs.
 
 Staging memory (asynchronous checkpoints) and in-memory snapshots are optional. Where snapshots do not fit
 beside the rest they are off, and after a failure ranks go on from the newest checkpoint. Where staging memory
-does not fit either, checkpoints are synchronous. The room per device is ``cluster.host_memory_bytes``; where
-the device is the CPU and that is not given, ``cluster.memory_bytes``.
+does not fit either, checkpoints are synchronous. While the layout of a run changes, the snapshots of both
+layouts are in memory; this turns nothing off in advance, because it lasts only until the ranks have loaded
+their state: ranks that then find too little memory have no snapshots. The room per device is
+``cluster.host_memory_bytes``; where the device is the CPU and that is not given, ``cluster.memory_bytes``.
 """
 
 from __future__ import annotations
@@ -13,30 +15,52 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from meshwright.core.units import format_bytes, format_plural
+from meshwright.layout.placement import RANK_ORDER, RankPlacement, Slots
+from meshwright.layout.shared_memory import collective_bytes
 from meshwright.plan.contract import HostMemory, RankPrediction
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.execution import resolve_transport
 from meshwright.spec.job import Job
 
 
-def predict_host_memory(job: Job, ranks: Sequence[RankPrediction]) -> HostMemory:
-    """The CPU memory of the node whose ranks need most of it."""
+def predict_host_memory(job: Job, ranks: Sequence[RankPrediction], slots: Slots = RANK_ORDER) -> HostMemory:
+    """The CPU memory of the node whose ranks need most of it.
+
+    Args:
+        job: With a complete layout.
+        ranks: Memory of each rank.
+        slots: The slot of each rank.
+    """
+    placed = RankPlacement.of(job, slots)
     by_node: dict[int, list[RankPrediction]] = defaultdict(list)
     for rank in ranks:
-        by_node[_node_of(job.cluster, rank.rank)].append(rank)
+        by_node[placed.node_of(rank.rank)].append(rank)
     fullest = max((_add_up(job, found) for found in by_node.values()), key=_count_needed)
     staging_off = _describe_shortage(fullest, "copies of the state", 0, fullest.staging_bytes)
     staged = 0 if staging_off else fullest.staging_bytes
     snapshots_off = _describe_shortage(fullest, "those", staged, fullest.snapshot_bytes)
-    return dataclasses.replace(fullest, snapshots_off=snapshots_off, staging_off=staging_off)
+    may_change = job.elastic.may_change != "nothing" and not snapshots_off
+    changing = fullest.snapshot_bytes if may_change else 0
+    return dataclasses.replace(
+        fullest, snapshots_off=snapshots_off, staging_off=staging_off, changing_bytes=changing
+    )
 
 
-def _node_of(cluster: Cluster, rank: int) -> int:
-    """The node of a rank; ranks that share devices are on the last one."""
-    return min(rank // cluster.devices_per_node, cluster.nodes - 1)
+def follow_layout(memory: HostMemory, before: HostMemory | None) -> HostMemory:
+    """The CPU memory of a layout that follows another one: its ranks load the snapshots of the one before.
+
+    Args:
+        memory: Of a node in the next layout.
+        before: In the layout before; None if it is not known.
+    """
+    if before is None:
+        return memory
+    retired = 0 if before.snapshots_off else before.snapshot_bytes
+    return dataclasses.replace(memory, changing_bytes=retired)
 
 
 def _add_up(job: Job, ranks: Sequence[RankPrediction]) -> HostMemory:
     cluster, on_cpu = job.cluster, job.cluster.device == "cpu"
+    shares_memory = resolve_transport(job) == "shared_memory"
     room = cluster.host_memory_bytes or (cluster.memory_bytes if on_cpu else 0)
     return HostMemory(
         ranks=len(ranks),
@@ -46,11 +70,13 @@ def _add_up(job: Job, ranks: Sequence[RankPrediction]) -> HostMemory:
         training_bytes=sum(rank.needed_bytes for rank in ranks) if on_cpu else 0,
         room_bytes=room * cluster.devices_per_node,
         staging_bytes=sum(rank.staging_bytes for rank in ranks),
+        collective_bytes=collective_bytes(job, [r.rank for r in ranks]) if shares_memory else 0,
     )
 
 
 def _count_needed(memory: HostMemory) -> int:
-    return memory.snapshot_bytes + memory.staging_bytes + memory.offloaded_bytes + memory.training_bytes
+    optional = memory.snapshot_bytes + memory.staging_bytes
+    return optional + memory.offloaded_bytes + memory.training_bytes + memory.collective_bytes
 
 
 def _describe_shortage(memory: HostMemory, what: str, before: int, size: int) -> str:
@@ -62,12 +88,13 @@ def _describe_shortage(memory: HostMemory, what: str, before: int, size: int) ->
         before: Optional memory that comes first.
         size: Bytes that it needs.
     """
-    needed = size + before + memory.offloaded_bytes + memory.training_bytes
+    needed = size + before + memory.offloaded_bytes + memory.training_bytes + memory.collective_bytes
     if not size or not memory.room_bytes or needed <= memory.room_bytes:
         return ""
     others = {
         "training": memory.training_bytes,
         "offloaded state": memory.offloaded_bytes,
+        "the shared memory of collectives": memory.collective_bytes,
         "the staging memory of checkpoints": before,
     }
     taken = "".join(f"; {name} takes {format_bytes(other)}" for name, other in others.items() if other)

@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 from meshwright.core.units import MIB
 from meshwright.layout.axes import dense_shard_axis, gradient_axis, uses_ddp
+from meshwright.layout.backup_replicas import padded_buckets
 from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.fsdp_groups import sharded_state_bytes
+from meshwright.layout.hierarchy import Hierarchy, bucket_sizes, find_hierarchy
 from meshwright.layout.optimizer_offload import STAGING_BUFFERS, offloaded_state, staging_bytes
 from meshwright.layout.optimizer_state import UPDATE_CHUNK, UPDATE_CHUNK_BYTES, predict_optimizer
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, Parameter, count_gradient_bytes
@@ -83,6 +85,8 @@ def predict_ledger(
         return _write_ledger(job, pp_rank, memory, memory.snapshots[0])
     persistent_grads = PersistentGrads() if layout.zero >= 2 else find_persistent_grads(job, micro_batches)
     memory = _walk(job, micro_batch, persistent_grads, rows)
+    if (hierarchy := find_hierarchy(job)) is not None:
+        memory = replace(memory, buffers=(*memory.buffers, _hierarchy_line(job, hierarchy)))
     if layout.zero >= 2:
         return _write_ledger(job, pp_rank, memory, find_fsdp_peak(job, memory.snapshots, micro_batches))
     buckets = _compressed_buckets(job)
@@ -106,9 +110,25 @@ def _walk(
     memory = walk_decoder(job, model, parameters, micro_batch, persistent_grads, rows)
     if is_compiled(job):
         memory = walk_compiled(job, model, parameters, micro_batch, persistent_grads, memory)
+    if job.layout.backup_replicas:
+        memory = replace(memory, buffers=(*memory.buffers, _backup_line(job)))
     if job.layout.zero >= 2 or not uses_bf16_weight_copies(job):
         return memory
     return replace(memory, buffers=(*memory.buffers, weight_copies_line(job, model)))
+
+
+def _hierarchy_line(job: Job, hierarchy: Hierarchy) -> Line:
+    """The buffers of the hierarchical all-reduce."""
+    padded, shard = hierarchy.buffer_sizes(bucket_sizes(job))
+    formula = f"largest padded bucket ({padded} x {FLOAT32_BYTES}) + its shard ({shard} x {FLOAT32_BYTES})"
+    return Line("hierarchical all-reduce", (padded + shard) * FLOAT32_BYTES, formula)
+
+
+def _backup_line(job: Job) -> Line:
+    """The buffers of the gradient exchange of backup replicas."""
+    largest = max(padded_buckets(job))
+    formula = f"2 x largest bucket ({largest} x {FLOAT32_BYTES})"
+    return Line("backup replicas", 2 * largest * FLOAT32_BYTES, formula)
 
 
 def _write_ledger(job: Job, pp_rank: int, memory: StepMemory, peak: MemorySnapshot) -> Ledger:

@@ -158,6 +158,8 @@ def _normalize(job: Job, layout: Layout) -> Layout:
         changes["accumulate"] = "sharded"
     if layout.micro_batch and layout.micro_batch > samples_per_rank(job, layout):
         changes["micro_batch"] = samples_per_rank(job, layout)
+    if not isinstance(layout.placement, str):  # slots are those of the other layout
+        changes["placement"] = "auto"
     return dataclasses.replace(layout, stage_layers=None, **changes)
 
 

@@ -21,6 +21,7 @@ from meshwright.plan.search.find import (
     no_progress,
     order_best,
 )
+from meshwright.plan.search.placement import place_found
 from meshwright.plan.search.space import pinned_keys
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -47,6 +48,17 @@ def search_job(
     Raises:
         UserError: No layout fits, or none is legal; the error names changes that would fit.
     """
+    found = _search_layouts(job, named, top, objective, progress)
+    started = time.perf_counter()
+    place_found(job, found)
+    found.seconds += time.perf_counter() - started
+    return found
+
+
+def _search_layouts(
+    job: Job, named: Sequence[str], top: int, objective: Objective, progress: Progress
+) -> SearchResult:
+    """The layouts, with ranks in rank order."""
     if job.layout.mode == "given":
         return _predict_given(job)
     if not isinstance(job.model, DecoderModel):

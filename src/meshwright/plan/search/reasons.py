@@ -14,7 +14,7 @@ from meshwright.plan.search.alternatives import compare, describe_pins, explain_
 from meshwright.plan.search.failure import NOT_BUILT
 from meshwright.plan.search.find import SIMPLICITY_MARGIN, SearchResult, find_layouts, score
 from meshwright.plan.time.stages import part_costs
-from meshwright.spec.execution import explain_block_backend
+from meshwright.spec.execution import explain_block_backend, explain_transport
 from meshwright.spec.hf_config import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -51,6 +51,7 @@ def explain_choice(requested: Job, found: SearchResult, neighbours: bool = False
         alone = _explain_one_device(requested, best) if neighbours and found.objective != "memory" else []
         reasons = [_explain_best(requested, found), *alone, *_explain_others(found, neighbours)]
     reasons += [*_explain_micro_batch(requested, best), *explain_stages(requested, best)]
+    reasons += [best.placement_reason] if best.placement_reason else []
     return [*reasons, *_explain_not_built(best.job), *_explain_job(best.job, best.micro_batches)]
 
 
@@ -171,6 +172,7 @@ def _explain_job(job: Job, micro_batches: int) -> list[str]:
         *explain_lr(job.train),
         *explain_defaults(job.train),
         *explain_block_backend(job),
+        *explain_transport(job),
         *notes_on(job.model),
     ]
 

@@ -28,6 +28,7 @@ RUNTIME_SUPPORT = {
     "megatron": RuntimeSupport(("1f1b", "interleaved"), (0, 1)),
     "torchtitan": RuntimeSupport(zeros=(0, 2, 3)),
     "composer": RuntimeSupport((), (0, 2, 3), DATA_AXES),
+    "huggingface": RuntimeSupport((), axes=(*DATA_AXES, "cp")),
     "deepspeed": RuntimeSupport((), axes=(*DATA_AXES, "cp", "ep")),
 }
 """By prefix of the runtime's name. Megatron's distributed optimizer is ZeRO-1. FSDP is ZeRO-3, or ZeRO-2 if

@@ -60,7 +60,9 @@ def pinned_keys(layout: Layout, named: Sequence[str] = ()) -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(layout):
         value = getattr(layout, field.name)
-        if field.name not in ("mode", "bucket_mb") and (field.name in named or value != field.default):
+        if field.name not in ("mode", "bucket_mb", "placement") and (
+            field.name in named or value != field.default
+        ):
             found[field.name] = value
     return found
 
@@ -351,6 +353,7 @@ class LayoutSpace:
         for name in ("accumulate", "prefetch"):
             value = self.pins.get(name, getattr(self.job.layout, name))
             columns[name] = np.full(count, self._code(name, value), dtype=np.int64)
+        columns["backup_replicas"] = np.full(count, self.job.layout.backup_replicas, dtype=np.int64)
         columns["sequence_parallel"] = columns["sequence_parallel"].astype(np.bool_)
         return Grid(**columns)  # type: ignore[arg-type]
 

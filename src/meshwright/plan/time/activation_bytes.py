@@ -34,13 +34,14 @@ def block_bytes(workload: Workload, grid: Grid) -> Floats:
 
 def _sum_bytes(kept: SavedBytes, tokens: Tokens, workload: Workload, grid: Grid) -> Floats:
     """Saved activation bytes of one kind of block; routing is balanced."""
-    routed = tokens.split * grid.etp * (workload.model.experts_per_token or 0)
+    copies = tokens.split * (workload.model.experts_per_token or 0)
     return (
         kept.shared * tokens.residual
         + kept.gathered * tokens.gathered
         + kept.split * tokens.split
         + kept.scores * tokens.scores
-        + kept.routed * routed
+        + kept.routed * copies * grid.etp
+        + kept.routed_inner * copies
         + kept.second_output * tokens.exchanged
     )
 

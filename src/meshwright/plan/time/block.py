@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,9 +14,14 @@ from meshwright.plan.time.gemm import Device, Sizes, gemm_s
 from meshwright.spec.model import DecoderModel
 
 ATTENTION_BACKWARD_FLOPS = 2.5
-ATTENTION_BACKWARD_RATE = 0.85
-FULL_RATE_HEAD_DIM = 128
-"""Head width from which fused attention reaches its full rate; half the width reaches 75%."""
+ATTENTION_BACKWARD_RATE = 0.92
+"""Rate of attention's backward pass over its forward pass, for long sequences (cuDNN on an H200)."""
+BACKWARD_RAMP = 3.6
+"""Ramp of the backward pass over that of the forward pass."""
+FULL_RATE_HEAD_DIM = 124
+"""Head width from which fused attention reaches its full rate (cuDNN on an H200): 67% at 80, 78% at 96."""
+HALF_HEAD_DIM, HALF_HEAD_RATE = 64, 0.75
+"""Kernels have a tile for this head width, and its rate."""
 EXPERT_ROW_MULTIPLE = 16
 """An expert's tokens are padded to a multiple of this."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
@@ -29,6 +35,26 @@ EMBEDDING_OUTPUT_BYTES = 4.0
 RING = CONTEXTS.index("ring")
 UNFUSED_SOFTMAX_KERNELS = 1.2
 """Kernels of a block without the fused softmax, over those with it: nine more on about fifty."""
+
+
+class Moved(NamedTuple):
+    """Bytes per element that kernels read and write."""
+
+    forward: float
+    backward: float
+
+
+NORM_BYTES, UNFUSED_NORM_BYTES = Moved(4.0, 6.0), Moved(36.0, 76.0)
+"""Unfused: cast to float32, square, mean, scale, cast back, weight (transformers' LlamaRMSNorm)."""
+ROPE_BYTES, UNFUSED_ROPE_BYTES = Moved(4.0, 4.0), Moved(24.0, 28.0)
+"""Unfused: negate, concatenate, two multiplications, an addition (or through float32 complex numbers), and
+copies of values and outputs to another order of heads."""
+GATE_BYTES, UNFUSED_GATE_BYTES = Moved(6.0, 10.0), Moved(10.0, 18.0)
+"""SwiGLU, per element of one half. Unfused: silu, then the multiplication."""
+GELU_BYTES = Moved(4.0, 6.0)
+CAST_BYTES = {"delayed": 4.0, "current": 6.0, "rowwise": 10.0, "mxfp8": 4.5, "subchannel": 6.0, "nvfp4": 6.0}
+"""Bytes that a cast moves per element, by recipe: reads 2, writes one copy and its transpose; `current` reads
+twice (the maximum first), `rowwise` does so for rows and for columns."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +175,22 @@ class BlockModel:
         stored = (
             self.rules.gradient_sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
         )
-        return Passes(
+        cast = Passes(*(np.zeros(len(self.grid)),) * 3) if plain else self._casts(rows, columns, depth, count)
+        return cast + Passes(
             gemm_s(device, rows, columns, depth, count, plain),
             gemm_s(device, rows, depth, columns, count, plain),
             gemm_s(device, columns, depth, rows, count, plain or not self.rules.fp8_weight_grads) + stored,
         )
+
+    def _casts(self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes) -> Passes:
+        """Casts to fp8 or fp4: input and weight forward, the gradient of the output backward."""
+        none = np.zeros(len(self.grid))
+        if self.workload.precision not in ("fp8", "fp4"):
+            return Passes(none, none, none)
+        moved = CAST_BYTES.get(self.workload.recipe, CAST_BYTES["current"]) / self.device.bytes_per_s
+        rows, columns, depth = (np.asarray(size, float) for size in (rows, columns, depth))
+        forward = (rows * depth + columns * depth) * count * moved
+        return Passes(none + forward, none + rows * columns * count * moved, none)
 
     def _attention_projections(self) -> Passes:
         """The projections around attention."""
@@ -225,12 +262,15 @@ class BlockModel:
         chunks = np.where(self.grid.context == RING, self.grid.cp, 1)
         length = np.minimum(span, self.seq_len / chunks)
         launches = np.where(chunks > 1, chunks * self.head_chunks, 1)
-        narrow = min(1.0, 0.5 + 0.5 * v_dim / FULL_RATE_HEAD_DIM)
-        ramp = length / (length + rates.attention_ramp)
-        peak = self.device.plain_flops_per_s / rates.matmul
-        forward = flops / (peak * rates.attention * narrow * ramp) + launches * rates.launch_s
-        backward = forward * (ATTENTION_BACKWARD_FLOPS / ATTENTION_BACKWARD_RATE)
-        return Passes(forward, backward, np.zeros_like(forward))
+        narrow = HALF_HEAD_RATE * v_dim / HALF_HEAD_DIM
+        if v_dim > HALF_HEAD_DIM:
+            narrow = min(1.0, v_dim / FULL_RATE_HEAD_DIM)
+        rate = self.device.plain_flops_per_s / rates.matmul * self._attention_rate() * narrow
+        started = launches * rates.launch_s
+        forward = flops * (1 + rates.attention_ramp / length) / rate
+        backward = flops * (1 + BACKWARD_RAMP * rates.attention_ramp / length) / rate
+        backward = backward * (ATTENTION_BACKWARD_FLOPS / ATTENTION_BACKWARD_RATE)
+        return Passes(forward + started, backward + 2 * started, np.zeros_like(forward))
 
     def _unfused(self, heads: Floats, qk_dim: int, v_dim: int) -> Passes:
         """Unfused attention: two batched GEMMs, and passes over the scores."""
@@ -246,15 +286,29 @@ class BlockModel:
             np.zeros_like(forward),
         )
 
+    def _attention_rate(self) -> float:
+        """Rate of the framework's attention kernel, over one large 16-bit GEMM."""
+        rates, kernel = self.device.rates, self.rules.attention_kernel
+        slower = {"native": 1.0, "flash-2": rates.flash_2, "flash-1": rates.flash_2 * rates.flash_1}
+        return rates.attention * slower[kernel]
+
     def _elementwise(self, dense_share: float) -> Passes:
         """Norms, residual additions, RoPE and activation functions: memory traffic."""
-        model, grid = self.model, self.grid
-        width = model.hidden_size
-        added = 7.0 if self.rules.dropout else 6.0
-        forward = (2 * 4.0 + 2 * added) * width / self.token_split
-        backward = (2 * 6.0 + 2 * added) * width / self.token_split
-        rotated = 4.0 * (model.query_size + model.kv_size) / self.tp
-        gated = model.activation == "swiglu"
+        model, grid, rules = self.model, self.grid, self.rules
+        width, gated = model.hidden_size, model.activation == "swiglu"
+        norm, rope, gate = (
+            fused if self.compiled or flag else apart
+            for flag, fused, apart in (
+                # PyTorch's layer norm and GELU are single kernels.
+                (rules.fused_norms or model.norm == "layer", NORM_BYTES, UNFUSED_NORM_BYTES),
+                (rules.fused_rope, ROPE_BYTES, UNFUSED_ROPE_BYTES),
+                (rules.fused_activation, GATE_BYTES, UNFUSED_GATE_BYTES),
+            )
+        )
+        added = 7.0 if rules.dropout else 6.0
+        forward = (2 * norm.forward + 2 * added) * width / self.token_split
+        backward = (2 * norm.backward + 2 * added) * width / self.token_split
+        rotated = (model.query_size + model.kv_size) / self.tp * (model.positions == "rope")
         inner = dense_share * model.ffn_size / self.tp
         if model.expert_layers:
             routed = (model.experts_per_token or 1) / self.tp
@@ -263,11 +317,10 @@ class BlockModel:
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
             sent = share * routed * width
             forward, backward = forward + 10.0 * sent, backward + 14.0 * sent
-        forward = forward + rotated + (6.0 if gated else 4.0) * inner
-        backward = backward + rotated + (10.0 if gated else 6.0) * inner
-        rates = self.device.rates
-        moved = rates.elementwise * (rates.compiled if self.compiled else 1.0)
-        scale = self.rows * moved / self.device.bytes_per_s
+        act = gate if gated else GELU_BYTES
+        forward = forward + rope.forward * rotated + act.forward * inner
+        backward = backward + rope.backward * rotated + act.backward * inner
+        scale = self.rows * self.device.rates.elementwise / self.device.bytes_per_s
         return Passes(forward * scale, backward * scale, np.zeros(len(grid)))
 
     def head(self) -> Passes:
@@ -275,7 +328,9 @@ class BlockModel:
         model = self.model
         columns = np.ceil(model.vocab_size / self.tp / 128) * 128
         gemm = self.linear(self.rows, columns, model.hidden_size, plain=True)
-        loss = self.rules.loss_bytes * self.rows * columns / self.device.bytes_per_s
+        gathers = self.workload.profile.memory.gathers_logits
+        logits = self.rows * (model.vocab_size if gathers else columns)
+        loss = self.rules.loss_bytes * logits / self.device.bytes_per_s
         return self._order_head(gemm + Passes(loss / 2, loss / 2, np.zeros_like(loss)))
 
     def _order_head(self, head: Passes) -> Passes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +15,13 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNELS, BlockModel, BlockTimes, Passes
 from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
-from meshwright.plan.time.network import Groups, build_group, build_groups
+from meshwright.plan.time.network import Groups, Span, build_groups, find_overlap
 from meshwright.plan.time.overlap import Overlap, PassParts
 from meshwright.plan.time.probed import ProbedSteps, probe_steps
 from meshwright.plan.time.rates import Rates, ranks_per_core, rates_of
 from meshwright.plan.time.stage_layers import slowest_load
 from meshwright.schedule.pipeline.closed_forms import pipeline_time
+from meshwright.spec.layout import SCHEDULES
 
 FULL, SELECTIVE = 2, 1
 SHARDED = ACCUMULATES.index("sharded")
@@ -27,6 +29,12 @@ OFFLOAD_ALL = OFFLOADS.index("all")
 WEIGHT_BYTES = 2.0
 """Bytes per weight that is streamed from the CPU."""
 FLOAT32_BYTES = 4.0
+FP8_BYTES = 1.0
+DUALPIPE = SCHEDULES.index("dualpipe-v")
+HOST_ADAM_SHARE = 0.2
+"""Bytes per second of a rank's CPU Adam, over those of its CPU link. Published steps with an offloaded
+optimizer imply 0.06 (DeepSpeed on 8 A800s), 0.2 (LLaMA-Factory on 4 RTX 4090s) and 0.7 (EasyContext on 8
+A100s): it depends on the threads per rank, which none states. This is their geometric mean."""
 ULYSSES = CONTEXTS.index("ulysses")
 WORK_PARTS = (
     "compute",
@@ -82,9 +90,18 @@ class StepEstimate:
         )
 
 
-def estimate_step(workload: Workload, grid: Grid, rates: Rates | None = None) -> StepEstimate:
-    """Estimate the step of every layout; ``rates`` replace the calibrated ones during calibration."""
-    step = _Step(workload, grid, rates or rates_of(workload)).estimate()
+def estimate_step(
+    workload: Workload, grid: Grid, rates: Rates | None = None, spans: Mapping[str, Span] | None = None
+) -> StepEstimate:
+    """Estimate the step of every layout.
+
+    Args:
+        workload: The job.
+        grid: Its layouts.
+        rates: Replace the calibrated ones during calibration.
+        spans: Of ranks that are placed (``plan.time.spans``); by default ranks are placed in rank order.
+    """
+    step = _Step(workload, grid, rates or rates_of(workload), spans).estimate()
     shared = ranks_per_core(workload.cluster, grid.world_size)
     return step.times(shared) if shared.max(initial=1.0) > 1 else step
 
@@ -101,16 +118,21 @@ def _distinct(grid: Grid) -> tuple[Ints, Ints]:
 class _Step:
     """The quantities of one estimate, each computed once."""
 
-    def __init__(self, workload: Workload, grid: Grid, rates: Rates) -> None:
+    def __init__(
+        self, workload: Workload, grid: Grid, rates: Rates, spans: Mapping[str, Span] | None
+    ) -> None:
         self.workload, self.grid, self.rates = workload, grid, rates
         self.model, self.rules = workload.model, workload.profile.time
         self.device = Device.of(workload, rates)
-        self.groups: Groups = build_groups(workload, rates, grid)
+        self.groups: Groups = build_groups(workload, rates, grid, spans)
+        self.overlap: Floats = find_overlap(workload, rates, grid)
         self.micro_batches = grid.micro_batches(workload.global_batch).astype(float)
         self.layers = self.model.num_layers / grid.pp
         """Layers of an average rank."""
         # Few layouts have distinct blocks: estimate those, then copy to all layouts.
-        indices, back = _distinct(grid)
+        # Rates that differ between layouts (during a fit) make every block distinct.
+        every = np.arange(len(grid))
+        indices, back = (every, every) if np.ndim(rates.matmul) else _distinct(grid)
         kind = BlockModel if self.device.multiprocessors else CpuBlockModel
         blocks = kind(workload, self.device, grid.take(indices))
         self.block: BlockTimes = blocks.times().take(back)
@@ -203,7 +225,9 @@ class _Step:
         if not self.device.multiprocessors:
             return np.zeros(len(self.grid))
         routed = self.model.expert_layers / self.model.num_layers
-        host = (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels
+        host = (
+            (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels * self.rules.block_kernels
+        )
         return host if self.probed is None else np.where(self.probed.known, 0.0, host)
 
     def _head_and_embedding(self) -> tuple[Passes, Passes, Floats, Floats]:
@@ -269,18 +293,31 @@ class _Step:
         return group.sends_s(keys, calls), group.sends_s(keys, calls) + group.sends_s(gradients, calls)
 
     def _expert_parallel(self) -> Overlap:
-        """Dispatch and combine in each direction, averaged over all layers; nothing overlaps."""
-        model, none = self.model, np.zeros(len(self.grid))
+        """Dispatch and combine in each direction, averaged over all layers."""
+        model, rules, none = self.model, self.rules, np.zeros(len(self.grid))
         if not model.expert_layers:
             return Overlap(none, none, none, none)
-        sent = self.rows / self.tp * (model.experts_per_token or 1) * model.hidden_size
-        sent = sent * self.workload.wire_bytes
-        copies = (model.experts_per_token or 1) if self.rules.one_copy_per_node else 1
-        once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all, copies)
+        copies = model.experts_per_token or 1
+        sent = self.rows / self.tp * copies * model.hidden_size
+        combined = sent * self.workload.wire_bytes
+        dispatched = sent * (FP8_BYTES if rules.fp8_dispatch else self.workload.wire_bytes)
+        seen = copies if rules.one_copy_per_node else 1
+        group, rate = self.groups.ep, self.rates.all_to_all
+        there, back = (group.all_to_all_s(moved, rate, seen) for moved in (dispatched, combined))
         # etp ranks all-gather the tokens of an expert before it and reduce-scatter its outputs.
-        once = once + self.groups.etp.all_gather_s(sent * self.grid.etp)
-        both = 2 * once * model.expert_layers / model.num_layers
-        return Overlap(both, both, none, none)
+        shared = 2 * self.groups.etp.all_gather_s(combined * self.grid.etp)
+        share = model.expert_layers / model.num_layers
+        # Gradients are dispatched in 16 bits.
+        forward, backward = (there + back + shared) * share, (2 * back + shared) * share
+        hides = (self.grid.schedule == DUALPIPE) | rules.overlap_ep
+        ahead, behind = (
+            np.where(hides, self._exposed_s(wanted, passed), wanted)
+            for wanted, passed in ((forward, self.work.forward), (backward, self._backward_work_s()))
+        )
+        return Overlap(ahead, behind, np.maximum(forward - ahead, 0.0), np.maximum(backward - behind, 0.0))
+
+    def _backward_work_s(self) -> Floats:
+        return self.work.backward_input + self.work.backward_weight
 
     def _fsdp_s(self, forward: Floats, backward: Floats) -> Overlap:
         """ZeRO-3: parameter all-gathers in both directions and gradient reduce-scatters."""
@@ -289,10 +326,11 @@ class _Step:
         if not on.any():
             return Overlap(none, none, none, none)
         block, experts = self.shares.block, self.shares.expert_block
-        gather = self._shards_s(block, experts, self.workload.wire_bytes)
-        scatter = self._shards_s(block, experts, rules.reduce_bytes)
+        gather = self._shards_s(block, experts, self.workload.wire_bytes, rules.gather_calls)
+        gather = gather / rules.gather_share
+        scatter = self._scatter_s(block, experts)
         wanted_back = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
-        hide = self.rates.overlap
+        hide = self.overlap
         times = (
             self._exposed_s(gather, forward),
             self._exposed_s(wanted_back, backward),
@@ -303,13 +341,21 @@ class _Step:
 
     def _exposed_s(self, wanted: Floats, passed: Floats) -> Floats:
         """Exposed part of communication that overlaps with a pass, plus the slow-down by contention."""
-        hide, slow = self.rates.overlap, self.rates.contention
+        hide, slow = self.overlap, self.rates.contention
         return np.maximum(wanted - hide * passed, (1 - hide) * wanted) + slow * np.minimum(wanted, passed)
 
-    def _shards_s(self, dense: Floats, experts: Floats, element_bytes: float) -> Floats:
-        """All-gather or reduce-scatter over the shards of dense and expert parameters."""
-        shared = self.groups.shard.all_gather_s(dense * element_bytes)
-        return shared + self.groups.expert_shard.all_gather_s(experts * element_bytes)
+    def _shards_s(
+        self, dense: Floats, experts: Floats, element_bytes: float, calls: Floats | float = 1.0
+    ) -> Floats:
+        """All-gather over the shards of dense and expert parameters."""
+        shared = self.groups.shard.all_gather_s(dense * element_bytes, calls)
+        return shared + self.groups.expert_shard.all_gather_s(experts * element_bytes, calls)
+
+    def _scatter_s(self, dense: Floats, experts: Floats, calls: Floats | float = 1.0) -> Floats:
+        """Reduce-scatter of gradients over the shards of dense and expert parameters."""
+        width, groups = self.rules.reduce_bytes, self.groups
+        shared = groups.shard.reduce_scatter_s(dense * width, calls)
+        return shared + groups.expert_shard.reduce_scatter_s(experts * width, calls)
 
     def _replicate_reduce_s(self, dense: Floats, experts: Floats) -> Floats:
         """Hybrid sharding: all-reduce of gradient shards over dp_replicate."""
@@ -371,33 +417,52 @@ class _Step:
         grid, rules, groups = self.grid, self.rules, self.groups
         dense, experts = self.shares.rank, self.shares.expert_rank
         wire = rules.reduce_bytes
+        both = dense + experts
+        if self.workload.hierarchical_all_reduce:
+            over_replicas = groups.replicate.hierarchical_all_reduce_s(both * wire, self._buckets(both))
+        else:
+            over_replicas = groups.replicate.all_reduce_s(both * wire, self._buckets(both))
         # Expert parallelism without ZeRO: experts have fewer replicas than dense parameters.
         replicated = (
-            groups.shard.all_reduce_s(dense * wire)
-            + groups.expert_shard.all_reduce_s(experts * wire)
-            + groups.replicate.all_reduce_s((dense + experts) * wire)
+            groups.shard.all_reduce_s(dense * wire, self._buckets(dense))
+            + groups.expert_shard.all_reduce_s(experts * wire, self._buckets(experts))
+            + over_replicas
         )
-        scatter = self._shards_s(dense, experts, wire)
-        gather = self._shards_s(dense, experts, self.workload.wire_bytes)
+        calls = self._buckets(both)
+        scatter = self._scatter_s(dense, experts, calls)
+        gather = self._shards_s(dense, experts, self.workload.wire_bytes, calls)
         across = self._replicate_reduce_s(dense, experts)
         sharded = (grid.zero == 1) | (grid.zero == 2)
         # ZeRO-2 keeps no full gradients: each micro-batch is reduce-scattered.
-        times = np.where((grid.zero == 2) & (grid.accumulate == SHARDED), self.micro_batches, 1.0)
+        each = (grid.accumulate == SHARDED) | rules.scatters_each
+        times = np.where((grid.zero == 2) & each, self.micro_batches, 1.0)
         reduce = np.where(sharded, scatter * times + across, np.where(grid.zero == 0, replicated, 0.0))
         gather = np.where(sharded, gather, 0.0)
         layers = self.layers
         window_back = (block.backward_input + block.backward_weight) * layers * times
         window_forward = block.forward * layers
-        hide = self.rates.overlap
+        hide = self.overlap
         hidden_reduce = np.minimum(hide * reduce, window_back) if rules.overlap_grad_reduce else 0 * reduce
         if rules.reduces_after_pipeline:
             hidden_reduce = np.where(grid.pp > 1, 0.0, hidden_reduce)
+        hidden_reduce = np.where(grid.backup_replicas > 0, 0.0, hidden_reduce)  # after the backward pass
         hidden_gather = (
             np.minimum(hide * gather, window_forward) if rules.overlap_param_gather else 0 * gather
         )
         hidden = hidden_reduce + hidden_gather
         exposed = reduce + gather - hidden + self.rates.contention * hidden
         return exposed + self._tied_embedding_s(), hidden_reduce, hidden_gather
+
+    def _buckets(self, parameters: Floats) -> Floats:
+        """Calls that reduce or gather all parameters of a rank once per step."""
+        rules, grid = self.rules, self.grid
+        if rules.counts_calls:
+            size: Floats | float = self.workload.bucket_bytes / rules.reduce_bytes
+        else:
+            ranks = grid.dp_shard * grid.cp * grid.dp_replicate
+            size = np.maximum(rules.bucket_parameters, rules.bucket_parameters_per_rank * ranks)
+        calls: Floats = np.ceil(np.maximum(parameters / size, 1.0))
+        return calls
 
     def _tied_embedding_s(self) -> Floats | float:
         """All-reduce of a tied embedding's gradient over the first and the last stage."""
@@ -414,8 +479,9 @@ class _Step:
         on_device = moved / self.device.bytes_per_s
         if rate is not None and rate.flops:
             on_device = on_device + updated * rate.flops / self.device.plain_flops_per_s
-        # A CPU optimizer step is limited by memory bandwidth per device, about that of the CPU link.
-        on_host = moved / self.workload.cluster.host_bytes_per_s
+        # The CPU's Adam of a rank's shard, then gradients and weights over the CPU link.
+        link = self.workload.cluster.host_bytes_per_s
+        on_host = moved / (HOST_ADAM_SHARE * link) + updated * (WEIGHT_BYTES + FLOAT32_BYTES) / link
         seconds = np.where(self.grid.offload > 0, on_host, on_device)
         if self.probed is None:
             return seconds
@@ -424,11 +490,11 @@ class _Step:
 
     def _overhead_s(self) -> Floats:
         """Step overhead outside the blocks: data, logging, clipping, control all-reduce."""
-        seconds: Floats = np.full(len(self.grid), self.rates.step_s)
+        on_device = bool(self.device.multiprocessors)
+        seconds: Floats = np.full(len(self.grid), self.rules.step_s if on_device else 0.0)
         if self.probed is not None:
             seconds = np.where(self.probed.known, self.probed.step_s, seconds)
         if not self.rules.counts_calls:
             return seconds
         world = self.grid.world_size
-        group = build_group(self.workload.cluster, self.rates, world, np.ones_like(world))
-        return seconds + np.where(world > 1, group.latency_s, 0.0)
+        return seconds + np.where(world > 1, self.groups.world.control_s(), 0.0)

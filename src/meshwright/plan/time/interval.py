@@ -1,7 +1,7 @@
 """Uncertainty of a predicted step time.
 
-For decoders on GPUs it comes from the errors on held-out published rows of similar runs. The table
-``residuals.toml`` is written by ``benchmarks/validation.py``.
+For decoders on GPUs it comes from the errors on similar runs of sources that the rates were not fitted to
+(leave-one-source-out). The table ``residuals.toml`` is written by ``benchmarks/validation.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ LEAST_SPREAD = 0.03
 """Least half-width of an interval."""
 GENERATIONS = {
     "V100": "Volta",
+    "MI300": "CDNA3",
     "A100": "Ampere", "A800": "Ampere",
     "L40S": "Ada", "4090": "Ada",
-    "H100": "Hopper", "H200": "Hopper", "H800": "Hopper", "H20": "Hopper",
+    "H100": "Hopper", "H200": "Hopper", "H800": "Hopper", "H20": "Hopper", "GH200": "Hopper",
     "B200": "Blackwell", "B300": "Blackwell", "GB200": "Blackwell", "GB300": "Blackwell",
 }  # fmt: skip
 """By prefix of the device name."""
@@ -47,6 +48,8 @@ PROBED = {
 """For steps predicted from probed operations; not fitted to measurements."""
 Key = tuple[str, str, str]
 """Kind of model, profile, device or generation; empty for any."""
+Residuals = dict[Key, tuple[int, float, float]]
+"""Rows of each group, and two percentiles of measured over predicted."""
 
 
 def generation_of(device: str) -> str:
@@ -75,7 +78,7 @@ def step_interval(job: Job) -> Interval:
 
 
 @functools.cache
-def _table() -> dict[Key, tuple[int, float, float]]:
+def _table() -> Residuals:
     text = resources.files("meshwright.plan.time").joinpath(TABLE).read_text(encoding="utf-8")
     return {
         (entry["kind"], entry["profile"], entry["device"]): (entry["rows"], entry["low"], entry["high"])
@@ -83,17 +86,22 @@ def _table() -> dict[Key, tuple[int, float, float]]:
     }
 
 
-def interval(workload: Workload) -> Interval:
+def interval(workload: Workload, residuals: Residuals | None = None) -> Interval:
     """Factors on a predicted step time: the 10th and 90th percentile of measured over predicted.
 
-    Over held-out rows with the same kind of model, framework and device if there are 8 or more, else with the
-    same framework, else with the same device generation, else over all. The interval contains the prediction.
+    Over rows of left-out sources with the same kind of model, framework and device if there are enough, else
+    with the same framework, else with the same device generation, else over all. The interval contains the
+    prediction.
+
+    Args:
+        workload: What is predicted.
+        residuals: Of the package if left out.
     """
-    table = _table()
+    table = _table() if residuals is None else residuals
     key = next(key for key in similar_groups(workload) if key in table)
     rows, low, high = table[key]
     low, high = min(low, 1 - LEAST_SPREAD), max(high, 1 + LEAST_SPREAD)
-    return Interval(low, high, f"{rows} held-out published runs{_describe(key)}")
+    return Interval(low, high, f"{rows} runs{_describe(key)} of sources that were left out of the fit")
 
 
 def _describe(key: Key) -> str:

@@ -2,7 +2,8 @@
 
 The step of a dense decoder without tensor, context or pipeline parallelism::
 
-    GEMMs + attention + elementwise x moved bytes / copy bandwidth + blocks x host + update + rest
+    GEMMs + attention + elementwise x moved bytes / copy bandwidth + blocks x host
+        + passes over parameters (CPU) + update + rest
 
 **GEMMs** by shape: forward, input gradient, weight gradient; merged linears (q, k, v; gate, up) are one
 GEMM. A probed shape takes its measured time. Another shape is estimated (FLOPs at the best probed rate,
@@ -83,11 +84,14 @@ class StepWork:
     hides_host: bool
     uses_triton: bool = False
     """Whether the Triton kernels move those bytes."""
+    parameters_s: float = 0.0
+    """One pass over the parameters of an eager model, at the bandwidth of a copy."""
 
     def compute_s(self, probed: Probed) -> float:
         """All parts but the optimizer step."""
         longer = probed.triton_elementwise if self.uses_triton else probed.elementwise
         device_s = self.gemm_s + self.attention_s + longer * self.moved_s
+        device_s += probed.parameter_passes * self.parameters_s
         host_s = self.blocks * probed.block_s
         return (max(device_s, host_s) if self.hides_host else device_s + host_s) + probed.step_s
 
@@ -169,6 +173,9 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> StepWork:
         blocks=micro_batches * model.num_layers,
         hides_host=job.cluster.device == "cuda",
         uses_triton=uses_triton,
+        parameters_s=FLOAT32_BYTES * count_parameters(model) / probed.copy_bytes_per_s
+        if job.cluster.device == "cpu"
+        else 0.0,
     )
 
 
@@ -389,7 +396,7 @@ def _update_s(job: Job, model: DecoderModel, probed: Probed) -> float:
 
 
 def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
-    """Fit the elementwise factor, the step overhead and, on a CPU, the host time per block to real steps.
+    """Fit the elementwise factor and step overhead to real steps; on a CPU also host and parameter passes.
 
     Least squares of relative errors, without negative values. Triton blocks have a measured elementwise
     factor.
@@ -411,6 +418,7 @@ def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
         columns["elementwise"] = [0.0 if w.uses_triton else w.moved_s for w in works]
     if not works[0].hides_host:
         columns["block_s"] = [float(w.blocks) for w in works]
+        columns["parameter_passes"] = [w.parameters_s for w in works]
     table = {name: np.array(values) * scales for name, values in columns.items()}
     found = _least_squares(table, left * scales)
     if "elementwise" in columns:

@@ -1,6 +1,7 @@
-"""Fitted rates of a device and a software stack; everything else in the estimate is counted.
+"""Fitted rates of kernel classes and links; everything else in the estimate is counted.
 
-``calibration.toml`` has defaults, then overrides by device generation, by stack (a profile), and by both.
+``calibration.toml`` has defaults and overrides by device generation. A device without its own section has
+the defaults: fractions of its own data sheet. What frameworks differ in is in ``plan.profiles``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from meshwright.plan.estimate.grid import Floats, Ints
 from meshwright.plan.estimate.workload import Workload
 from meshwright.spec.cluster import Cluster
 
+Tables = dict[str, dict[str, float]]
+"""Rates by section."""
 CALIBRATION_FILE = "calibration.toml"
 CPU = "cpu"
 """Calibration name of all CPUs."""
@@ -28,6 +31,8 @@ class Rates:
 
     matmul: float
     """Rate of large GEMMs in a step, over that of one large 16-bit GEMM."""
+    headroom: float
+    """Rate that GEMMs would reach without the power limit, over ``matmul``: hides partly filled waves."""
     matmul_fp8: float
     """The same for fp8, over the 16-bit rate scaled by the peaks; includes scaling and casts."""
     matmul_fp4: float
@@ -40,14 +45,16 @@ class Rates:
     """Rate of grouped expert GEMMs, over one GEMM with as many rows."""
     attention: float
     """Rate of fused attention (forward, long sequences), over one large 16-bit GEMM."""
+    flash_2: float
+    """Rate of FlashAttention-2, over the attention kernel of the device's generation."""
+    flash_1: float
+    """Rate of the first FlashAttention and of Triton's, over FlashAttention-2."""
     attention_ramp: float
-    """Sequence length at which fused attention reaches half of its rate."""
+    """Sequence length at which the forward pass of fused attention reaches half of its rate."""
     memory: float
     """Share of the memory bandwidth that elementwise kernels reach."""
     elementwise: float
-    """Bytes that norms, activation functions and additions of a block move, over fully fused kernels."""
-    compiled: float
-    """Share of those bytes that remain in compiled blocks."""
+    """Bytes that norms, activation functions and additions of a block move, over the counted ones."""
     operand_bytes: float
     """Share of a GEMM's operand and result traffic that does not overlap with its arithmetic."""
     launch_s: float
@@ -72,22 +79,23 @@ class Rates:
     """Bandwidth of expert dispatch, over that of rings."""
     contention: float
     """Slow-down of compute during communication."""
-    step_s: float
-    """Step overhead outside the blocks: data, logging, clipping."""
+
+
+GENERATION = {"H800": "H100", "GH200": "H200", "A800": "A100", "GB300": "B300"}
+"""Devices that share the rates of another."""
 
 
 def calibrated_device(device_name: str) -> str:
     """The calibration name of a device: `A100`, `H100`, ...; without memory size and form factor."""
     head = device_name.split("-", maxsplit=1)[0]
-    return {"H200": "H100", "H800": "H100", "A800": "A100", "GB200": "B200", "GB300": "B300"}.get(head, head)
+    return GENERATION.get(head, head)
 
 
 def rates_of(workload: Workload) -> Rates:
     """The rates of a workload's device and stack; all CPUs share one set."""
     if workload.cluster.device == "cpu":
-        return merge_rates(load_calibration(), (), CPU)
-    device = calibrated_device(workload.cluster.device_name)
-    return merge_rates(load_calibration(), workload.profile.calibrations, device)
+        return merge_rates(load_calibration(), CPU)
+    return merge_rates(load_calibration(), calibrated_device(workload.cluster.device_name))
 
 
 def ranks_per_core(cluster: Cluster, ranks: Ints) -> Floats:
@@ -97,18 +105,19 @@ def ranks_per_core(cluster: Cluster, ranks: Ints) -> Floats:
     return np.maximum(1.0, ranks / cluster.world_size)
 
 
-def merge_rates(tables: dict[str, dict[str, float]], stacks: tuple[str, ...], device: str) -> Rates:
-    """Merge defaults, the device's rates, each stack's, and those of a stack on this device."""
-    merged: dict[str, float] = dict(tables["default"])
-    own = [name for stack in stacks for name in (f"stack.{stack}", f"stack.{stack}.{device}")]
-    for section in (f"device.{device}", *own):
-        merged |= tables.get(section, {})
-    return Rates(**{field.name: float(merged[field.name]) for field in dataclasses.fields(Rates)})
+def merge_rates(tables: Tables, device: str) -> Rates:
+    """The defaults, with the device's rates over them."""
+    merged = tables["default"] | tables.get(f"device.{device}", {})
+    return Rates(**{field.name: merged[field.name] for field in dataclasses.fields(Rates)})
 
 
 @functools.lru_cache(maxsize=1)
-def load_calibration() -> dict[str, dict[str, float]]:
+def load_calibration() -> Tables:
     """The sections of the calibration file."""
     path = resources.files("meshwright.plan.time").joinpath(CALIBRATION_FILE)
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {name: values for name, values in tables.items() if isinstance(values, dict)}
+    return {
+        name: {rate: float(value) for rate, value in values.items()}
+        for name, values in tables.items()
+        if isinstance(values, dict)
+    }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from meshwright.layout.flops import flops_per_token, matmul_rate
 from meshwright.layout.optimizer_state import predict_optimizer
+from meshwright.layout.placement import RANK_ORDER, Slots, tier_of
 from meshwright.layout.stages import local_parameters
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.plan.time.activation_bytes import count_passes
@@ -29,7 +30,11 @@ BACKWARD_SHARE = 2 / 3
 
 
 def estimate_resnet_step(
-    job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[CollectiveTraffic]
+    job: Job,
+    micro_batches: int,
+    touched_bytes: int,
+    traffic: Sequence[CollectiveTraffic],
+    slots: Slots = RANK_ORDER,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Parts of a ResNet's step, and the overlapped communication.
 
@@ -38,12 +43,13 @@ def estimate_resnet_step(
         micro_batches: Of one step.
         touched_bytes: Activation bytes of one micro-batch.
         traffic: The collectives of the layout.
+        slots: The slot of each rank.
     """
     cluster, device = job.cluster, job.cluster.device
     rate = matmul_rate(cluster, job.train.precision) * CONVOLUTION_EFFICIENCY
     compute_s = _compute_s(job, micro_batches, touched_bytes, rate)
     cost = predict_optimizer(local_parameters(job, 0), job.train)
-    reduced_s, control_s = _communication_s(cluster, job.layout.world_size, traffic)
+    reduced_s, control_s = _communication_s(cluster, tier_of(job, "control", slots) != "node", traffic)
     hidden_s = min(reduced_s * OVERLAP[device], compute_s * BACKWARD_SHARE / micro_batches)
     parts = {
         "compute": compute_s,
@@ -67,10 +73,9 @@ def _compute_s(job: Job, micro_batches: int, touched_bytes: int, rate: float) ->
 
 
 def _communication_s(
-    cluster: Cluster, ranks: int, traffic: Sequence[CollectiveTraffic]
+    cluster: Cluster, crossing: bool, traffic: Sequence[CollectiveTraffic]
 ) -> tuple[float, float]:
-    """Ring all-reduces of a step: gradients, and control."""
-    crossing = ranks > cluster.devices_per_node and cluster.nodes > 1
+    """Ring all-reduces of a step: gradients, and control; ``crossing`` if ranks are on several nodes."""
     bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
     latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s
     seconds = {"control": 0.0, "gradients": 0.0}

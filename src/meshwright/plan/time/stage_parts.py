@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.layout.pipeline_schedules import stage_pp_ranks
+from meshwright.layout.placement import RANK_ORDER, Slots
 from meshwright.plan.contract import PipelineTime
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.resnet import BACKWARD_SHARE
+from meshwright.plan.time.spans import find_spans, needs_spans
 from meshwright.plan.time.stages import Cost, split_layers
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -62,7 +64,11 @@ class StepParts:
 
 
 def find_step_parts(
-    job: Job, micro_batches: int, compute_s: float, pipeline: PipelineTime | None
+    job: Job,
+    micro_batches: int,
+    compute_s: float,
+    pipeline: PipelineTime | None,
+    slots: Slots = RANK_ORDER,
 ) -> StepParts:
     """The parts of a planned step.
 
@@ -71,6 +77,7 @@ def find_step_parts(
         micro_batches: Of the step.
         compute_s: The plan's compute; used for ResNets only.
         pipeline: The plan's simulated schedule; None without a pipeline.
+        slots: The slot of each rank.
     """
     if not isinstance(job.model, DecoderModel):
         each = compute_s / micro_batches
@@ -79,7 +86,8 @@ def find_step_parts(
     layout = job.layout
     samples = micro_batches * (layout.micro_batch or 1) * layout.data_degree
     workload = dataclasses.replace(Workload.of(job), global_batch=samples)
-    step = estimate_step(workload, Grid.of([layout]))
+    spans = find_spans(job, slots or range(layout.world_size)) if needs_spans(job, slots) else None
+    step = estimate_step(workload, Grid.of([layout]), spans=spans)
     totals = _totals(step, pipeline)
     stages = [
         _divide(step, row, total) for row, total in zip(_stage_weights(job, totals), totals, strict=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshwright.layout.placement import RANK_ORDER, Slots
 from meshwright.plan.contract import CollectiveTraffic, PipelineTime
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
@@ -19,6 +20,7 @@ from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.pipeline import plan_pipeline
 from meshwright.plan.time.rates import ranks_per_core
 from meshwright.plan.time.resnet import estimate_resnet_step
+from meshwright.plan.time.spans import find_spans, needs_spans
 from meshwright.plan.time.stages import stage_times
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -42,7 +44,11 @@ class StepTime:
 
 
 def predict_step(
-    job: Job, micro_batches: int, touched_bytes: int = 0, traffic: Sequence[CollectiveTraffic] = ()
+    job: Job,
+    micro_batches: int,
+    touched_bytes: int = 0,
+    traffic: Sequence[CollectiveTraffic] = (),
+    slots: Slots = RANK_ORDER,
 ) -> StepTime:
     """The step of the slowest rank.
 
@@ -51,16 +57,18 @@ def predict_step(
         micro_batches: Of one step.
         touched_bytes: Activation bytes of one micro-batch; used for ResNets only.
         traffic: The collectives of the layout; used for ResNets only.
+        slots: The slot of each rank.
     """
     if not isinstance(job.model, DecoderModel):
-        parts, hidden = estimate_resnet_step(job, micro_batches, touched_bytes, traffic)
+        parts, hidden = estimate_resnet_step(job, micro_batches, touched_bytes, traffic, slots)
         shared = float(ranks_per_core(job.cluster, np.array([job.layout.world_size]))[0])
         parts, hidden = ({name: s * shared for name, s in times.items()} for times in (parts, hidden))
         return StepTime(_without_zeros(parts), _without_zeros(hidden))
     layout = job.layout
     samples = micro_batches * (layout.micro_batch or 1) * layout.data_degree
     workload = dataclasses.replace(Workload.of(job), global_batch=samples)
-    return predict_layout(job, micro_batches, estimate_step(workload, Grid.of([layout])), 0)
+    spans = find_spans(job, slots or range(layout.world_size)) if needs_spans(job, slots) else None
+    return predict_layout(job, micro_batches, estimate_step(workload, Grid.of([layout]), spans=spans), 0)
 
 
 def predict_layout(job: Job, micro_batches: int, step: StepEstimate, index: int) -> StepTime:

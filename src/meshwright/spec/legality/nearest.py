@@ -40,6 +40,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full"),
     "offload": ("none",),
     "prefetch": (1,),
+    "placement": ("auto",),
 }
 """Replacement values of a setting, in order of preference."""
 

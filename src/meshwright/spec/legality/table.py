@@ -13,12 +13,15 @@ from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import (
+    all_reduce,
+    backup,
     cluster,
     context,
     expert,
     images,
     model,
     pipeline,
+    placement,
     sharding,
     stores,
     tensor,
@@ -36,6 +39,9 @@ RULES: tuple[Rule, ...] = tuple(
             *context.RULES,
             *expert.RULES,
             *sharding.RULES,
+            *backup.RULES,
+            *all_reduce.RULES,
+            *placement.RULES,
             *training.RULES,
             *cluster.RULES,
             *stores.RULES,

@@ -249,6 +249,14 @@ RULES: tuple[Rule, ...] = (
         "other precisions have no fp8 GEMMs",
         "train-fp8-weight-grads",
     ),
+    needs_setting(
+        Train,
+        "train.transport",
+        "cluster.device",
+        "cpu",
+        "ranks on GPUs use NCCL",
+        "train-transport",
+    ),
     Rule(
         "train-gemm-autotune",
         '`gemm_autotune = true` needs `block_backend = "triton"`, and excludes `deterministic`.',

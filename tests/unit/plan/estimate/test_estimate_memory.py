@@ -166,9 +166,30 @@ def test_only_dtensor_saves_gathered_inputs(make_workload, make_grid):
         for name in ("megatron-core", "torchtitan")
     }
     inner = 32 * 512 * 14336 * 2  # operators keep one inner vector more
+    norms = 32 * 2 * 512 * 4096 * 4  # unfused norms keep a float32 copy
     assert kept["torchtitan"] - kept["megatron-core"] == pytest.approx(
-        inner + 32 * 2 * 4096 * 2 * (2048 - 512)
+        inner + norms + 32 * 2 * 4096 * 2 * (2048 - 512)
     )
+
+
+def test_etp_does_not_multiply_the_inside_of_experts(make_workload, make_grid):
+    """Ranks of etp keep all tokens of an expert, each with its columns: only the inputs of experts grow."""
+    workload = make_workload("experts", "megatron-core")
+    one, four = (
+        float(estimate_memory(workload, make_grid(tp=[4], ep=[1], etp=[etp])).lines["activations"][0])
+        for etp in (1, 4)
+    )
+    assert one < four < 2.5 * one
+
+
+def test_types_of_state_are_settings_of_the_profile(make_workload, make_grid):
+    """Adam with bf16 moments and no master weights."""
+    workload = make_workload("llama", "huggingface")
+    memory = dataclasses.replace(workload.profile.memory, moment_bytes=2.0, master_bytes=0.0)
+    small = dataclasses.replace(workload, profile=dataclasses.replace(workload.profile, memory=memory))
+    usual, less = (estimate_memory(w, make_grid()).lines for w in (workload, small))
+    assert less["optimizer"][0] == pytest.approx(usual["optimizer"][0] / 2)
+    assert less["master weights"][0] == 0
 
 
 def test_fp8_saves_smaller_activations_in_transformer_engine_only(make_workload, make_grid):

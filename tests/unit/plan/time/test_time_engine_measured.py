@@ -13,7 +13,6 @@ from meshwright.plan.predict import predict
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.rates import rates_of
 from meshwright.validation.published import read_rows
-from meshwright.validation.split import is_held_out
 
 ROWS = [
     row.case
@@ -22,20 +21,24 @@ ROWS = [
 ]
 
 
-UNEVEN = {"meshwright-h200-022": 0.2}
+UNEVEN = {"meshwright-h200-022": 0.25}
 """Rows of steps that took their time by chance, waiting for the host: the median of 127 to 191 ms."""
 
 
 @pytest.mark.parametrize("case", [case for case in ROWS if case.workload.compiled], ids=lambda case: case.id)
-def test_compiled_steps_are_estimated_within_5_percent(case):
-    """Half of them are held out from the fit."""
+def test_compiled_steps_are_estimated_from_kernel_times(case):
+    """No rate of the H200 is fitted to these rows: they come from kernels, timed one by one."""
     found = estimate_step(case.workload, Grid.of([case.layout]), rates_of(case.workload))
-    assert float(found.step_s[0]) == pytest.approx(case.step_s, rel=UNEVEN.get(case.id, 0.05))
+    assert float(found.step_s[0]) == pytest.approx(case.step_s, rel=UNEVEN.get(case.id, 0.13))
 
 
-def test_compiled_rows_are_split_into_fitted_and_held_out():
-    held = [is_held_out(case.id) for case in ROWS if case.workload.compiled]
-    assert 0 < sum(held) < len(held)
+def test_compiled_steps_are_on_average_within_8_percent():
+    compiled = [case for case in ROWS if case.workload.compiled]
+    errors = [
+        abs(float(estimate_step(case.workload, Grid.of([case.layout])).step_s[0]) / case.step_s - 1)
+        for case in compiled
+    ]
+    assert sum(errors) / len(errors) < 0.08
 
 
 @pytest.fixture
@@ -60,13 +63,14 @@ def test_compiled_job_is_estimated_like_its_table_row(job):
     ],
     ids=["compiled", "eager", "another framework", "on CPU"],
 )
-def test_compiled_rates_apply_only_to_our_compiled_steps_on_gpus(job, train, device, compiled):
+def test_fused_kernels_apply_only_to_our_compiled_steps_on_gpus(job, train, device, compiled):
     job = dataclasses.replace(
         job,
         train=dataclasses.replace(job.train, **train),
         cluster=dataclasses.replace(job.cluster, device=device),
     )
-    assert ("meshwright-compiled" in Workload.of(job).profile.calibrations) is compiled
+    profile = Workload.of(job).profile
+    assert (profile.name == "meshwright" and profile.time.fused_norms) is compiled
 
 
 def test_fp8_weight_gradients_are_faster(job):

@@ -10,7 +10,7 @@ import pytest
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.gemm import UNALIGNED, Device, gemm_s
-from meshwright.plan.time.network import build_group
+from meshwright.plan.time.network import build_group, span_of_stride
 from meshwright.plan.time.rates import calibrated_device, load_calibration, merge_rates, rates_of
 from meshwright.spec.model import DecoderModel
 from meshwright.validation.devices import known_devices
@@ -57,8 +57,10 @@ def test_grouped_gemm_is_faster_than_separate_gemms(device):
 
 def group(ranks: int, stride: int, **changes: object):
     cluster = dataclasses.replace(known_devices()["H100-80GB-SXM"], nodes=16, **changes)
-    rates = merge_rates(load_calibration(), ("megatron-core",), "H100")
-    return build_group(cluster, rates, np.array([ranks]), np.array([stride])), cluster, rates
+    rates = merge_rates(load_calibration(), "H100")
+    members = np.array([ranks])
+    span = span_of_stride(cluster, members, np.array([stride]), members * stride)
+    return build_group(cluster, rates, members, span), cluster, rates
 
 
 def test_ring_uses_node_links_or_the_nics_of_its_members():
@@ -92,8 +94,10 @@ def test_latency_grows_with_the_ranks_of_a_node_as_measured(ranks, measured):
 
     It is an all-reduce of 1 MiB minus the time of its bytes at full rate.
     """
-    rates = merge_rates({**load_calibration(), "device.X": {"link_latency": 1.75}}, (), "X")
-    ring = build_group(known_devices()["A100-80GB-SXM"], rates, np.array([ranks]), np.array([1]))
+    rates = merge_rates({**load_calibration(), "device.X": {"link_latency": 1.75}}, "X")
+    cluster, members = known_devices()["A100-80GB-SXM"], np.array([ranks])
+    span = span_of_stride(cluster, members, np.array([1]), members)
+    ring = build_group(cluster, rates, members, span)
     assert ring.latency_s[0] + ring.hops_s[0] == pytest.approx(measured, rel=0.15)
 
 
@@ -115,20 +119,45 @@ def test_copies_to_one_node_cross_the_network_once():
     assert once[1] / once[0] == pytest.approx(sent / (3 / 4))
 
 
-def test_rates_of_a_stack_on_a_device_override_the_defaults():
+def test_rates_of_a_device_override_the_defaults():
     tables = {section: dict(values) for section, values in load_calibration().items()}
     tables["device.H100"] = {"matmul": 0.1}
-    tables["stack.one"] = {"nic": 0.2}
-    tables["stack.two"] = {"nic": 0.3}
-    tables["stack.two.H100"] = {"matmul": 0.4}
-    assert merge_rates(tables, ("one",), "H100").matmul == 0.1
-    both = merge_rates(tables, ("one", "two"), "H100")
-    assert (both.nic, both.matmul) == (0.3, 0.4)
+    assert merge_rates(tables, "H100").matmul == 0.1
+    assert merge_rates(tables, "L40S").matmul == tables["default"]["matmul"], "a device without its own rates"
+
+
+def test_no_rate_belongs_to_a_framework_or_a_source():
+    assert all(section == "default" or section.startswith("device.") for section in load_calibration())
+
+
+def test_all_gathers_over_more_ranks_take_longer_than_their_bytes():
+    """A ring has as many steps as ranks: 1,024 ranks need more time for the same bytes than 16."""
+    moved, times = np.array([1e8]), []
+    for ranks in (16, 1024):
+        cluster = dataclasses.replace(known_devices()["A100-80GB-SXM"], nodes=ranks // 8)
+        rates = merge_rates(load_calibration(), "A100")
+        members = np.array([ranks])
+        ring = build_group(
+            cluster, rates, members, span_of_stride(cluster, members, members * 0 + 1, members)
+        )
+        wire = moved * (ranks - 1) / ranks / ring.bytes_per_s
+        times.append(float(ring.all_gather_s(moved)[0] - wire[0]))
+    assert times[1] > 20 * times[0] > 0
+
+
+def test_grouped_gemms_need_tokens_per_expert():
+    """On an H200 grouped GEMMs with 128 tokens per expert reach two thirds of the rate with 2,048 or less."""
+    cluster = known_devices()["H200-141GB-SXM"]
+    work = Workload(MODEL, cluster, 2048, 8, "bf16", PROFILES["megatron-core"])
+    hopper = Device.of(work, rates_of(work))
+    rates = [tokens * 16 / float(gemm_s(hopper, tokens, 4096, 2048, 16)) for tokens in (32, 128, 2048)]
+    assert rates[0] < 0.25 * rates[2]
+    assert 0.4 * rates[2] < rates[1] < 0.75 * rates[2]
 
 
 @pytest.mark.parametrize(
     ("name", "generation"),
-    [("A100-40GB-SXM", "A100"), ("H200-141GB-SXM", "H100"), ("GB200-NVL72", "B200"), ("L40S-48GB", "L40S")],
+    [("A100-40GB-SXM", "A100"), ("H800-80GB-SXM", "H100"), ("GB300-NVL72", "B300"), ("L40S-48GB", "L40S")],
 )
 def test_devices_of_one_generation_share_their_calibration(name, generation):
     assert calibrated_device(name) == generation

@@ -297,9 +297,8 @@ def test_fit_recovers_injected_overheads(make_job, device):
         launch_s=1e-9,
         compiled=suite.compiled,
     )
-    planted = dataclasses.replace(
-        plain, elementwise=1.3, step_s=2e-3, block_s=2e-3 if device == "cpu" else 0.0
-    )
+    of_cpu = {"block_s": 2e-3, "parameter_passes": 8.0} if device == "cpu" else {}
+    planted = dataclasses.replace(plain, elementwise=1.3, step_s=2e-3, **of_cpu)
     timed = []
     for run in runs:
         work = count_work(with_probed(run.plan.job, planted), 1, run.touched_bytes)
@@ -307,6 +306,7 @@ def test_fit_recovers_injected_overheads(make_job, device):
     found = fit_steps(plain, timed)
     assert found.elementwise == pytest.approx(1.3, rel=1e-2)
     assert (found.step_s, found.block_s) == pytest.approx((planted.step_s, planted.block_s), rel=1e-2)
+    assert found.parameter_passes == pytest.approx(planted.parameter_passes, rel=1e-2)
 
 
 def test_fit_has_no_negative_overhead(job):

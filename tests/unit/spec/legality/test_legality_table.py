@@ -55,6 +55,15 @@ CASES = {
     "layout-ep-dense": {"layout": {"ep": 2}},
     "layout-sequence-parallel-tp": {"layout": {"dp_replicate": 2, "sequence_parallel": True}},
     "layout-virtual-stages-pp": {"layout": {"dp_replicate": 2, "virtual_stages": 2}},
+    "layout-placement-auto": {"layout": {"placement": [0, 1]}},
+    "layout-placement-length": {"layout": {"dp_replicate": 2, "placement": [0, 1, 2]}},
+    "layout-placement-slots": {"layout": {"dp_replicate": 2, "placement": [1, 1]}},
+    "layout-backup-auto": {"layout": {"backup_replicas": 1}},
+    "layout-backup-replicas": {"layout": {"dp_replicate": 2, "backup_replicas": 2}},
+    "layout-backup-not-built": {"layout": {"dp_replicate": 3, "backup_replicas": 1, "offload": "optimizer"}},
+    "train-all-reduce-auto": {"train": {"all_reduce": "hierarchical"}},
+    "train-all-reduce-axis": {"train": {"all_reduce": "hierarchical"}, "layout": {"tp": 2}},
+    "train-all-reduce-not-built": {"train": {"all_reduce": "hierarchical"}, "layout": {"dp_shard": 2}},
     "layout-world-size": {"layout": {"dp_replicate": 9}},
     "layout-micro-batch": {"layout": {"micro_batch": 9}},
     "model-experts-per-token": {"model": {"num_experts": 4, "experts_per_token": 5}},
@@ -98,6 +107,7 @@ CASES = {
     "train-not-for-images": {"model": RESNET, "train": {"optimizer": "muon"}},
     "train-loss-scale": {"train": {"loss_scale": 8.0}},
     "train-compile-backend": {"train": {"compile_backend": "aot_eager"}},
+    "train-transport": {"train": {"transport": "gloo"}, "cluster": {"device": "cuda"}},
     "train-fp8-weight-grads": {"train": {"fp8_weight_grads": True}},
     "train-gemm-autotune": {"train": {"gemm_autotune": True}},
     "train-grad-dtype": {"train": {"grad_dtype": "bf16"}},
@@ -233,7 +243,12 @@ def test_fp8_of_a_compiled_dense_decoder_is_legal(tree, refused):
     ]
 
 
-UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
+UNPLANNED = {
+    "layout-backup-not-built",
+    "train-all-reduce-not-built",
+    "consistency-mode-not-built",
+    "compression-kind-not-built",
+}
 IDLE = {"layout-context-not-built"}
 """Their case has no effect at all, so planning refuses it under another code."""
 

@@ -18,6 +18,7 @@ PEAKS = {
     "b300": (2250, 4500, 13500),
     "gb200-nvl72": (2500, 5000, 10000),
     "gb300-nvl72": (2500, 5000, 15000),
+    "gh200": (989, 1979, None),
     "h100-96g-hbm2e": (989, 1979, None),
     "h100-pcie": (756, 1513, None),
     "h100-sxm": (989, 1979, None),
@@ -25,7 +26,9 @@ PEAKS = {
     "h200-sxm": (989, 1979, None),
     "h800-sxm": (989, 1979, None),
     "l40s": (362, 733, None),
+    "mi300x": (1307, 2615, None),
     "rtx-4090": (165.2, 330.3, None),
+    "v100-16g-sxm": (125, None, None),
     "v100-32g-sxm": (125, None, None),
 }
 """Dense TFLOP/s of the data sheets in bf16 (V100: fp16), fp8 and fp4."""

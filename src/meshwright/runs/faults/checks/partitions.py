@@ -17,7 +17,7 @@ from meshwright.runs.faults.checks.node_run import NodeRun, now, started
 GOES_ON_S = 15.0
 CUT_S = 30.0
 IN_FLIGHT_S = 1.0
-"""Packets that were on their way when the network was cut may still complete a step."""
+"""Packets that were in flight when the network was cut may still complete a step."""
 FIRST_STEP = 25
 """After the first checkpoint: snapshots of a lost node are lost with it."""
 CUT_OFF = 2

@@ -1,0 +1,121 @@
+"""The result of a preparation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.units import format_count, format_plural, format_rate
+from meshwright.data.corpus import CorpusStats
+from meshwright.data.shards import ShardIndex
+
+MOST_NAMED = 5
+"""Unreadable documents that are named; ``--json`` has all."""
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """The result; ``meshwright prepare --json`` prints it."""
+
+    engine: str
+    """``reference``, ``embedded``, ``spark``, ``ray`` or ``flink``."""
+    documents_in: int
+    """Documents read: the sum of ``documents_out`` and of all that were left out."""
+    documents_out: int
+    """Documents written."""
+    duplicates: int
+    """Exact duplicates of an earlier document."""
+    near_duplicates: int
+    """Documents that share a MinHash band with an earlier one."""
+    filtered: int
+    """Documents that a rule of ``[filter]`` drops."""
+    empty: int
+    quarantined: int
+    """Files, or lines of ``.jsonl`` files, that could not be read as text."""
+    quarantined_names: tuple[str, ...]
+    """``name: reason`` of the first thousand."""
+    train_documents: int
+    eval_documents: int
+    """A single document is split: then train and eval have one each."""
+    tokens: int
+    """Tokens of both splits, including end-of-document tokens."""
+    prompt_tokens: int
+    """Tokens of prompts; 0 without a template."""
+    shards: int
+    sha256: str
+    """Hash of the token files in index order, then the index."""
+    seconds: float
+    bytes_per_s: float
+    """UTF-8 bytes of kept text per second."""
+    out: str
+
+    @classmethod
+    def of(
+        cls,
+        engine: str,
+        tally: CorpusStats,
+        index: ShardIndex,
+        *,
+        prompt_tokens: int,
+        sha256: str,
+        seconds: float,
+        out: Path,
+    ) -> PrepareReport:
+        """The report of a preparation that is complete.
+
+        Args:
+            engine: That ran it.
+            tally: Documents read, kept and left out.
+            index: Of the shards.
+            prompt_tokens: Tokens of prompts.
+            sha256: Hash of the shards.
+            seconds: Since its start.
+            out: The prepared folder.
+        """
+        train, held_out = index.splits.train, index.splits.eval
+        return cls(
+            engine=engine,
+            documents_in=tally.documents_in,
+            documents_out=tally.documents_out,
+            duplicates=tally.duplicates,
+            near_duplicates=tally.near_duplicates,
+            filtered=tally.filtered,
+            empty=tally.empty,
+            quarantined=tally.quarantined,
+            quarantined_names=tuple(tally.quarantined_names),
+            train_documents=train.documents,
+            eval_documents=held_out.documents,
+            tokens=train.tokens + held_out.tokens,
+            prompt_tokens=prompt_tokens,
+            shards=len(index.shards),
+            sha256=sha256,
+            seconds=seconds,
+            bytes_per_s=tally.text_bytes / max(seconds, 1e-9),
+            out=str(out),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for ``--json``."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """One line about what was prepared, and one for each of the first unreadable documents."""
+        prompts = f"({format_count(self.prompt_tokens)} of prompts) " if self.prompt_tokens else ""
+        splits = f"{self.train_documents} to train on, {self.eval_documents} held out"
+        if not self.train_documents:
+            splits = "all for evaluation"
+        near = f"{self.near_duplicates} near-duplicates, " if self.near_duplicates else ""
+        filtered = f"{self.filtered} by the filter, " if self.filtered else ""
+        done = (
+            f"prepared {format_plural(self.documents_out, 'document')} ({splits}; "
+            f"left out: {self.duplicates} duplicates, {near}{filtered}"
+            f"{self.quarantined} unreadable) as {format_count(self.tokens)} tokens "
+            f"{prompts}in {self.out}, "
+            f"{format_rate(self.bytes_per_s, 'B')}"
+        )
+        named = self.quarantined_names[:MOST_NAMED]
+        lines = [done, *(f"  left out: {name}" for name in named)]
+        if self.quarantined > len(named):
+            lines.append(f"  and {self.quarantined - len(named)} more")
+        return "\n".join(lines)
