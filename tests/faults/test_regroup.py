@@ -79,7 +79,9 @@ def test_losses_are_bit_identical_after_a_kill(command, train, job_file, tmp_pat
         assert event["detect_s"] <= 1, "a killed process is noticed within a second"
     run = load_run(run_dir)
     assert (run.audit().generations, run.audit().ok, len(run.record.recoveries)) == (3, True, 2)
-    unwritten = steps_of(events, rank=1) - steps_of(events, rank=0)  # rank 0 was killed before it wrote the event
+    unwritten = steps_of(events, rank=1) - steps_of(
+        events, rank=0
+    )  # rank 0 was killed before it wrote the event
     assert run.record.steps.replayed + len(unwritten) == sum(e["replayed_steps"] for e in recovered)
     assert 0 < run.record.goodput.share < 1
     replayed = [(e["restored_step"], e["steps"]) for e in events if e["event"] == "replayed"]
