@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_plural
 from meshwright.launch.placement import Device, Placement, keep_blocks
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PlanContract
+from meshwright.plan.search.fewer_devices import list_data_layouts, list_fewer
+from meshwright.plan.search.find import SIMPLICITY_MARGIN
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, MayChange
 from meshwright.spec.layout import Layout, PlacementRule
@@ -19,6 +22,8 @@ from meshwright.spec.legality.table import find_problems, with_layout
 
 MOST_TRIALS = 16
 """Numbers of devices that are tried to say how many a run needs."""
+SEARCH_S = 8.0
+"""CPU seconds after which layouts for fewer devices are not searched, if there is one."""
 
 
 def find_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
@@ -34,7 +39,7 @@ def find_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
     if len(devices) >= full.world_size:
         return full
     try:
-        plan = _try_layout(full, devices)
+        plan = _search_any(full, devices) if full.job.elastic.may_change == "any" else _try(full, devices)
     except UserError as error:
         raise _no_layout(full, devices, error) from None
     reasons = [f"{len(devices)} of {full.world_size} devices are left (elastic.may_change)"]
@@ -46,7 +51,32 @@ def find_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
     return dataclasses.replace(plan, reasons=(*reasons, *plan.reasons))
 
 
-def _try_layout(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
+def _search_any(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
+    """The fastest layout of all, which may leave devices idle: 7 devices have few layouts, 6 have more.
+
+    Of layouts that are about as fast, the one on most devices.
+    """
+    best: PlanContract | None = None
+    refused: UserError | None = None
+    began, margin = time.process_time(), SIMPLICITY_MARGIN[full.job.cluster.device]
+    for count in list_fewer(len(devices)) or (0,):
+        if best is not None and (2 * count < len(devices) or time.process_time() > began + SEARCH_S):
+            break
+        try:
+            plan = _try(full, choose_devices(devices, count))
+        except UserError as error:
+            refused = refused or error
+            continue
+        if best is None or plan.step_s < (1 - margin) * best.step_s:
+            best = plan
+    if best is None:
+        assert refused is not None, "a number was tried"
+        raise refused
+    return best
+
+
+def _try(full: PlanContract, devices: frozenset[Device]) -> PlanContract:
+    """The best layout for these devices."""
     if not devices:
         raise UserError(Problem("elastic-no-layout", "no device is left", "elastic.may_change"))
     may_change: MayChange = full.job.elastic.may_change
@@ -84,11 +114,18 @@ def usable_devices(full: PlanContract, devices: frozenset[Device]) -> frozenset[
     return devices
 
 
+def choose_devices(devices: Iterable[Device], count: int) -> frozenset[Device]:
+    """Some of these devices: nodes with most of them first."""
+    counts = Counter(device.node for device in devices)
+    return frozenset(sorted(devices, key=lambda d: (-counts[d.node], d))[:count])
+
+
 def place_on(full: PlanContract, plan: PlanContract, devices: frozenset[Device]) -> Placement:
     """The device of each rank of a layout that was planned for some of a run's devices."""
+    chosen = choose_devices(usable_devices(full, devices), plan.job.cluster.world_size)
     if plan.placement:
-        return Placement.from_slots(usable_devices(full, devices), plan.placement)
-    return Placement.on(devices, plan.world_size, block_of(plan.job.layout))
+        return Placement.from_slots(chosen, plan.placement)
+    return Placement.on(chosen, plan.world_size, block_of(plan.job.layout))
 
 
 def _placement_rule(full: PlanContract) -> PlacementRule:
@@ -118,45 +155,6 @@ def shrink_cluster(cluster: Cluster, devices: frozenset[Device]) -> Cluster:
     return dataclasses.replace(cluster, nodes=len(devices) // per_node, devices_per_node=per_node)
 
 
-def list_data_layouts(layout: Layout, devices: int, job: Job) -> Iterator[Layout]:
-    """Layouts with other data-parallel degrees, those with most ranks first.
-
-    ``pp``, ``cp`` and ``tp`` stay. ``ep``, which divides the data-parallel ranks, may become a divisor of
-    itself. The micro-batch stays, or the planner chooses another one.
-
-    Args:
-        layout: Of the whole run.
-        devices: That are left.
-        job: Of the run.
-    """
-    for degree in range(min(devices // (layout.pp * layout.cp * layout.tp), job.train.global_batch), 0, -1):
-        changed = _with_degree(layout, degree)
-        yield changed
-        if layout.micro_batch is not None:
-            yield dataclasses.replace(changed, micro_batch=None)
-
-
-def _with_degree(layout: Layout, degree: int) -> Layout:
-    """The layout with another number of data-parallel ranks."""
-    replicate, shard = degree, 1
-    if layout.dp_shard > 1:
-        replicate, shard = divmod(degree, layout.dp_shard)
-        if shard != 0 or replicate == 0:  # no whole shard groups
-            replicate, shard = 1, degree
-        else:
-            shard = layout.dp_shard
-    slices = layout.dp_replicate - layout.backup_replicas
-    backups = max(0, replicate - slices) if layout.backup_replicas else 0  # left out first
-    changed = dataclasses.replace(
-        layout, dp_replicate=replicate, dp_shard=shard, backup_replicas=min(layout.backup_replicas, backups)
-    )
-    if shard * layout.cp == 1:
-        changed = dataclasses.replace(changed, zero=0, accumulate="sharded")
-    room = shard * layout.cp * layout.tp
-    ep = next(n for n in range(layout.ep, 0, -1) if layout.ep % n == 0 and room % (n * layout.etp) == 0)
-    return dataclasses.replace(changed, ep=ep)
-
-
 def _no_layout(full: PlanContract, devices: frozenset[Device], error: UserError) -> UserError:
     """The error of devices that no layout fits, with the smallest number that would do."""
     first, value = error.problems[0], full.job.elastic.may_change
@@ -175,7 +173,7 @@ def _count_needed(full: PlanContract, devices: frozenset[Device]) -> int:
     stride = max(1, math.ceil(len(between) / MOST_TRIALS))
     for count in between[::stride]:
         try:
-            _try_layout(full, frozenset(everything[:count]))
+            _try(full, frozenset(everything[:count]))
         except UserError:
             continue
         return count

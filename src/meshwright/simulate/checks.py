@@ -7,8 +7,8 @@ import math
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_plural, format_seconds
 from meshwright.simulate.failures import KINDS, FailureModel
-from meshwright.simulate.fewest_nodes import does_replan, least_nodes
 from meshwright.simulate.job_model import checkpoint_between_s
+from meshwright.simulate.node_throughput import does_replan, least_nodes
 from meshwright.simulate.outcomes import Outcomes
 from meshwright.simulate.settings import FailureSettings
 from meshwright.spec.job import Job

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwright.simulate.downtime import Events, find_downtime
-from meshwright.simulate.failures import KINDS, FailureModel
+from meshwright.simulate.failures import FailureModel
 from meshwright.simulate.outcomes import evaluate
 
 INTERVAL_STEPS = range(-16, 17)
@@ -62,10 +60,7 @@ def try_spares(model: FailureModel, events: Events, interval_s: float) -> tuple[
             goodput = float(outcomes.goodput.mean())
             tried[spares] = SparesPoint(spares, goodput, goodput * model.nodes / (model.nodes + spares))
 
-    rates = np.array([model.rates_per_s.get(kind, 0.0) for kind in KINDS])
-    in_repair = rates * model.out_s  # mean number of failures that are not repaired, by kind
-    mean, variance = float(in_repair @ model.taken), float(in_repair @ model.taken**2)
-    most = min(math.ceil(mean + 5 * math.sqrt(variance)), MOST_SPARES)
+    most = min(model.most_missing, MOST_SPARES)
     step = math.ceil((most + 1) / MOST_SPARES_TRIED)
     for spares in range(0, most + 1, step):
         attempt(spares)

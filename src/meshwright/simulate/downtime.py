@@ -159,7 +159,7 @@ def _divide(model: FailureModel, kind: Ints, at_s: Floats, nodes: Ints) -> Downt
     return Downtime(
         starts,
         train_s,
-        nodes / model.nodes,
+        model.speed(nodes),
         begins,
         ends,
         restore_s=np.add.reduceat(rest_s, starts),

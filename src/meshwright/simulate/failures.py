@@ -8,8 +8,10 @@ does not run) is left out later, by the mark of the failure: ``simulate.downtime
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +67,9 @@ class FailureModel:
     """Fewest nodes to go on with."""
     nodes_per_replica: int = 1
     """A run with fewer nodes has a multiple of this."""
+    throughput: tuple[tuple[int, float], ...] = ()
+    """Numbers of nodes that have a layout, ascending, with their share of the complete run's throughput.
+    Empty: throughput is proportional to the nodes."""
     notice_s: float = 0.0
     """From the notice of a preemption until the node is gone."""
     replace_s: float = 0.0
@@ -84,6 +89,14 @@ class FailureModel:
     def expected(self) -> float:
         """Expected failures of a run."""
         return self.rate_per_s * self.wall_s
+
+    @property
+    def most_missing(self) -> int:
+        """Nodes that are hardly ever out of service at once: the mean and five standard deviations more."""
+        rates = np.array([self.rates_per_s.get(kind, 0.0) for kind in KINDS])
+        in_repair = rates * self.out_s  # mean number of failures that are not repaired, by kind
+        mean, variance = float(in_repair @ self.taken), float(in_repair @ self.taken**2)
+        return math.ceil(mean + 5 * math.sqrt(variance))
 
     @property
     def saves_in_notice(self) -> bool:
@@ -110,7 +123,33 @@ class FailureModel:
             return np.where(in_service >= self.nodes, self.nodes, 0)
         each = self.nodes_per_replica
         whole = np.where(in_service >= self.nodes, self.nodes, in_service // each * each)
-        return np.where(whole >= min(self.min_nodes, self.nodes), whole, 0)
+        return self._fastest[np.where(whole >= min(self.min_nodes, self.nodes), whole, 0)]
+
+    def speed(self, nodes: Ints) -> Floats:
+        """Share of the complete run's throughput of numbers of nodes that ``usable`` returns."""
+        return self._speeds[nodes]
+
+    @cached_property
+    def _fastest(self) -> Ints:
+        """By nodes that are there: how many of them train. The others are idle where fewer are faster."""
+        fastest = np.arange(self.nodes + 1)
+        best = 0.0
+        for nodes, share in self.throughput:
+            if share > best:
+                best = share
+                fastest[nodes:] = nodes
+        return fastest
+
+    @cached_property
+    def _speeds(self) -> Floats:
+        """By nodes that train. Fewer than have a layout: in proportion."""
+        speeds = np.arange(self.nodes + 1) / self.nodes
+        if self.throughput:
+            least, share = self.throughput[0]
+            speeds[:least] = np.arange(least) / least * share
+            for nodes, share in self.throughput:
+                speeds[nodes] = share
+        return speeds
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,7 @@ from meshwright.plan.sizing import (
 )
 from meshwright.simulate.downtime import loses_checkpoint
 from meshwright.simulate.failures import FailureModel
-from meshwright.simulate.fewest_nodes import (
-    does_replan,
-    fewest_nodes,
-    holds_model,
-    is_searched,
-    least_nodes,
-    replica_nodes,
-)
+from meshwright.simulate.node_throughput import NodePlanner, does_replan, least_nodes, replica_nodes
 from meshwright.simulate.settings import FailureSettings
 from meshwright.spec.job import Job
 
@@ -36,10 +29,20 @@ CAUSES = {
 }
 """The 419 unexpected interruptions of Llama 3 (54 days, 16,384 GPUs), by kind and cause."""
 DAY_S = 86_400.0
+SHOWN_THROUGHPUTS = 4
+"""Numbers of nodes whose throughput is printed."""
 
 
-def build_model(job: Job, days: float, settings: FailureSettings) -> tuple[FailureModel, tuple[str, ...]]:
+def build_model(
+    job: Job, days: float, settings: FailureSettings, planner: NodePlanner | None = None
+) -> tuple[FailureModel, tuple[str, ...]]:
     """The failure model of a job, and what was assumed.
+
+    Args:
+        job: On the whole of its cluster.
+        days: Length of a run.
+        settings: What differs from the defaults.
+        planner: Of the job on fewer nodes, if it has planned some already.
 
     Raises:
         UserError: No layout fits on as few nodes as the run should go on with.
@@ -76,9 +79,12 @@ def build_model(job: Job, days: float, settings: FailureSettings) -> tuple[Failu
     assumed.append(
         f"a failed node is repaired in {format_seconds(model.repair_s)}{mean}; software needs no repair"
     )
-    for extend in (_with_snapshots, _with_replanning, _with_preemption):
+    for extend in (_with_snapshots, _with_preemption):
         model, basis = extend(job, model, settings)
         assumed += basis
+    if does_replan(job, settings.replan):
+        model, replanned = _with_replanning(planner or NodePlanner(job), model, settings)
+        assumed.append(replanned)
     given_s = None if settings.every_minutes is None else settings.every_minutes * 60
     model = dataclasses.replace(model, interval_s=daly_s(model) if given_s is None else given_s)
     return model, tuple(assumed)
@@ -116,31 +122,45 @@ def _with_snapshots(
 
 
 def _with_replanning(
-    job: Job, model: FailureModel, settings: FailureSettings
-) -> tuple[FailureModel, list[str]]:
-    if not does_replan(job, settings.replan):
-        return model, []
-    replica = settings.nodes_per_replica or replica_nodes(job)
+    planner: NodePlanner, model: FailureModel, settings: FailureSettings
+) -> tuple[FailureModel, str]:
+    replica = settings.nodes_per_replica or replica_nodes(planner.job)
     fewest = settings.min_nodes
     if fewest is None:
-        fewest, how = fewest_nodes(job), "the fewest tried on which the planner finds a layout"
+        fewest, how = planner.find_fewest(), "the fewest tried on which the planner finds a layout"
     else:
         how = "as given"
-        if is_searched(job) and not holds_model(job, fewest):
+        if planner.is_searched and planner.step_s(fewest) is None:
             fewest = None
     if fewest is None:
-        raise UserError(_too_few_nodes(job, settings))
+        raise UserError(_too_few_nodes(planner, settings))
     fewest = min(-(-fewest // replica) * replica, model.nodes)
-    model = dataclasses.replace(model, replans=True, min_nodes=fewest, nodes_per_replica=replica)
+    throughput = planner.find_throughput(fewest, model.most_missing, replica)
+    model = dataclasses.replace(
+        model, replans=True, min_nodes=fewest, nodes_per_replica=replica, throughput=throughput
+    )
     nodes = format_plural(fewest, "node")
     each = f"multiples of {format_plural(replica, 'node')}"
-    speed = "throughput falls with the nodes; a node that is back costs a save and a restart"
-    return model, [f"goes on with {nodes} or more ({how}), {each}; {speed}"]
+    speed = f"{_describe_throughput(model)}; a node that is back costs a save and a restart"
+    return model, f"goes on with {nodes} or more ({how}), {each}; {speed}"
 
 
-def _too_few_nodes(job: Job, settings: FailureSettings) -> Problem:
+def _describe_throughput(model: FailureModel) -> str:
+    """The throughput of fewer nodes as text, those that help first."""
+    if not model.throughput:
+        return "throughput falls with the nodes"
+    most, shown = 0.0, []
+    for nodes, share in model.throughput[:-1]:
+        if share > most:
+            shown.append(f"{share:.1%} on {nodes}")
+            most = share
+    shown = shown[: -SHOWN_THROUGHPUTS - 1 : -1]
+    return f"throughput by the planner: {', '.join(shown)} of {format_plural(model.nodes, 'node')}"
+
+
+def _too_few_nodes(planner: NodePlanner, settings: FailureSettings) -> Problem:
     """No layout fits: on the nodes that are asked for, or on the whole cluster."""
-    needed = fewest_nodes(job)
+    job, needed = planner.job, planner.find_fewest()
     which = settings.min_nodes or job.cluster.nodes
     rule = f"is too few: no layout of {job.name} without offloading fits on {format_plural(which, 'node')}"
     if needed is None:

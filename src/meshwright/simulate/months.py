@@ -25,6 +25,7 @@ from meshwright.simulate.choices import (
 from meshwright.simulate.downtime import Events
 from meshwright.simulate.failures import FailureModel, Floats, draw_failures
 from meshwright.simulate.job_model import build_model, checkpoint_between_s, daly_s
+from meshwright.simulate.node_throughput import NodePlanner
 from meshwright.simulate.outcomes import simulate
 from meshwright.simulate.settings import FailureSettings
 from meshwright.spec.job import Job
@@ -152,16 +153,20 @@ def simulate_job(job: Job, days: float, runs: int, seed: int, settings: FailureS
         UserError: A length, rate or time is out of range.
     """
     check_settings(job, days, runs, seed, settings)
-    found = _simulate(job, days, runs, seed, settings)
+    planner = NodePlanner(job)
+    found = _simulate(planner, days, runs, seed, settings)
     if not settings.rates.get("preemption"):
         return found
     kept = {kind: rate for kind, rate in settings.rates.items() if kind != "preemption"}
     alternative = dataclasses.replace(settings, rates=kept, price_factor=1.0)
-    return dataclasses.replace(found, on_demand=_simulate(job, days, runs, seed, alternative))
+    return dataclasses.replace(found, on_demand=_simulate(planner, days, runs, seed, alternative))
 
 
-def _simulate(job: Job, days: float, runs: int, seed: int, settings: FailureSettings) -> FailureSimulation:
-    model, assumptions = build_model(job, days, settings)
+def _simulate(
+    planner: NodePlanner, days: float, runs: int, seed: int, settings: FailureSettings
+) -> FailureSimulation:
+    job = planner.job
+    model, assumptions = build_model(job, days, settings, planner)
     check_number(model)
     sample = next(draw_failures(model, runs, seed, SWEEP_FAILURES))
     events = Events.of(sample, model)

@@ -35,7 +35,7 @@ def simulate_run_length(job: Job, train_s: float) -> RunLength:
         job: On the whole of its cluster.
         train_s: Length without checkpoints and failures.
     """
-    settings = FailureSettings()
+    settings = FailureSettings(replan=False)  # failed nodes are replaced
     model, _ = build_model(job, train_s / DAY_S, settings)
     restore_s = model.detect_s + model.restart_s + model.load_s
     goodput = expected_goodput(model.interval_s, model.save_s, model.between_s, restore_s)

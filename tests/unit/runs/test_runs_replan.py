@@ -16,7 +16,7 @@ from meshwright.spec.load import build_job
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32}
 
 
-def plan(may_change="data", model=(), per_node=None, all_reduce="backend", **layout):
+def plan(may_change="data", model=(), per_node=None, all_reduce="backend", global_batch=24, **layout):
     ranks = layout.get("ranks", 1)
     for degree in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         ranks *= layout.get(degree, 1)
@@ -25,7 +25,12 @@ def plan(may_change="data", model=(), per_node=None, all_reduce="backend", **lay
         "name": "replan",
         "model": {"preset": "tiny", "num_layers": 4, **dict(model)},
         "data": {"path": "text", "seq_len": 32},
-        "train": {"steps": 1, "global_batch": 24, "block_backend": "eager", "all_reduce": all_reduce},
+        "train": {
+            "steps": 1,
+            "global_batch": global_batch,
+            "block_backend": "eager",
+            "all_reduce": all_reduce,
+        },
         "cluster": {
             "preset": "local",
             "device": "cpu",
@@ -94,6 +99,17 @@ def test_any_layout_for_the_devices_that_are_left(left):
     """Nodes with different numbers of devices, too."""
     found = find_layout(plan("any", per_node=4, pp=2, tp=2, dp_replicate=2), on(*left))
     assert 1 <= found.world_size <= sum(left)
+
+
+def test_devices_are_left_idle_where_all_of_them_have_no_good_layout():
+    """Of seven devices only one has a layout for a batch of 4 and 4 layers. Of six, three and two have."""
+    full = plan("any", per_node=2, global_batch=4, pp=2, dp_replicate=4)
+    left = on(2, 2, 1, 2)
+    found = find_layout(full, left)
+    assert 1 < found.world_size <= 6
+    placed = place_on(full, found, left)
+    assert len(placed.devices) == found.world_size
+    assert Device(2, 0) not in placed.devices, "whole nodes first"
 
 
 def test_the_layout_of_all_devices_is_the_first_plan():

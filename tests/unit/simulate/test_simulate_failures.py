@@ -105,7 +105,17 @@ class Walk:
         if in_service >= self.model.nodes:
             return self.model.nodes
         whole = in_service // self.model.nodes_per_replica * self.model.nodes_per_replica
-        return whole if self.model.replans and whole >= self.model.min_nodes else 0
+        if not self.model.replans or whole < self.model.min_nodes:
+            return 0
+        planned = [(share, -nodes) for nodes, share in self.model.throughput if nodes <= whole]
+        return -max(planned)[1] if planned else whole
+
+    @property
+    def speed(self) -> float:
+        planned = dict(self.model.throughput)
+        if self.active in planned or not planned:
+            return planned.get(self.active, self.active / self.model.nodes)
+        return self.active / min(planned) * planned[min(planned)]
 
     def run(self, events) -> None:
         """Events: time, kind, mark, seconds until the nodes are back."""
@@ -162,7 +172,7 @@ class Walk:
         if not self.active:
             self.waited += max(0.0, at - self.found)
         left = max(0.0, at - self.ready) if self.active else 0.0
-        speed, model = self.active / self.model.nodes, self.model
+        speed, model = self.speed, self.model
         unsaved = snapped = 0.0
         to_save, to_snap = model.interval_s, model.snapshot_s or math.inf
         while left > 0:
@@ -199,6 +209,9 @@ WALKED = {
     "snapshots": {"snapshot_s": 300.0, "snapshot_cost_s": 7.0, "snapshot_load_s": 1.0},
     "re-planning": {"replans": True, "min_nodes": 4, "nodes_per_replica": 2},
     "re-planning, snapshots": {"replans": True, "min_nodes": 3, "snapshot_s": 400.0, "interval_s": 9000.0},
+    "layouts for fewer nodes": {
+        "replans": True, "min_nodes": 3, "throughput": ((4, 0.45), (6, 0.9), (7, 0.7), (8, 1.0)),
+    },
     "preemption": {"notice_s": 30.0, "replace_s": 4 * HOUR},
     "preemption without a save": {"notice_s": 5.0, "replace_s": 4 * HOUR, "replans": True, "min_nodes": 2},
     "everything": {
