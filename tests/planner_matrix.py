@@ -1,6 +1,7 @@
 """The cases of the planner matrix: every model preset on every cluster preset, with four sizes.
 
-``make test`` runs a sample; ``make test-all`` runs every model on every cluster, each with one size.
+``make test`` runs a few. ``make test-all`` runs cases that cover every model, and every cluster and every
+architecture with every size.
 """
 
 from __future__ import annotations
@@ -116,14 +117,31 @@ def list_cases() -> tuple[Case, ...]:
     return tuple(sorted(cases, key=lambda case: case.digest))
 
 
-def list_model_sizes() -> list[Case]:
-    """Every model on every size with rotating clusters: every pair with a size occurs."""
-    clusters = [name for name in preset_names("clusters") if name != "local"]
-    pairs = itertools.product(enumerate(preset_names("models")), enumerate(SIZES))
-    return [
-        Case(model, clusters[(row + column * len(clusters) // len(SIZES)) % len(clusters)], size)
-        for (row, model), (column, size) in pairs
-    ]
+def architecture_of(model: str) -> tuple[object, ...]:
+    """The settings of a model that lead the planner to other code; widths and counts are numbers only."""
+    spec = preset_job(model).model
+    if not isinstance(spec, DecoderModel):
+        return ("resnet",)
+    return (bool(spec.num_experts), spec.attention, spec.positions, spec.window is not None)
+
+
+def add_size_pairs(chosen: Sequence[Case]) -> list[Case]:
+    """Add cases until every cluster and every architecture occurs with every size."""
+    left = [case for case in list_cases() if case not in chosen]
+    missing = {pair for case in left for pair in size_pairs_of(case)}
+    missing -= {pair for case in chosen for pair in size_pairs_of(case)}
+    found = list(chosen)
+    while missing:
+        best = max(left, key=lambda case: (len(size_pairs_of(case) & missing), case.digest))
+        found.append(best)
+        left.remove(best)
+        missing -= size_pairs_of(best)
+    return found
+
+
+def size_pairs_of(case: Case) -> set[tuple[object, ...]]:
+    """The size with the cluster, and with the architecture."""
+    return {(case.cluster, case.size), (architecture_of(case.model), case.size)}
 
 
 def choose_sample() -> list[Case]:

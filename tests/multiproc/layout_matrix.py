@@ -62,6 +62,7 @@ LAYOUT_RULES = [rule for rule in RULES if rule.code.startswith("layout") and rul
 """Legality rules of the layout; model, data and training are legal."""
 _HINTS = get_type_hints(Layout)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = (*DEGREES, "ep", "etp")
 SETTINGS: dict[str, Sequence[Any]] = {
     "ep": (1, 2, 3, 4, 8),
     "etp": (1, 2, 3, 4, 8),
@@ -295,9 +296,10 @@ def list_pairs_and_degrees(cell: Cell) -> Iterable[tuple[Any, ...]]:
 
 
 def list_routing_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """The pairs of which one is a routing setting."""
-    layout = (("workload", cell.workload), *cell.settings)
-    return [*itertools.product(layout, cell.routing), *itertools.combinations(cell.routing, 2)]
+    """The pairs of which one is a routing setting. Of an axis it counts whether the layout has it."""
+    layout = ((key, value > 1 if key in AXES else value) for key, value in cell.settings)
+    pairs = itertools.product((("workload", cell.workload), *layout), cell.routing)
+    return [*pairs, *itertools.combinations(cell.routing, 2)]
 
 
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:

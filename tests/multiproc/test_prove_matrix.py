@@ -16,6 +16,7 @@ from math import prod
 
 import pytest
 from layout_matrix import (
+    AXES,
     DEGREES,
     ROUTING,
     SEED,
@@ -26,7 +27,6 @@ from layout_matrix import (
     choose_covering,
     list_cells,
     list_compiled,
-    list_pairs,
     list_pairs_and_degrees,
     list_routing_pairs,
     list_traits,
@@ -97,9 +97,7 @@ def covering_cells() -> list[Cell]:
 @cache
 def routings() -> list[Cell]:
     """MoE cells that cover all pairs with a routing setting; other cells cover pairs of layout settings."""
-    return choose_covering(
-        choose_covering(sample_routings(all_cells(), 1000), list_pairs), list_routing_pairs
-    )
+    return choose_covering(sample_routings(all_cells(), 1000), list_routing_pairs)
 
 
 def compiled_cells() -> list[Cell]:
@@ -189,10 +187,10 @@ def test_cells_cover_all_pairs_of_settings():
     assert require_covering(covering_cells(), list_pairs_and_degrees) < len(all_cells()) / 10
     all_degrees = {degrees for degrees in product(range(1, 5), repeat=5) if 2 <= prod(degrees) <= 4}
     assert {cell.degrees for cell in covering_cells()} == all_degrees
-    covered = {pair for cell in routings() for pair in list_pairs(cell)}
+    covered = {pair for cell in routings() for pair in list_routing_pairs(cell)}
     routing = [(key, value) for key, values in ROUTING.items() for value in values]
-    degrees = [(key, 2) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")]
-    assert covered >= set(product(degrees, routing)), "every axis with every routing setting"
+    axes = [(key, True) for key in AXES]
+    assert covered >= set(product(axes, routing)), "every axis with every routing setting"
 
 
 def require_covering(chosen: list[Cell], combinations: Combinations) -> int:
