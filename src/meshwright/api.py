@@ -439,7 +439,7 @@ def prepare_corpus(
         engine: ``reference``, ``embedded``, ``spark``, ``ray`` or ``flink``; ``embedded`` if left out, or
             ``reference`` where its packages are not installed.
         parallelism: Tasks at once; the cores of this machine if left out.
-        address: Of a Spark, Ray or Flink cluster that runs; a local one if left out.
+        address: Address of a Spark, Ray or Flink cluster that runs; a local one if left out.
         report: HTML page to write: sizes, duplicates, lengths, frequent words; the reporter gets it as text.
         reporter: Receives messages.
 
@@ -479,7 +479,7 @@ def count_words(
         files: Files, folders or globs.
         engine: As for :func:`prepare_corpus`.
         parallelism: Tasks at once; the cores of this machine if left out.
-        address: Of a cluster that runs.
+        address: Address of a cluster that runs.
         top: How many of the most frequent words to name.
         reporter: Receives messages.
 
@@ -544,7 +544,7 @@ def run_faults(
 
     Args:
         names: Tests by name or number, with ``/LAYOUT`` for one layout; all by default.
-        seed: Of the faults.
+        seed: Seed of the faults.
         budget_s: Time for all; tests that do not fit are skipped.
         schedule: File with one fault per line, such as ``fail(rank=2, step=7)``: runs these instead.
         reporter: Receives the faults and the progress.

@@ -43,8 +43,8 @@ def build_collective(
         algorithm: ``naive``, ``ring``, ``tree``, ``double_tree``, ``recursive_doubling``,
             ``halving_doubling``, ``hierarchical`` or ``2d``; not every operation has every algorithm.
         ranks: Number of ranks.
-        root: Of broadcast, scatter, gather and reduce.
-        ranks_per_node: Of ``hierarchical``, and the row length of ``2d``.
+        root: Root of broadcast, scatter, gather and reduce.
+        ranks_per_node: Ranks per node of ``hierarchical``, and the row length of ``2d``.
         groups: The ranks of each node, instead of ``ranks_per_node``.
         order: The ranks in ring order, of the algorithms without groups.
         segments: Pieces that are pipelined along a chain or tree.
@@ -81,7 +81,7 @@ def bench_collectives(
     Args:
         ranks: Number of ranks; the GPUs or CPU cores of this machine, at least 2, if left out.
         ops: Operations; all-reduce, reduce-scatter, all-gather, broadcast and all-to-all if empty.
-        algorithms: Algorithms of ours; ``ring``, ``tree`` and ``halving_doubling`` if left out. An empty
+        algorithms: Our algorithms; ``ring``, ``tree`` and ``halving_doubling`` if left out. An empty
             list: none.
         sizes: Bytes of the larger tensor; 1 KiB to 256 MiB if empty.
         budget_s: Time for all; what does not fit is skipped.
@@ -104,7 +104,7 @@ def prove_collective(
 
     Args:
         schedule: From :func:`build_collective`.
-        size_bytes: Of the tensor; the larger of input and output.
+        size_bytes: Size of the tensor; the larger of input and output.
         on: A cluster such as ``2x8xh100-sxm`` to simulate it on.
 
     Raises:

@@ -48,7 +48,7 @@ def write_job(
     """Write a commented job file, and check that it loads.
 
     Args:
-        path: Of the file; it must end in ``.toml``.
+        path: Path of the file; it must end in ``.toml``.
         model: A preset, or a Hugging Face folder.
         data: A file, folder or glob; empty for built-in data.
         devices: ``local``, a number, or a cluster such as ``8x8xh100-sxm``.

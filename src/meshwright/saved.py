@@ -77,7 +77,7 @@ def evaluate(
             a prepared folder and of images the held-out split.
         overrides: Keys of ``[data]``, such as ``data.seq_len=512``; by default those of the training.
         samples: Samples of each set, from its first; None for all.
-        precision: Of the GEMMs: ``fp32``, ``bf16`` or ``fp16``.
+        precision: Precision of the GEMMs: ``fp32``, ``bf16`` or ``fp16``.
         reporter: Receives messages and progress.
 
     Raises:
@@ -174,7 +174,8 @@ def export_checkpoint(
     Args:
         path: A checkpoint, a folder of checkpoints, a run, or a URL (``s3://BUCKET/PREFIX``).
         out: New or empty folder.
-        dtype: Of the weights; None for the dtypes of the run's Hugging Face folder, float32 without one.
+        dtype: Dtype of the weights; None for the dtypes of the run's Hugging Face folder, float32 without
+            one.
         shard_bytes: Largest file of weights.
         reporter: Receives progress.
     """

@@ -30,7 +30,7 @@ def build_schedule(
     Args:
         name: As in ``layout.schedule``.
         pp: Ranks of the pipeline.
-        micro_batches: Of one step.
+        micro_batches: Micro-batches of one step.
         virtual_stages: Stages per rank; if left out, as many as the schedule needs.
 
     Raises:
@@ -223,7 +223,7 @@ def write_trace(timeline: StepTimeline, path: str | Path, pp_ranks: Sequence[int
 
     Args:
         timeline: From :meth:`Plan.simulate_step`.
-        path: Of the file.
+        path: Path of the file.
         pp_ranks: Pipeline ranks to write; None for all.
 
     Raises:

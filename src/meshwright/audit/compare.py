@@ -164,8 +164,8 @@ def audit_run(
     """Compare a run with its plan.
 
     Args:
-        plan: Of the newest attempt, or of one that was stopped before its ranks had started.
-        record: Of all attempts.
+        plan: Plan of the newest attempt, or of one that was stopped before its ranks had started.
+        record: Record of all attempts.
         earlier: The plans of earlier attempts, by the first generation of the attempt.
     """
     plan = (earlier or {}).get(record.newest.attempt_start, plan)

@@ -133,7 +133,7 @@ class RunScan:
 
     def __init__(self) -> None:
         self.record = RunRecord()
-        """Of all attempts; without MFU."""
+        """The record of all attempts, without MFU."""
         self.attempt = Attempt(-1)
         """The newest."""
         self.began: float | None = None

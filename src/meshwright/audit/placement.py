@@ -47,7 +47,7 @@ def list_placement_rows(
 
     Args:
         audited: The generations, each with its plan.
-        record: Of the run; has the devices of layouts that followed another one.
+        record: Record of the run; has the devices of layouts that followed another one.
     """
     rows: list[PlacementRow] = []
     for plan, generation in audited:

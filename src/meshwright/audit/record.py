@@ -230,7 +230,7 @@ class RunRecord:
     oom_reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Out-of-memory reports by error message."""
     steps: StepSeries = field(default_factory=StepSeries)
-    """Of rank 0."""
+    """Steps of rank 0."""
     eval_loss: float | None = None
     """Newest loss on the held-out split."""
     eval_losses: dict[str, float | None] = field(default_factory=dict)

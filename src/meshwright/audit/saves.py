@@ -24,7 +24,7 @@ class Saves:
     waits: int = 0
     """Saves that waited."""
     interval_s: float | None = None
-    """Of ``checkpoint.auto``; None without it, or before the first save was measured."""
+    """Interval of ``checkpoint.auto``; None without it, or before the first save was measured."""
     interval_reason: str | None = None
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ def grad_spike_error(norm: float, median: float, factor: float, step: int, saved
 
     Args:
         norm: The gradient norm.
-        median: Of the last steps.
+        median: Median of the last steps.
         factor: ``train.spike_factor``.
         step: Steps done.
         saved: Whether there is a checkpoint to resume from.

@@ -38,7 +38,8 @@ from meshwright.core.object_path import AnyPath, remove_tree, tree_bytes, write_
 
 VOTE_SUFFIX = ".vote"
 REFUSED_SUFFIX = ".refused"
-"""Of an empty file: a vote against by a rank that cannot write any content. Its name has the error number."""
+"""Suffix of an empty file: a vote against by a rank that cannot write any content. Its name has the error
+number."""
 _REFUSED_NAME = re.compile(rf"rank-(\d{{5,}})\.(\d{{1,4}}){re.escape(REFUSED_SUFFIX)}")
 
 
@@ -71,9 +72,9 @@ class Draft(ABC):
         """Name the draft; nothing is written.
 
         Args:
-            folder: Of its files.
+            folder: Folder of its files.
             step: Steps done.
-            generation: Of the run; every generation has its own drafts.
+            generation: Generation of the run; every generation has its own drafts.
             attempt: When the attempt of the run began, in milliseconds.
         """
         self.folder, self.step, self.generation, self.attempt = folder, step, generation, attempt

@@ -120,7 +120,7 @@ def new_draft(root: AnyPath, step: int, generation: int, attempt: int = 0) -> Dr
     Args:
         root: Folder or prefix of the checkpoints.
         step: Steps done.
-        generation: Of the run; every generation has its own drafts.
+        generation: Generation of the run; every generation has its own drafts.
         attempt: When the attempt of the run began, in milliseconds.
     """
     if isinstance(root, ObjectPath):

@@ -42,7 +42,7 @@ FORMAT_1_FILES = ("model.safetensors", "optimizer.safetensors")
 CHECKSUM_KEY = "sha256"
 """In a JSON file: the checksum of all else in it."""
 SMALL_FILE_SUFFIXES = (".jinja", ".json", ".zip")
-"""Of tokenizers, chat templates and the Hugging Face source, which a checkpoint may have."""
+"""Suffixes of tokenizers, chat templates and the Hugging Face source, which a checkpoint may have."""
 MAX_MANIFEST_BYTES = 2**28
 MAX_DIMS = 8
 MAX_SEQ_LEN = 2**24

@@ -34,8 +34,8 @@ def resume(state: CheckpointedState, checkpoint: AnyPath, rank: int) -> list[str
     """Restore tensors and counters from a checkpoint.
 
     Args:
-        state: Of this rank; overwritten.
-        rank: Of this process.
+        state: State of this rank; overwritten.
+        rank: Rank of this process.
         checkpoint: A folder that was verified already.
 
     Returns:
@@ -72,9 +72,9 @@ def load_tensors(state: CheckpointedState, saved: TensorSource, rank: int) -> No
     """Fill the parameters, the optimizer state and the buffers of a rank.
 
     Args:
-        state: Of this rank; overwritten.
+        state: State of this rank; overwritten.
         saved: Has all full tensors.
-        rank: Of this process.
+        rank: Rank of this process.
     """
     job = state.plan.job
     shapes = {parameter.name: parameter.shape for parameter in list_parameters(job.model)}

@@ -43,7 +43,7 @@ class RetiredSnapshots:
 
         Args:
             job: With that layout.
-            step: Of the snapshots to read; ranks without one are left out.
+            step: Step of the snapshots to read; ranks without one are left out.
             paths: Memory of each rank.
 
         Raises:
@@ -137,9 +137,9 @@ def restore_resharded(state: CheckpointedState, snapshots: RetiredSnapshots, ran
     """Restore tensors and counters of a rank from the snapshots of another layout.
 
     Args:
-        state: Of this rank; overwritten.
-        snapshots: Of all ranks that this node had before.
-        rank: Of this process.
+        state: State of this rank; overwritten.
+        snapshots: Snapshots of all ranks that this node had before.
+        rank: Rank of this process.
     """
     load_tensors(state, snapshots, rank)
     restore_counters(state, snapshots.counters)

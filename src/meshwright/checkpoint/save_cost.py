@@ -67,7 +67,7 @@ class AutoInterval:
         """Without an interval, until the first save is measured.
 
         Args:
-            failures: Of the run.
+            failures: Failures of the run.
         """
         self._failures = failures
         self._costs: deque[SaveCost] = deque(maxlen=LAST_COSTS)

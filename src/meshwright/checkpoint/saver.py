@@ -61,7 +61,7 @@ class CheckpointSaver:
         Args:
             stores: Where the checkpoints are kept.
             state: To save.
-            rank: Of this process.
+            rank: Rank of this process.
             events: To report saves.
             snapshots: In memory, taken beside checkpoints.
             commit: Entered when a checkpoint gets its name; raises where this rank must write no more.
@@ -128,7 +128,7 @@ class CheckpointSaver:
 
         Args:
             last: Whether the run ends with this step; then the checkpoint is committed on return.
-            eval_loss: Of this step, if it was evaluated.
+            eval_loss: Held-out loss of this step, if it was evaluated.
             save_requested: With several ranks: whether rank 0 found a save due by time.
             step_s: Time of this step; None if it is not typical.
         """

@@ -69,7 +69,7 @@ class StagingBuffer:
         """Allocate nothing yet.
 
         Args:
-            device: Of the state.
+            device: Device of the state.
         """
         self._pinned = device.type == "cuda"
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -49,8 +49,8 @@ class StateSnapshots:
         """Reserve the memory, unless an earlier generation has done it.
 
         Args:
-            memory: Of this rank, kept by the agent.
-            state: Of this rank.
+            memory: Memory of this rank, kept by the agent.
+            state: State of this rank.
             every_steps: Interval.
             commit: Entered when a slot changes; raises where this rank must write no more.
 

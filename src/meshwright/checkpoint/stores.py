@@ -107,7 +107,7 @@ class CheckpointStores:
         """Create the folders, check that the stores are reached, and lock them: one run writes there.
 
         Args:
-            run_dir: Of the run; None for a command that is none.
+            run_dir: Run folder; None for a command without one.
 
         Raises:
             UserError: Another process has a lock, or too few stores can be reached.

@@ -39,7 +39,7 @@ class WriteItem(NamedTuple):
     name: str
     tensor_slice: TensorSlice
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     values: Tensor
 
     @property
@@ -114,7 +114,7 @@ class CheckpointReader:
 
         Args:
             checkpoint: A verified folder.
-            manifest: Of it, if it was read already.
+            manifest: Manifest of it, if it was read already.
             prefer: Of its files of tensors, the one to look into first.
         """
         self.checkpoint = checkpoint
@@ -174,7 +174,7 @@ class CheckpointReader:
         """Read a full tensor, or a slice of it, into new memory.
 
         Args:
-            name: Of the tensor.
+            name: Name of the tensor.
             tensor_slice: None for all of it.
 
         Raises:

@@ -41,7 +41,7 @@ class EventWriter:
         """Open nothing yet.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             rank: That writes.
             generation: That it is in.
             listener: Called with every event.

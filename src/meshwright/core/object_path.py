@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3",)
-"""Of the URLs that are accepted: those that are tested."""
+"""Schemes of the URLs that are accepted: those that are tested."""
 PART_BYTES = 2**24
-"""Of an upload: that much is sent at a time."""
+"""An upload sends that much at a time."""
 MAX_PARTS = 9_000
 """An S3 upload has at most 10,000 parts."""
 READ_BYTES = 2**23

@@ -25,7 +25,7 @@ class CorpusSummary:
     documents: dict[str, int]
     shards: dict[str, int]
     disk_bytes: int
-    """Of the token files."""
+    """Size of the token files."""
     lengths: tuple[tuple[int, int], ...]
     """Documents by length: at least so many tokens (a power of two, below twice as many), and how many."""
     longest: int

@@ -27,7 +27,7 @@ class SplitIdentity:
 
     shards: Natural
     sha256: str
-    """Of all shards but the last."""
+    """Checksum of all shards but the last."""
     last: ShardIdentity | None
     """None for an empty split."""
 
@@ -38,7 +38,7 @@ class SourceIdentity:
 
     tokenizer_sha256: str
     dtype: str
-    """Of the tokens."""
+    """Dtype of the tokens."""
     train: SplitIdentity
     eval: SplitIdentity
     samples: Natural

@@ -190,8 +190,8 @@ def check_images(
     """Check that the model can read a folder; float32 images are checked for NaN.
 
     Args:
-        folder: Of the arrays.
-        shape: Of the model's images.
+        folder: Folder of the arrays.
+        shape: Shape of the model's images.
         eval_fraction: Of the job.
         eval_only: Whether only the held-out images are read.
 

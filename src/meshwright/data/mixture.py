@@ -67,7 +67,7 @@ class MixturePattern:
         """Build the table.
 
         Args:
-            weights: Of the sources, relative to each other; at least one is above 0.
+            weights: Weights of the sources, relative to each other; at least one is above 0.
         """
         self.counts: tuple[int, ...] = tuple(_period_counts(weights))
         """Samples of each source in a period."""
@@ -100,8 +100,8 @@ class MixtureOrder:
 
         Args:
             source_counts: Samples in each shard of each source; the dataset numbers them in this order.
-            weights: Of the sources.
-            seed: Of the run.
+            weights: Weights of the sources.
+            seed: Seed of the run.
         """
         self._orders = [SampleOrder(counts, seed) for counts in source_counts]
         self._pattern = MixturePattern(weights)

@@ -119,7 +119,7 @@ def train_tokenizer(
 
     Args:
         documents: To train on; an even sample if they are long.
-        vocab_size: Of the tokenizer.
+        vocab_size: Vocabulary size of the tokenizer.
         markers: Of the templates of the documents; they become special tokens.
         report: Called after each document, and within long ones.
     """

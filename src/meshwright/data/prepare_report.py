@@ -67,7 +67,7 @@ class PrepareReport:
         Args:
             engine: That ran it.
             tally: Documents read, kept and left out.
-            index: Of the shards.
+            index: Index of the shards.
             prompt_tokens: Tokens of prompts.
             sha256: Hash of the shards.
             seconds: Since its start.

@@ -51,7 +51,7 @@ def iter_records(
     next record can still be read.
 
     Args:
-        kind: Of the file; not text.
+        kind: Kind of the file; not text.
         stream: Its decompressed content.
         columns: The only columns that are needed; empty for all. Parquet reads no others.
         record_fields: A JSON object with one of these is a record, not a container of records.

@@ -18,9 +18,9 @@ def explain_oom(
     """Add the fastest changes that fit to the facts of a rank, and to its error as the fix.
 
     Args:
-        plan: Of the run.
+        plan: Plan of the run.
         memory: Field ``memory`` of the rank's ``error`` event.
-        error: Of the rank.
+        error: Error of the rank.
     """
     predicted = plan.ranks[memory["rank"]]
     needed = predicted.needed_bytes or predicted.first_peak_bytes

@@ -31,7 +31,7 @@ def report_lost_node(name: str) -> Message:
     """The failure of a rank whose agent is gone, in the form in which ranks report theirs.
 
     Args:
-        name: Of the node, with its host.
+        name: Name of the node, with its host.
     """
     text = f"the agent of {name} is gone"
     return {"kind": NODE_LOST, "message": text, "problems": [], "peer_lost": False}
@@ -42,7 +42,7 @@ def describe_missing_nodes(joined: int, nodes: int, limit_s: float, refused: int
 
     Args:
         joined: Nodes that did.
-        nodes: Of the run.
+        nodes: Nodes of the run.
         limit_s: How long it waited.
         refused: Connections that did not prove the token.
     """
@@ -89,7 +89,7 @@ class FailureReport:
     furthest_step: int
     """Steps that the run had done at most."""
     node: int
-    """Of the rank; 0 is the machine of the supervisor."""
+    """Node of the rank; 0 is the machine of the supervisor."""
     host: str
     log: Path
     """File with the output of the rank."""

@@ -88,7 +88,7 @@ def find_hang(states: Sequence[RankState], now_ns: int, limit_s: float) -> Verdi
     """Find out what a run waits for.
 
     Args:
-        states: Of all ranks.
+        states: States of all ranks.
         now_ns: ``CLOCK_MONOTONIC`` of this machine.
         limit_s: A rank that used no CPU time for this long is waiting; one without heartbeat is silent.
     """

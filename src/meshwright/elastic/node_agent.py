@@ -86,7 +86,7 @@ class NodeAgent:
         self._hello: Message | None = None
         """The first message of the local agent of a spare."""
         self._session: Session | None = None
-        """Of the node that this agent has."""
+        """The session of the node that this agent has."""
         self._dialed_again = False
         """Whether the supervisor has yet to say how this agent goes on; nothing is sent until then."""
         self._ranks: set[int] = set()

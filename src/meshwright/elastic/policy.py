@@ -32,7 +32,7 @@ class Failure:
     rollback: bool = False
     """Whether a bad step asks for a rollback: the ranks go on with later samples."""
     device: str = ""
-    """Of the rank; rank numbers change with the layout."""
+    """Device of the rank; rank numbers change with the layout."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def decide(failure: Failure, earlier: Sequence[Failure], budget: Budget) -> Deci
     Args:
         failure: The newest.
         earlier: Those before it in this run, oldest first.
-        budget: Of the run.
+        budget: Budget of the run.
     """
     restarts = budget.restarts
     if failure.refused:

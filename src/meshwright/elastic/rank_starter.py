@@ -24,7 +24,7 @@ class RankStarter:
     run_dir: Path
     world_size: int
     environment: Mapping[str, str]
-    """Of every rank, besides torchrun's variables."""
+    """Environment of every rank, besides torchrun's variables."""
     keep_snapshots: bool
     agents: AgentPool
     layout_generation: int
@@ -75,7 +75,7 @@ class RankStarter:
         )
 
     def _shared_environment(self) -> dict[str, str]:
-        """Of all ranks and spares."""
+        """Environment of all ranks and spares."""
         environment = {**self.environment, "WORLD_SIZE": str(self.world_size)}
         if self.world_size > 1:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self.agents.interface)

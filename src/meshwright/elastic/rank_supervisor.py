@@ -92,7 +92,7 @@ class RankSupervisor(SupervisorSettings):
         self._hang: Verdict | None = None
         """The last hang of this generation."""
         self._first_generation = self.generation
-        """Of this layout."""
+        """The first generation of this layout."""
 
     def run(self) -> list[int]:
         """Run to the end; returns the signals that stopped it, in order.

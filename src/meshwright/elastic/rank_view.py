@@ -46,7 +46,7 @@ class RankView:
     """Time of its failure, by the supervisor's monotonic clock."""
     last_event: Event = field(default_factory=dict)
     peak_flops_per_s: float | None = None
-    """Of its device, once it was ready; its replacement does not measure it again."""
+    """Matmul peak of its device, once it was ready; its replacement does not measure it again."""
     replaced: bool = False
     """Whether its process was killed as a straggler, so that another one takes the rank."""
 

@@ -35,7 +35,7 @@ class ProcessStatus:
     state: str
     """``R``, ``S``, ``D``, ``T`` (stopped), ``t`` (traced by a debugger) ...; empty if it is gone."""
     cpu_ticks: int = 0
-    """Of all threads, except those of the transport."""
+    """CPU time of all threads, except those of the transport."""
     has_children: bool = False
     """Compilers run in child processes."""
 

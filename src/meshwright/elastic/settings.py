@@ -45,7 +45,7 @@ class SupervisorSettings:
     agents: AgentPool | None = None
     """The agents of all nodes; by default a new one on this machine."""
     placement: Placement | None = None
-    """Of the ranks of that new one; by default in rank order."""
+    """Placement of the ranks of that new one; by default in rank order."""
     adopts: bool = False
     """Whether the ranks of these agents train already."""
     join_timeout_s: float = 300.0

@@ -16,7 +16,7 @@ from meshwright.elastic.stragglers import Straggler, StragglerWatch
 from meshwright.spec.job import Job, StragglerPolicy
 
 MAX_REPLACEMENTS = 3
-"""Of stragglers in one command."""
+"""Replaced stragglers in one command."""
 STEPS_BETWEEN = 200
 """Steps after which the same rank may be replaced again."""
 

@@ -101,7 +101,7 @@ class _Lateness:
 
     kinds: Sequence[str]
     shares: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Of the step."""
+    """Shares of the step."""
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
@@ -155,7 +155,7 @@ class _LateSave:
     late_s: Mapping[int, float]
     """By rank that is the cause."""
     usual_s: float
-    """Of the other ranks."""
+    """Usual time of the other ranks."""
 
 
 class StragglerWatch:

@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.core.events import Event
 
 TAIL_BYTES = 8 * 2**20
-"""Of the file: what agents send again is at most about a second old."""
+"""Bytes that are read from the end of the file: what agents send again is at most about a second old."""
 
 
 class WrittenEvents:

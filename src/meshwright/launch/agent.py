@@ -63,7 +63,7 @@ class _Process:
     rank: int | None = None
     """None for a spare."""
     fence: Fence | None = None
-    """Of the rank that it has or had."""
+    """Fence of the rank that it has or had."""
     fenced: bool = False
     """Whether another process has taken its place."""
 

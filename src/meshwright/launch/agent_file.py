@@ -21,7 +21,7 @@ class AgentFile:
     pid: int
     host: str
     path: str
-    """Of a Unix socket."""
+    """Path of a Unix socket."""
     token: str
     """A new supervisor must send it first."""
 

@@ -45,7 +45,7 @@ class AgentPool:
 
         Args:
             local: Of node 0.
-            placement: Of the ranks.
+            placement: Placement of the ranks.
             remote: Accepts the agents of the other nodes; None if there are none.
         """
         self.placement, self.remote = placement, remote

@@ -43,7 +43,7 @@ class Channel:
 
         Args:
             connection: A stream socket.
-            max_bytes: Of a message that arrives; a longer one closes the connection.
+            max_bytes: Size limit of a message that arrives; a longer one closes the connection.
         """
         self._socket, self._max_bytes = connection, max_bytes
         self._sent_seal: _Seal | None = None

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 MEMORY_NAME = "meshwright-collectives"
-"""Of the memfd, shown in ``/proc/PID/fd``."""
+"""Name of the memfd, shown in ``/proc/PID/fd``."""
 
 
 class CollectiveMemory:

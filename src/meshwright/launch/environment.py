@@ -26,7 +26,8 @@ PEAK_VARIABLE = "MESHWRIGHT_PEAK_FLOPS"
 """The peak FLOP/s of a rank's device, for a process that takes over the rank."""
 CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
 STORE_PREFIX = "AWS_"
-"""Of variables with the address of an object store and its credentials; they never leave their node."""
+"""Prefix of variables with the address of an object store and its credentials; they never leave their
+node."""
 
 
 def describe_place(environ: Mapping[str, str] = os.environ) -> dict[str, str | int | None]:

@@ -168,8 +168,8 @@ def join(address: Address, token: bytes, wait_s: float) -> Channel:
     """The agent's end: connect to the supervisor and prove the token to each other.
 
     Args:
-        address: Of the supervisor.
-        token: Of the run.
+        address: Address of the supervisor.
+        token: Token of the run.
         wait_s: How long to try again while nobody listens there.
 
     Raises:

@@ -38,7 +38,7 @@ class LocalAgent:
 
         Args:
             connection: To the agent.
-            process: Of the agent, if this process started it.
+            process: Process of the agent, if this process started it.
         """
         self._channel, self._process = Channel(connection), process
 

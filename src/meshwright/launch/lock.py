@@ -43,8 +43,8 @@ class RunLock:
         """Lock a folder of checkpoints: only one run writes there.
 
         Args:
-            folder: Of the checkpoints.
-            run_dir: Of the run that writes there.
+            folder: Folder of the checkpoints.
+            run_dir: Folder of the run that writes there.
 
         Raises:
             UserError: Another process has the lock, or had it, and its ranks still train.

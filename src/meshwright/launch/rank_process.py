@@ -46,9 +46,9 @@ class RankSetup:
     log: str
     fence: str
     snapshots: str | None = None
-    """Of in-memory snapshots; None if there are none."""
+    """Memory of in-memory snapshots; None if there are none."""
     retired: dict[str, str] = field(default_factory=dict)
-    """Of in-memory snapshots of the layout before, by rank."""
+    """Memory of in-memory snapshots of the layout before, by rank."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Order:
     reshard_from: str | None = None
     """The plan, in the run folder, of the layout whose snapshots hold ``restore_step``; None for this one."""
     collective_memory: str | None = None
-    """Of a ``join``: path of the memory for the collectives of the ranks of this host; the agent adds it."""
+    """In a ``join``: path of the memory for the collectives of the ranks of this host; the agent adds it."""
 
     def as_dict(self) -> Message:
         """For a message."""
@@ -269,7 +269,7 @@ def run_rank_process(
         connection: To the agent.
         entry: ``module:function``, called with ``run_dir`` and the link.
         run_dir: Folder of the run.
-        environment: Of every rank.
+        environment: Environment of every rank.
         log: File for the output.
         order: The first one; None for a spare.
     """

@@ -156,7 +156,7 @@ class RemoteNodes:
     _ready_spares: set[int] = field(default_factory=set)
     """Spares, also while they prepare a node, that have a warm local agent."""
     silence: SilenceWatch = field(default_factory=SilenceWatch)
-    """Of agents that wait or prepare, by file descriptor."""
+    """Silence of agents that wait or prepare, by file descriptor."""
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from meshwright.launch.channel import Message
 MOST_KEY_BYTES = 1024
 MOST_VALUE_BYTES = 2**20
 MOST_BYTES = 256 * 2**20
-"""Of all keys and values of a generation."""
+"""Size limit of all keys and values of a generation."""
 
 
 class RefusedError(Exception):

@@ -7,7 +7,7 @@ from meshwright.layout.stages import local_stages
 from meshwright.spec.job import Job
 
 CLAIM_BYTES = 16
-"""Of a replica: two float64 values, the slice that it holds and its time."""
+"""Bytes of a replica's claim: two float64 values, the slice that it holds and its time."""
 
 
 def padded_size(count: int, ranks: int) -> int:

@@ -23,7 +23,7 @@ NODE_HOURS = 24_000.0
 """In 1,000 node-days."""
 
 MOST_EXPONENT = 700.0
-"""Of e, in a float."""
+"""Largest power of e that a float holds."""
 
 
 @dataclass(frozen=True)

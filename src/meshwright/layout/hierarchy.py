@@ -23,7 +23,7 @@ from meshwright.schedule.collective.steps import CollectiveSchedule, split_evenl
 from meshwright.spec.job import Job
 
 MOST_PIECES = 4
-"""Of a bucket: one is exchanged between the nodes while another one is exchanged inside them."""
+"""Pieces of a bucket: one is exchanged between the nodes while another one is exchanged inside them."""
 LEAST_PIECE_ELEMENTS = 1 << 16
 """Smaller pieces cost more latency than they hide."""
 

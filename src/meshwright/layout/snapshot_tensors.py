@@ -36,7 +36,7 @@ class SnapshotTensor:
     """One tensor of a snapshot. All state is float32."""
 
     name: str
-    """Of the full tensor: a parameter, ``parameter:key`` of optimizer state, or a buffer."""
+    """Name of the full tensor: a parameter, ``parameter:key`` of optimizer state, or a buffer."""
     rows: int
     """Rows in memory, padding included; a scalar has one."""
     row_shape: tuple[int, ...]
@@ -58,7 +58,7 @@ def list_snapshot_tensors(job: Job, rank: int) -> list[SnapshotTensor]:
 
     Args:
         job: With a complete layout.
-        rank: Of the world.
+        rank: Global rank.
     """
     shapes = {parameter.name: parameter.shape for parameter in list_parameters(job.model)}
     names = [parameter.name for parameter in local_parameters(job, pp_rank_of(job, rank))]
@@ -118,7 +118,7 @@ def covers_state(job: Job, ranks: Collection[int]) -> bool:
 
     Args:
         job: With the layout of these ranks.
-        ranks: Of its world.
+        ranks: Global ranks in that layout.
     """
     if any(rank >= job.layout.world_size for rank in ranks):
         return False  # of another layout

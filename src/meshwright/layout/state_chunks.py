@@ -129,9 +129,9 @@ def local_chunks(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> tupl
 
     Args:
         job: With a complete layout.
-        rank: Of the world.
-        name: Of the parameter.
-        shape: Of the full parameter.
+        rank: Global rank.
+        name: Name of the parameter.
+        shape: Shape of the full parameter.
     """
     return _local_tensor(job, rank, name, shape).chunks
 
@@ -155,7 +155,7 @@ def written_chunks(job: Job, rank: int) -> tuple[Chunk, ...]:
 
     Args:
         job: With a complete layout.
-        rank: Of the world.
+        rank: Global rank.
     """
     by_replicas: dict[_Replicas, list[_ShardedTensor]] = {}
     for parameter, holder in locate_parameters(job):

@@ -100,7 +100,7 @@ class Tally:
     calls: int = 0
     bytes: int = 0
     dropped_rows: int = 0
-    """Of all calls: rows that the router dropped."""
+    """Rows of all calls that the router dropped."""
 
 
 class CollectiveCounter:

@@ -159,7 +159,7 @@ class FlightRecorder:
         """Record a call that is about to be issued.
 
         Args:
-            axis: Of the group.
+            axis: Axis of the group.
             group: Whose ranks take part.
             op: Name of the collective; ``send`` and ``recv``.
             peer: The other rank of a send or receive, in the group; -1 for a collective and for any rank.

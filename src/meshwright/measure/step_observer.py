@@ -15,7 +15,7 @@ class StepObserver(Protocol):
         """After it.
 
         Args:
-            border_bytes: Of a pipeline stage: bytes of its input, which it keeps, less those of its output,
+            border_bytes: Bytes of a pipeline stage's input, which it keeps, less those of its output,
                 which it sends.
         """
 

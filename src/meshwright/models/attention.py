@@ -77,7 +77,7 @@ class Context:
 
         Args:
             length: Local tokens of a sequence.
-            device: Of the result.
+            device: Device of the result.
         """
         return torch.arange(length, device=device)
 
@@ -90,7 +90,7 @@ class Context:
 
         Args:
             segments_BT: The document index of each token of whole sequences.
-            dtype: Of the scores.
+            dtype: Dtype of the scores.
         """
         return document_mask(segments_BT, dtype)
 

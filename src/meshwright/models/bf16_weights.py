@@ -27,7 +27,7 @@ class WeightCopies:
 
         Args:
             decoder: Its weights are not sharded on this rank.
-            dtype: Of its GEMMs.
+            dtype: Dtype of its GEMMs.
         """
         self._dtype = dtype
         self.copies: dict[nn.Parameter, Tensor] = {}

@@ -52,7 +52,7 @@ def convert_to_triton(
 
     Args:
         decoder: With RMS norms, RoPE, SwiGLU, no biases, and bf16 weight copies.
-        grad_dtype: Of the blocks' weight gradients.
+        grad_dtype: Gradient dtype of the blocks' weight gradients.
         gemms: Compute its 16-bit GEMMs.
     """
     head = decoder.head
@@ -70,7 +70,7 @@ def compile_blocks(decoder: Decoder, backend: str = "inductor") -> None:
 
     Args:
         decoder: Or a stage of one.
-        backend: Of torch.compile; one that generates no code leaves the loss as it is.
+        backend: Backend of torch.compile; one that generates no code leaves the loss as it is.
     """
     # It would split graphs at DDP's buckets, which lie outside them here, and assert on the buckets' sizes.
     torch._dynamo.config.optimize_ddp = False

@@ -34,7 +34,7 @@ class DeferredWeightGrad(NamedTuple):
     linear: Linear
     x: Tensor
     grad: Tensor
-    """Of the output."""
+    """Gradient of the output."""
 
     def compute(self) -> Iterator[tuple[str, Tensor]]:
         """Gradients of the weight and the bias, by name, in the GEMM's dtype."""
@@ -133,7 +133,7 @@ def low_precision_linear(x: Tensor, weight_copy: Tensor, *masters: Tensor) -> Te
 
     Args:
         x: Cast to the copy's dtype.
-        weight_copy: Of the masters, concatenated.
+        weight_copy: 16-bit weight copy of the masters, concatenated.
         masters: The parameters.
     """
     if not torch.is_grad_enabled():  # torch 2.11 cannot compile the function below then
@@ -164,7 +164,7 @@ def fp8_linear(x: Tensor, weight_copy: Tensor, *masters: Tensor, fp8_weight_grad
 
     Args:
         x: Of any dtype.
-        weight_copy: Of the masters, concatenated; or the only master itself.
+        weight_copy: 16-bit weight copy of the masters, concatenated; or the only master itself.
         masters: The parameters.
         fp8_weight_grad: Whether the weight gradient is an FP8 GEMM too; else it reads 16 bits.
     """

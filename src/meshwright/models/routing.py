@@ -73,9 +73,9 @@ class Tokens:
         """The queue position of each (token, slot) pair at its expert, and the counts without padding.
 
         Args:
-            experts_NK: Of the local tokens.
+            experts_NK: Experts of the local tokens.
             tokens_B: Tokens of each sequence without padding.
-            num_experts: Of the layer.
+            num_experts: Number of experts of the layer.
 
         Returns:
             For each pair the number of earlier pairs of its sequence (by token, then slot) at the same
@@ -148,7 +148,7 @@ class Router(nn.Module):
             x_ND: The tokens.
             weights_B2: Each sequence's share of the batch, and its number of tokens without padding; None in
                 generation, which has no capacity.
-            tokens: Of the sequences.
+            tokens: Tokens of the sequences.
         """
         learning = weights_B2 is not None and torch.is_grad_enabled()
         with torch.autocast(x_ND.device.type, enabled=False):
@@ -224,7 +224,7 @@ class Router(nn.Module):
         (token, slot) pairs at expert e, without a gradient; P_e is its mean router probability of e.
 
         Args:
-            outputs: Of the router.
+            outputs: Outputs of the router.
             frequency_NE: E f_e of each token's sequence.
             share_N1: Each token's share of the batch; 0 for padding.
         """

@@ -52,7 +52,7 @@ class LinearGemms:
     rows: tuple[int, ...]
     """Outputs of each merged linear."""
     grad_dtype: torch.dtype = torch.float32
-    """Of the weight gradient."""
+    """Dtype of the weight gradient."""
     gemms: Gemms = TORCH_GEMMS
     """Compute the 16-bit GEMMs."""
     scale_O1: Tensor | None = None
@@ -60,7 +60,7 @@ class LinearGemms:
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """Of the input of the forward GEMM."""
+        """Dtype of the input of the forward GEMM."""
         return fp8.E4M3 if self.uses_fp8 else self.weight_OI.dtype
 
     def forward(self, x: GemmOperand) -> Tensor:
@@ -272,7 +272,7 @@ class TritonEmbedding(nn.Embedding):
 
         Args:
             embedding: The one that this replaces.
-            residual_dtype: Of the output.
+            residual_dtype: Dtype of the output.
         """
         rows, width = embedding.weight.shape
         super().__init__(rows, width, _weight=torch.empty(rows, width, device="meta"))
@@ -293,7 +293,7 @@ class TritonRMSNorm(RMSNorm):
 
         Args:
             norm: The one that this replaces.
-            dtype: Of the output, which the head reads.
+            dtype: Dtype of the output, which the head reads.
         """
         super().__init__(0, norm.eps)
         self.weight, self.dtype = norm.weight, dtype
@@ -313,7 +313,7 @@ class TritonBlock(Block):
 
         Args:
             block: With RMS norms, RoPE and SwiGLU, and without biases.
-            grad_dtype: Of its weight gradients.
+            grad_dtype: Gradient dtype of its weight gradients.
             gemms: Compute its 16-bit GEMMs.
         """
         nn.Module.__init__(self)

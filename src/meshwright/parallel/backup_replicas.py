@@ -69,7 +69,7 @@ class SliceBoard:
 
         Args:
             store: For small values; its keys are those of one generation.
-            slices: Of a step.
+            slices: Slices of a step.
         """
         self._store, self._slices = store, slices
         self._step, self._asked, self._silent_until = 0, 0.0, 0.0
@@ -145,8 +145,8 @@ class BackupReplicas:
             model: With equal weights on all replicas.
             buckets: Names of the parameters of each bucket.
             group: All replicas.
-            slices: Of a step; the first replicas own one each.
-            board: Of finished slices; without one every replica finishes its slice.
+            slices: Slices of a step; the first replicas own one each.
+            board: Board of finished slices; without one every replica finishes its slice.
             interruptible: Modules before whose forward pass a late replica may abandon its slice.
         """
         named = dict(model.named_parameters())

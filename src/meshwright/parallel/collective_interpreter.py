@@ -29,7 +29,7 @@ SEGMENT_BYTES = 8 << 20
 IN_FLIGHT = 2
 """Receives that are posted per peer: one is transferred while the other one is added."""
 TAG = 0x5C4E
-"""Of all messages; other point-to-point calls on the group do not match them."""
+"""Tag of all messages; other point-to-point calls on the group do not match them."""
 
 
 class ScheduleRunner:

@@ -48,7 +48,7 @@ class ContextParallel(Context):
         )  # the meta device
 
     def local_columns(self, whole_BT: Tensor) -> Tensor:
-        """Of one value per token of whole sequences, those of this rank's tokens."""
+        """The values of this rank's tokens, from one value per token of whole sequences."""
         return whole_BT[:, self._local_positions[whole_BT.device]]
 
     def restore_order(self, by_rank_BT: Tensor) -> Tensor:

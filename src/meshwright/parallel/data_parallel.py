@@ -57,9 +57,9 @@ def build_backup_replicas(
     """Sums the gradients with ``layout.backup_replicas > 0``.
 
     Args:
-        model: Of this rank.
+        model: Model of this rank.
         job: The settled job.
-        mesh: Of the rank.
+        mesh: Mesh of the rank.
         store: Tells replicas which samples are done; without one none abandons its samples.
     """
     if not job.layout.backup_replicas:

@@ -21,7 +21,7 @@ def all_gather_json(value: Any, mesh: Mesh) -> list[Any]:
 
     Args:
         value: What JSON can hold; NaN and Inf too.
-        mesh: Of this rank.
+        mesh: Mesh of this rank.
 
     Raises:
         ValueError: The text of a rank is longer than ``MAX_BYTES``. All ranks raise it.

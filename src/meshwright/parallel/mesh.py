@@ -174,7 +174,7 @@ def init_mesh(
         counter: Registers the axis of every group.
         store: For the rendezvous; by default the file that the agent names.
         rank: This process; by default ``RANK`` of the environment.
-        backend: Of the groups; by default NCCL on GPUs and gloo on CPUs.
+        backend: Backend of the groups; by default NCCL on GPUs and gloo on CPUs.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world_size = job.layout.world_size

@@ -24,9 +24,9 @@ class RelayedStore(dist.Store):
         """Bind the store to a generation.
 
         Args:
-            link: Of this rank.
+            link: Link of this rank.
             generation: Whose keys are read and written.
-            timeout: Of requests that wait for keys.
+            timeout: Timeout of requests that wait for keys.
         """
         super().__init__()
         self._link, self._generation, self._wait_limit = link, generation, timeout
@@ -97,7 +97,7 @@ class RelayedStore(dist.Store):
 
     @property
     def timeout(self) -> timedelta:
-        """Of requests that wait."""
+        """Timeout of requests that wait."""
         return self._wait_limit
 
     def clone(self) -> RelayedStore:

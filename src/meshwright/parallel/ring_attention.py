@@ -90,7 +90,7 @@ class _Ring:
             length: Tokens of a sequence on this rank.
             causal: Whether positions attend only to earlier ones.
             group: Name of the process group.
-            scale: Of the scores; by default from the head size.
+            scale: Scale of the scores; by default from the head size.
         """
         self._scale = scale
         self.group = _find_group(group)
@@ -183,7 +183,7 @@ def ring_attention(
         segments: The document of each token of whole sequences, (B, ranks x T); None for one document.
         causal: Whether positions attend only to earlier ones.
         group: Name of the process group.
-        scale: Of the scores; by default one over the root of the head size.
+        scale: Scale of the scores; by default one over the root of the head size.
 
     Returns:
         The output, with the strides of the queries, and the log-sum-exp of the scores, (B, H, T).

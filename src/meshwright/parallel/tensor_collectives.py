@@ -117,7 +117,7 @@ class TensorParallel:
         return _ReduceScatter.apply(partial.flatten(0, 1), self.size, self.name)
 
     def local_tokens(self, index: Tensor) -> Tensor:
-        """Of one value per token, those of this rank's tokens of the residual stream."""
+        """The values of this rank's tokens of the residual stream, from one value per token."""
         if not self.sequence_parallel:
             return index
         return index.expand(self.batch).flatten().chunk(self.size)[self.rank]

@@ -59,7 +59,7 @@ class CollectiveTraffic:
     ranks: int
     calls: int
     bytes: int
-    """Of all calls: the larger of the input and output tensor of a call, before backend framing."""
+    """Bytes of all calls: the larger of the input and output tensor of a call, before backend framing."""
     pp_rank: int | None = None
     """The pipeline rank that the row is for; None: all of them."""
 

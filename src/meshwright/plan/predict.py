@@ -90,7 +90,7 @@ class Prediction:
 
     @property
     def need(self) -> MemoryNeed:
-        """Of the rank that needs most."""
+        """The memory need of the rank that needs most memory."""
         return self.memory.need
 
     @property
@@ -100,7 +100,7 @@ class Prediction:
 
     @property
     def ledger(self) -> Ledger:
-        """Of the rank that needs most."""
+        """The ledger of the rank that needs most memory."""
         return self.memory.ledger
 
     @property
@@ -216,7 +216,7 @@ def does_fit(job: Job, memory: Memory, room_bytes: int | None = None) -> bool:
 
     Args:
         job: For its cluster.
-        memory: Of a layout.
+        memory: Memory of a layout.
         room_bytes: Memory that a rank may need; the usable memory of a device by default.
     """
     room = usable_bytes(job.cluster) if room_bytes is None else room_bytes

@@ -46,7 +46,7 @@ class ProbeSuite:
     """The measurements on one kind of device."""
 
     precision: Literal["fp32", "bf16"]
-    """Of GEMMs, attention and steps; the other one is measured on a large GEMM only."""
+    """Precision of GEMMs, attention and steps; the other one is measured on a large GEMM only."""
     compiled: bool
     gemms: tuple[GemmShape, ...]
     """Beside the shapes of the small models."""

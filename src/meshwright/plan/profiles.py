@@ -331,7 +331,7 @@ def compiled_profile(profile: Profile, fp8_weight_grads: bool) -> Profile:
     """The profile of compiled blocks on GPUs; only Meshwright has one.
 
     Args:
-        profile: Of the framework.
+        profile: Profile of the framework.
         fp8_weight_grads: Whether, under fp8, the GEMMs of weight gradients run in fp8.
     """
     if profile.name != "meshwright":

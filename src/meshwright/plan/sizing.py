@@ -29,7 +29,7 @@ RESTART_S = 600.0
 CHECKPOINT_BYTES = 12
 """Per parameter: float32 weight and two Adam moments."""
 MOST_DOUBLINGS = 14
-"""Of the nodes."""
+"""The number of nodes is doubled at most this often."""
 STEPS_PER_DOUBLING = 8
 """Sizes per doubling of the nodes. More would give node counts with few divisors."""
 MOST_SAVED = 0.08
@@ -69,7 +69,7 @@ class ClusterSize:
     nodes: int
     prediction: Prediction
     length: RunLength
-    """Of the whole training, failures included."""
+    """Length of the whole training, failures included."""
     cost: float | None
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ROOTED_WHOLE = ("broadcast", "reduce")
 """Operations that move the whole tensor over the slowest link once."""
 WIDTH, HEIGHT = 920, 300
-"""Of a row of the picture, in pixels."""
+"""Size of a row of the picture, in pixels."""
 GIGA = 1e9
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.simulate.collective_choice import CollectiveComparison
 
 MOST_ROUNDS, MOST_RANKS = 40, 32
-"""Of a picture; more steps are cut, more ranks refused."""
+"""Limits of a picture; more steps are cut, more ranks refused."""
 MOST_CELLS, MOST_LABELS = 64, 8
 """Chunks that have borders, and numbers."""
 NARROW, WIDE, ROW, BOX = 74, 190, 78, 26

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT, BAR = 960, 380, 150
-"""Of the two curves, and height of the bar below them, in pixels."""
+"""Size of the two curves, and height of the bar below them, in pixels."""
 NEAR = 0.9
 """Numbers of spares are drawn from the first with this share of the best."""
 LEAST_SPAN = 0.5
-"""Of the goodput axis, in percent: smaller differences look as small as they are."""
+"""Smallest range of the goodput axis, in percent: smaller differences look as small as they are."""
 
 
 def draw_failures(found: FailureSimulation) -> Figure:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SPAN_COLORS = {"start-up": "#7d8590", "recovery": "#c2405c", "training": "#2f76c9"}
 MAX_ROWS = 30
-"""Of more generations, the last are drawn."""
+"""Generations that are drawn: the last ones."""
 WIDTH, ROW, TOP, BOTTOM, LEFT, RIGHT = 1080, 24, 38, 44, 110, 16
 """Sizes in pixels."""
 LABEL_PIXELS = 6.0

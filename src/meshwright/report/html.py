@@ -27,7 +27,7 @@ MOST_OPEN = 20
 """Further rows of a table are collapsed."""
 
 MOST_EXPERTS = 16
-"""Of a layer with more experts, only the first are listed."""
+"""Experts that are listed per layer: the first ones."""
 
 PAGE_STYLE = """
 :root { color-scheme: light dark; }

@@ -20,7 +20,7 @@ class MetricText:
         """Start without metrics.
 
         Args:
-            prefix: Of all names.
+            prefix: Prefix of all names.
         """
         self._prefix = prefix
         self._families: dict[str, tuple[Kind, str, list[str]]] = {}
@@ -35,7 +35,7 @@ class MetricText:
             kind: ``gauge`` or ``counter``.
             description: One line.
             value: The sample.
-            labels: Of the sample.
+            labels: Labels of the sample.
         """
         assert _NAME.fullmatch(name), f"not the name of a metric: {name}"
         assert (kind == "counter") == name.endswith("_total"), f"a counter ends with _total: {name}"

@@ -17,7 +17,7 @@ STEP_SCALARS = {
 }
 """Scalar names by field of a ``step`` event; other numbers are called ``step/FIELD``."""
 EVAL_LOSS = "loss/eval"
-"""Of the held-out split; that of a further set is ``loss/eval/NAME``."""
+"""Loss of the held-out split; that of a further set is ``loss/eval/NAME``."""
 
 
 def scalars_of(event: Event) -> dict[str, float]:

@@ -62,7 +62,7 @@ class ScalingRow:
 
 
 def slowest(times: Sequence[Times]) -> list[float]:
-    """Of each counted step, the time of the slowest rank."""
+    """The time of the slowest rank, for each counted step."""
     return [max(values) for values in zip(*(rank["step_s"] for rank in times), strict=True)][WARM_UP:]
 
 

@@ -24,7 +24,7 @@ class Measurement:
     """Median and quartiles of the counted steps, by the slowest rank of each."""
     tokens_per_s: float
     peak_memory_bytes: int | None
-    """Of the rank with the highest peak; None for compiled code."""
+    """Peak of the rank with the highest one; None for compiled code."""
     audit_ok: bool
 
 
@@ -45,7 +45,7 @@ class TuneRow:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Of the rank with the highest peak, in steps after the first."""
+        """Peak of the rank with the highest one, in steps after the first."""
         return max(rank.peak_bytes for rank in self.plan.ranks)
 
     def as_dict(self, recalibrated_step_s: float | None) -> dict[str, Any]:

@@ -38,12 +38,12 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 22, 24, 26, 28))
 """1 KiB to 256 MiB."""
 ALGORITHMS = ("ring", "tree", "halving_doubling")
-"""Of ours, by default; each operation has some of them."""
+"""Our algorithms that are measured by default; each operation has some of them."""
 BACKEND = "backend"
 BUDGET_S = 120.0
 MOST_RANKS = 64
 MEMORY_SHARE = 0.5
-"""Of the memory that is free, for the tensors of all ranks."""
+"""Share of the free memory, for the tensors of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def bench_collectives(
     Args:
         ranks: Number of ranks; the GPUs or CPU cores of this machine, at least 2, if left out.
         ops: Operations; the usual five if empty.
-        algorithms: Of ours; :data:`ALGORITHMS` if None. ``backend`` is always measured.
+        algorithms: Our algorithms; :data:`ALGORITHMS` if None. ``backend`` is always measured.
         sizes: Bytes of the larger tensor; 1 KiB to 256 MiB if empty.
         budget_s: Time for all; sizes that do not fit are skipped.
         cpu_only: Measure the CPU even if there are GPUs.

@@ -99,8 +99,8 @@ def evaluate_saved(
         model: A checkpoint or a Hugging Face folder.
         sets: Paths by name: text or conversations, or the ``eval`` split of a prepared folder or of images.
         overrides: ``data.key=value`` texts.
-        max_samples: Of each set, from its first; None for all.
-        precision: Of the GEMMs, one of ``PRECISIONS``.
+        max_samples: Largest number of each set, from its first; None for all.
+        precision: Precision of the GEMMs, one of ``PRECISIONS``.
         reporter: Receives messages and progress.
 
     Raises:

@@ -55,7 +55,7 @@ class RunLayouts:
 
         Args:
             plan: The current one.
-            assignment: Of the run; names the plan for all devices, if it is another one.
+            assignment: Assignment of the run; names the plan for all devices, if it is another one.
         """
         elastic = plan.job.elastic
         if elastic.may_change == "nothing" or elastic.restarts == 0:
@@ -83,7 +83,7 @@ class RunLayouts:
 
         Args:
             before: The plan of the layout that ended.
-            assignment: Of that layout.
+            assignment: Assignment of that layout.
             change: The next layout, and what is left of the one before.
             listener: Called with the event.
             find_checkpoint: Finds the newest checkpoint.

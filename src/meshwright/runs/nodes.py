@@ -71,8 +71,8 @@ class NodeListener:
         """Accept the agents of a run.
 
         Args:
-            plan: Of the run.
-            assignment: Of the run, with absolute paths.
+            plan: Plan of the run.
+            assignment: Assignment of the run, with absolute paths.
             adopting: Whether their ranks still train and are taken over.
         """
         order = _NodeOrder(plan, assignment)

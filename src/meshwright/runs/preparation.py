@@ -31,11 +31,11 @@ class EngineChoice:
     """The engine that a user asked for."""
 
     name: str | None = None
-    """Of ``engines.choose.ENGINES``; the best that is installed if left out."""
+    """One of ``engines.choose.ENGINES``; the best that is installed if left out."""
     parallelism: int | None = None
     """Tasks at once; the cores of this machine if left out."""
     address: str | None = None
-    """Of a cluster that runs."""
+    """Address of a cluster that runs."""
 
     def resolve(self, reporter: Reporter) -> str:
         """The name of the engine; why, if it was not asked for."""

@@ -220,8 +220,8 @@ def _take_locks(run_dir: Path, stores: CheckpointStores, fresh: bool = False) ->
     """Lock the folder of a run and its checkpoints: other runs may name them in ``checkpoint.dir``.
 
     Args:
-        run_dir: Of the run.
-        stores: Of its checkpoints.
+        run_dir: Run folder.
+        stores: Stores of its checkpoints.
         fresh: The run has no folder yet, or an empty one: only its checkpoints are locked.
 
     Raises:

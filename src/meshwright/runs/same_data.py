@@ -17,7 +17,7 @@ def check_same_data(manifest: Manifest, job: Job, folder: Path, checkpoint: AnyP
     """Refuse data in which the position of a checkpoint would have another meaning.
 
     Args:
-        manifest: Of the checkpoint; its job matches.
+        manifest: Manifest of the checkpoint; its job matches.
         job: To resume.
         folder: Its prepared data, or images.
         checkpoint: For the error.

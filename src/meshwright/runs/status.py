@@ -44,7 +44,7 @@ class RunStatus:
         """The newest step of rank 0."""
         self._step_at: float | None = None
         self._verdict: str | None = None
-        """Of a hang, until a step is done."""
+        """Verdict on a hang, until a step is done."""
         self._memory_bytes: dict[int, int] = {}
         self._spent_s: defaultdict[tuple[int, str], float] = defaultdict(float)
         self._failures = 0
@@ -192,7 +192,7 @@ def serving_status(
     """Serve the pages around a run, if ``elastic.metrics`` asks for it.
 
     Args:
-        job: Of the run.
+        job: Job of the run.
         run_dir: Folder of the run.
         status: What the pages show.
         reporter: Is told the address and the token file.

@@ -82,7 +82,7 @@ class EventListeners:
 
     def __init__(self, job: Job, run_dir: Path, reporter: Reporter) -> None:
         self.record = read_record(run_dir)
-        """Of all attempts: the earlier ones from the file."""
+        """The record of all attempts: the earlier ones from the file."""
         self._job, self._reporter = job, reporter
         self._tensorboard = TensorBoardSink(run_dir) if job.train.tensorboard else None
         self._trackers = build_trackers(job, run_dir, reporter.warning)

@@ -23,7 +23,7 @@ LEAST_SEGMENT_BYTES = 4096
 EQUAL = 1e-3
 """Relative difference of times that count as equal."""
 MAX_RANKS = 128
-"""Of a comparison: it simulates every algorithm at every size."""
+"""Ranks of a comparison: it simulates every algorithm at every size."""
 
 
 @dataclass(frozen=True)

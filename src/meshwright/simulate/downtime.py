@@ -55,7 +55,7 @@ class Downtime:
     wait_s: Floats
     """Each run waits this long for nodes."""
     failures: Ints
-    """Of each run."""
+    """Failures of each run."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def build_model(
         job: On the whole of its cluster.
         days: Length of a run.
         settings: What differs from the defaults.
-        planner: Of the job on fewer nodes, if it has planned some already.
+        planner: Planner of the job on fewer nodes, if it has planned some already.
 
     Raises:
         UserError: No layout fits on as few nodes as the run should go on with.

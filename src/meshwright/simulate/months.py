@@ -73,7 +73,7 @@ class FailureSimulation:
     """Runs of the trials."""
     assumptions: tuple[str, ...]
     reasons: tuple[str, ...]
-    """Of the interval and the number of spares."""
+    """Reasons for the interval and the number of spares."""
     warnings: tuple[str, ...]
     on_demand: FailureSimulation | None = None
     """The same without preemptions at the full price; None if nothing is preempted."""

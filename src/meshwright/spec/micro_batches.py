@@ -10,7 +10,7 @@ def count_rank_samples(job: Job, samples: int | None = None) -> int:
 
     Args:
         job: The job.
-        samples: Of all ranks; those of a training step if left out.
+        samples: Samples of all ranks; those of a training step if left out.
     """
     return -(-(samples or job.train.global_batch) // job.layout.data_degree)
 

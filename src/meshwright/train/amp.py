@@ -102,7 +102,7 @@ class MixedPrecision:
 
         Args:
             optimizer: With clipped gradients.
-            grad_norm: Of the whole model; NaN in a bad step.
+            grad_norm: Gradient norm of the whole model; NaN in a bad step.
             bad: Whether the step is bad, on the device; only read in fp16.
         """
         if self._scaled and bad is not None and bool(bad):

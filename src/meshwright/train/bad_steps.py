@@ -72,8 +72,8 @@ def is_bad(loss: Tensor, grad_norm: Tensor, limit: float, scaled: bool) -> Tenso
 
     Args:
         loss: Summed, of this rank.
-        grad_norm: Of the whole model.
-        limit: Of a spike.
+        grad_norm: Gradient norm of the whole model.
+        limit: Limit of a spike.
         scaled: Whether the loss is scaled (fp16): then a gradient norm that is not finite is an overflow.
     """
     norm = grad_norm.to(loss.device, torch.float64)
@@ -86,9 +86,9 @@ def describe_bad_step(loss: float, grad_norm: float, norms: Sequence[float], ste
     """Describe a step that some rank found bad.
 
     Args:
-        loss: Of all ranks.
+        loss: Loss of all ranks.
         grad_norm: As this rank computed it.
-        norms: Of the last good steps.
+        norms: Norms of the last good steps.
         step: Its number.
     """
     median = median_norm(norms)

@@ -105,8 +105,8 @@ class SliceReader:
         """Read nothing yet.
 
         Args:
-            batcher: Of the training data.
-            samples: Of all ranks.
+            batcher: Batcher of the training data.
+            samples: Samples of all ranks.
         """
         self._batcher, self._samples = batcher, samples
 

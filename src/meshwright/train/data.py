@@ -38,7 +38,7 @@ class TrainData:
     order: SampleOrder | MixtureOrder
     prefetcher: BatchPrefetcher
     sha256: str
-    """Of the index, which holds the checksums of the shards; of images, see ``data.images``."""
+    """Checksum of the index, which holds the checksums of the shards; of images, see ``data.images``."""
     sources: dict[str, SourceIdentity]
     """The shards of each source; empty for images and for data that come from elsewhere."""
     tokenizer: Path | None
@@ -64,8 +64,8 @@ def open_data(
 
     Args:
         job: The settled job.
-        folder: Of the prepared data.
-        mesh: Of the rank.
+        folder: Folder of the prepared data.
+        mesh: Mesh of the rank.
         context: The positions that this rank reads, with ``layout.cp > 1``.
         open_split: Replaces the data in the folder.
         eval_sets: Folder of each set of ``data.eval``, by name.

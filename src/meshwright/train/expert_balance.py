@@ -104,7 +104,7 @@ class ExpertBalancer:
         Args:
             model: A model with experts.
             rate: Update rate of the biases; 0 for no biases.
-            device: Of the counts.
+            device: Device of the counts.
         """
         assert model.num_experts is not None, "there are experts to balance"
         self._first, self._experts, self._rate = model.dense_layers, model.num_experts, rate

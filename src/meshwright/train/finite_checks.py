@@ -252,7 +252,7 @@ def name_cause(trainer: Trainer, error: DivergedError, action: str) -> DivergedE
 
     Args:
         trainer: After the step, with the weights before it.
-        error: Of the step.
+        error: Error of the step.
         action: What happens next, for the event.
     """
     try:

@@ -138,7 +138,7 @@ def generate_text(
 
     Args:
         task: What to generate.
-        mesh: Of the tensor-parallel ranks; None for one process.
+        mesh: Mesh of the tensor-parallel ranks; None for one process.
         on_token: Called with the number of tokens so far.
     """
     model, tokenizer = load_model(task, mesh), load_tokenizer(Path(task.checkpoint))

@@ -35,7 +35,7 @@ from meshwright.spec.job import Train
 ANNEALING = 0.55
 """Exponent of the decay of the added variance (Neelakantan et al.)."""
 EMA_DECAY = 0.9
-"""Of the running averages of |G|^2 and T: a single measurement is as noisy as the gradient."""
+"""Decay of the running averages of |G|^2 and T: a single measurement is as noisy as the gradient."""
 
 
 def noise_std(step: int, train: Train) -> float:
@@ -128,7 +128,7 @@ class NoiseScale:
 
         Args:
             summed: ``parts``, summed over all ranks.
-            samples: Of the whole batch.
+            samples: Samples of the whole batch.
             loss_scale: Factor of the gradients when they were measured.
         """
         if not self._measuring:

@@ -40,7 +40,7 @@ def name_spike(trainer: Trainer, error: DivergedError, bad: BadStep, action: str
 
     Args:
         trainer: After the step, with the weights before it.
-        error: Of the step.
+        error: Error of the step.
         bad: The step.
         action: What happens next, for the event.
     """

@@ -58,7 +58,7 @@ class OffloadedOptimizerState:
         Args:
             optimizer: With its state allocated.
             buckets: Every parameter once.
-            device: Of the parameters.
+            device: Device of the parameters.
         """
         self._optimizer, self._optimizer_step = optimizer, optimizer.step
         self._gpu = device.type == "cuda"

@@ -87,8 +87,8 @@ def report_out_of_memory(
 
     Args:
         error: What was raised.
-        plan: Of the run.
-        rank: Of this process.
+        plan: Plan of the run.
+        rank: Rank of this process.
         free: Result of :func:`measure_free_memory`.
         trainer: If it was built already.
     """

@@ -33,7 +33,7 @@ def score(model: Decoder | ResNet, batches: Iterable[Batch], precision: str = "f
     Args:
         model: On its device.
         batches: The samples.
-        precision: Of the GEMMs: ``fp32``, ``bf16`` or ``fp16``; logits and loss are float32.
+        precision: Precision of the GEMMs: ``fp32``, ``bf16`` or ``fp16``; logits and loss are float32.
     """
     total = Score()
     device, low = next(model.parameters()).device, AUTOCAST_DTYPES.get(precision)

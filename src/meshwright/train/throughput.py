@@ -66,7 +66,7 @@ class ThroughputMeter:
 
         Args:
             plan: Counts the FLOPs of a token.
-            device: Of this rank.
+            device: Device of this rank.
         """
         self.peak_flops_per_s, self.peak_basis = find_peak_flops(plan.job, device)
         self._mfu_of_rate = plan.flops_per_token / plan.world_size / self.peak_flops_per_s

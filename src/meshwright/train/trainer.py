@@ -145,12 +145,12 @@ class Trainer:
             context: Plan, mesh and reporting of this rank.
             model: With all axes applied.
             amp: Mixed precision.
-            optimizer: Of the parameters that this rank updates.
+            optimizer: Optimizer of the parameters that this rank updates.
             offloaded: Its state, if that is in CPU memory.
-            balancer: Of experts, if there are some.
+            balancer: Balancer of experts, if there are some.
             data: To train and evaluate on.
             state: Counters; restored if the run is resumed.
-            saver: Of checkpoints.
+            saver: Saver of checkpoints.
             stop: Set when this rank is asked to stop.
         """
         self.plan, self.assignment, self.mesh = context.plan, context.assignment, context.mesh
@@ -320,7 +320,7 @@ class Trainer:
 
         Args:
             batches: The micro-batches of this rank.
-            divisor: Of the loss: target tokens of all ranks.
+            divisor: Divisor of the loss: target tokens of all ranks.
 
         Returns:
             The summed loss of this rank, and its number of targets.

@@ -168,7 +168,7 @@ class RankFailure:
     """Why a rank left its generation."""
 
     fields: dict[str, Any]
-    """Of the ``error`` event."""
+    """Fields of the ``error`` event."""
     status: int
     """Exit status, if the run ends."""
 

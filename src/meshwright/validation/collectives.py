@@ -63,7 +63,7 @@ class RingFit:
     alpha_s: float
     """Per step."""
     bytes_per_s: float
-    """Of one ring."""
+    """Bandwidth of one ring."""
 
     def predict_s(self, point: Point) -> float:
         """Simulate the ring all-reduce of a point."""

@@ -88,7 +88,7 @@ def evaluate(rows: Sequence[Row], rates: Mapping[str, Tables] | None = None) -> 
     """Rows with predictions, in order; rows of one workload are predicted together.
 
     Args:
-        rows: Of tables.
+        rows: Rows of tables.
         rates: By source of a row; the calibrated ones if left out.
     """
     groups: dict[tuple[Workload, str], list[int]] = defaultdict(list)

@@ -24,10 +24,10 @@ class SourceLimits:
     failed: int
     """Layouts that ran out of memory."""
     caught: int
-    """Of these, predicted not to fit."""
+    """Those of them that are predicted not to fit."""
     ran: int
     fitting: int
-    """Of these, predicted to fit."""
+    """Those of them that are predicted to fit."""
 
 
 @dataclass(frozen=True)

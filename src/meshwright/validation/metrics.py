@@ -45,7 +45,7 @@ class Errors:
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> Errors:
-        """Of a list of errors."""
+        """The figures of a list of errors."""
         if not errors:
             return cls(0)
         signed = np.array(errors)

@@ -53,7 +53,7 @@ def _train(trainer: Trainer, faults: Sequence[Fault]) -> None:
 
 
 def _spoil(model: nn.Module, factor: float) -> RemovableHandle:
-    """Of the weight, or of the input where the weight is sharded and has no gradient of its own."""
+    """Spoil the gradient of the weight, or of the input if the weight is sharded: it has none of its own."""
     module = next(module for name, module in model.named_modules() if name.endswith(MODULE))
     is_sharded = hasattr(module.weight, "to_local")
     return (scale_input_gradient if is_sharded else scale_weight_gradient)(module, factor)

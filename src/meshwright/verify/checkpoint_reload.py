@@ -108,9 +108,9 @@ def compare_checkpoints(checkpoint: Path, reference: Path, step: int) -> Iterato
     Weights are compared by their change. Where a gradient is rounding only, so is the change: not compared.
 
     Args:
-        checkpoint: Of the layout.
+        checkpoint: Checkpoint of the layout.
         reference: Folder of the reference.
-        step: Of both checkpoints.
+        step: Step of both checkpoints.
     """
     record, theirs = ReferenceRecord.read(reference), reference / CHECKPOINTS / checkpoint_name(step)
     norms = record.gradient_norms["1"]

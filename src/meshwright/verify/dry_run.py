@@ -41,7 +41,7 @@ def dry_run_step(
     """Run one audited step as a rank.
 
     Args:
-        plan: Of a job for CPU with eager blocks.
+        plan: Plan of a job for CPU with eager blocks.
         rank: Which rank to run.
         listener: Called with the events of the step, ``state`` and ``collectives``.
         report_progress: Called while it runs.

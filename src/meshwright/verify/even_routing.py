@@ -40,8 +40,8 @@ def even_counts(outgoing_XH: Tensor, rank: int, num_experts: int, etp: int) -> T
 
     Args:
         outgoing_XH: The rows that this rank sends.
-        rank: Of this process, in the group of experts.
-        num_experts: Of the layer.
+        rank: Rank of this process, in the group of experts.
+        num_experts: Number of experts of the layer.
         etp: Tensor-parallel degree of experts.
     """
     ranks, held = outgoing_XH.shape

@@ -33,21 +33,22 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 """Relative to the norm of the parameter's gradient in the reference."""
 ROUNDING = 2.0**-23
-"""Of float32: a smaller difference, relative to the gradient norm of the whole model, is noise. Some
+"""Rounding of float32: a smaller difference, relative to the gradient norm of the whole model, is noise. Some
 gradients are only noise: that of the bias of attention keys is zero, because softmax cancels it."""
 ACTIVATION_TOLERANCE = 1e-4
 """Relative to the norm of one sample's output; only decides which module is named."""
 NORM_TOLERANCE = 1e-4
-"""Of the gradient norm of the whole model, relative to that of the reference."""
+"""Tolerance for the gradient norm of the whole model, relative to that of the reference."""
 UPDATE_TOLERANCE = 1e-3
-"""Of the change of a parameter and of its moments, relative to their formula (``update_formulas``)."""
+"""Tolerance for the change of a parameter and of its moments, relative to their formula
+(``update_formulas``)."""
 WEIGHT_TOLERANCE = 1e-6
-"""Of initial weights, relative to those of the reference: they depend on seed and name only."""
+"""Tolerance for initial weights, relative to those of the reference: they depend on seed and name only."""
 MIN_LR = {"adamw": 1e-3, "lion": 1e-3, "muon": 1e-3, "sgd": 0.1}
 """Peak learning rate of a proof, at least: with a smaller one rounding would hide the weight decay."""
 CHANGE_TOLERANCE = 1e-2
-"""Of the weights in a checkpoint, relative to their change since the start. The first steps of AdamW depend
-on signs: where the gradient of an element is rounding, the element differs by a whole step."""
+"""Tolerance for the weights in a checkpoint, relative to their change since the start. The first steps of
+AdamW depend on signs: where the gradient of an element is rounding, the element differs by a whole step."""
 NOISE_GRADIENT = 1e-6
 """A gradient below this share of the whole model's is rounding; so are the directions of its updates."""
 TIE = 1e-6
@@ -70,7 +71,7 @@ class Tolerances:
     gradient: float
     gradient_norm: float
     rounding: float
-    """Of a gradient, relative to the gradient norm of the whole model."""
+    """Rounding of a gradient, relative to the gradient norm of the whole model."""
     gradient_steps: tuple[int, ...]
     """Steps whose gradients are compared."""
     tie: float
@@ -78,7 +79,7 @@ class Tolerances:
 
 
 EXACT = Tolerances(LOSS_TOLERANCE, GRADIENT_TOLERANCE, NORM_TOLERANCE, ROUNDING, GRADIENT_STEPS, TIE)
-"""Of float32."""
+"""Tolerances of float32."""
 BF16 = Tolerances(5e-3, 0.1, 5e-2, 2.0**-8, GRADIENT_STEPS[:1], 2e-2)
 """A layout rounds in another order. Later gradients are those of other weights."""
 FP16 = dataclasses.replace(BF16, gradient_norm=1e-2)
@@ -87,7 +88,7 @@ TOLERANCES = {"fp32": EXACT, "bf16": BF16, "fp16": FP16}
 MIXED_PRECISIONS = ("bf16", "fp16")
 """Precisions that a CPU has."""
 MAX_LOSS_SCALE = 1024.0
-"""Of fp16: near overflow a layout may skip steps that one process does not."""
+"""Largest loss scale of fp16: near overflow a layout may skip steps that one process does not."""
 
 TASK_FILE = "proof.json"
 REFERENCE_FILE = "reference.json"
@@ -129,7 +130,7 @@ class ProofTask:
 
     @property
     def tolerances(self) -> Tolerances:
-        """Of the precision."""
+        """Tolerances of the precision."""
         return TOLERANCES[self.precision]
 
     def write(self, folder: Path) -> None:
@@ -156,7 +157,7 @@ class ReferenceRecord:
     gradient_norms: dict[str, dict[str, float]] = field(default_factory=dict)
     """By step and parameter; without parameters that have no gradient."""
     weight_norms: dict[str, float] = field(default_factory=dict)
-    """Of the initial weights."""
+    """Norms of the initial weights."""
     rules: dict[str, str] = field(default_factory=dict)
     """Update rule of each parameter."""
     decayed: list[str] = field(default_factory=list)
@@ -199,7 +200,7 @@ class UpdateDifference:
     """Difference of the update of a parameter from its formula."""
 
     difference: float | None
-    """Of the parameter or a moment, relative; None if it is not finite."""
+    """Difference of the parameter or a moment, relative; None if it is not finite."""
     term: str = ""
     """The term that is wrong: `weight decay`, `bias correction`, `moment`, `gradient`, `clipping`, `lr`;
     `update` if none of them explains the difference."""

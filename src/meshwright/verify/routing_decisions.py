@@ -39,8 +39,8 @@ class RoutingDecisions(ABC):
         """Hook every router.
 
         Args:
-            trainer: Of the rank.
-            folder: Of the reference, which has the recorded decisions or will have them.
+            trainer: Trainer of the rank.
+            folder: Folder of the reference, which has the recorded decisions or will have them.
         """
         self._trainer, self._folder = trainer, folder
         self._parts = self._split(trainer.job.train.global_batch)
@@ -70,7 +70,7 @@ class RoutingDecisions(ABC):
 
     @property
     def _number(self) -> int:
-        """Of the running step; an evaluation has number 0."""
+        """Number of the running step; an evaluation has number 0."""
         return 0 if self._evaluated is not None else self._steps + 1
 
     @abstractmethod

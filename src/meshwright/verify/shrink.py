@@ -70,9 +70,9 @@ def shrink_to_fit(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -
 
     Args:
         job: With its layout given.
-        steps: Of the proof.
+        steps: Steps of the proof.
         memory_bytes: Free memory.
-        flops_per_s: Of one process.
+        flops_per_s: Rate of one process.
     """
     reasons = find_reasons(job, steps, memory_bytes, flops_per_s)
     if not reasons:

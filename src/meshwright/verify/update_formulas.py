@@ -33,7 +33,7 @@ from meshwright.verify.proof_task import UPDATE_TOLERANCE, UpdateDifference
 from meshwright.verify.tensor_difference import tensor_norm
 
 ROUNDING = 2.0**-23
-"""Of a float32 parameter, relative to its norm: it is rounded after the decay and after the step."""
+"""Rounding of a float32 parameter, relative to its norm: it is rounded after the decay and after the step."""
 DECAY_SHARE = 100.0
 """A tenth of the weight decay is an error, although the decay may be a thousandth of the update."""
 SIGN_ROUNDING = 1e-5

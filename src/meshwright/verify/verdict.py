@@ -83,13 +83,14 @@ class Verdict:
 
     equal: bool
     max_rel_diff: float | None
-    """Of the losses; None if one is missing or not finite."""
+    """Largest difference of the losses; None if one is missing or not finite."""
     max_grad_diff: float | None
-    """Of the gradients, relative to their norms; 1 for a missing one, None for one that is not finite."""
+    """Largest difference of the gradients, relative to their norms; 1 for a missing one, None for one that is
+    not finite."""
     max_norm_diff: float | None
-    """Of the gradient norms; None if one is missing or not finite."""
+    """Largest difference of the gradient norms; None if one is missing or not finite."""
     max_update_diff: float | None
-    """Of the updates, relative to their formula; None if one is not finite."""
+    """Largest difference of the updates, relative to their formula; None if one is not finite."""
     first_divergence: Divergence | None
     tolerance: dict[str, float]
     """By quantity."""
@@ -119,10 +120,10 @@ def judge(
 
     Args:
         reference: What the reference recorded.
-        findings: Of every rank of the layout.
+        findings: Findings of every rank of the layout.
         found: Losses and gradient norms of the layout.
         expected: Those of the reference.
-        tolerances: Of the precision.
+        tolerances: Tolerances of the precision.
     """
     losses = [_relative(a, b) for a, b in zip(found.losses, expected.losses, strict=False)]
     lost = len(found.losses) != len(expected.losses)

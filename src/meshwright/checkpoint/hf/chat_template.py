@@ -22,7 +22,7 @@ def add_chat_template(
     The template of the source stays as it is, bit for bit, if the run was trained with it.
 
     Args:
-        files: Of the export so far.
+        files: Files of the export so far.
         source: The folder that the run started from.
         checkpoint: Holds a template that is not built in.
         name: The template in the manifest; None without one.

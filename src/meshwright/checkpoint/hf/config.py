@@ -61,7 +61,7 @@ def build_hf_config(model: DecoderModel, seq_len: int, end_token: int, dtype: st
         model: One that has a Hugging Face form.
         seq_len: Maximum number of positions, if the model names none.
         end_token: End-of-document token, also used as the first token.
-        dtype: Of the exported weights.
+        dtype: Dtype of the exported weights.
     """
     common = {
         "bos_token_id": end_token,

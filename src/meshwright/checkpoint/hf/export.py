@@ -58,7 +58,7 @@ class Exported:
     architecture: str
     step: int
     dtype: str
-    """Of the weights; several names if they differ."""
+    """Dtype of the weights; several names if they differ."""
     bytes: int
     """Size of the tensors."""
     files: tuple[str, ...]

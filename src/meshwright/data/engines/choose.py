@@ -103,7 +103,7 @@ def build_engine(name: str, parallelism: int | None = None, address: str | None 
     Args:
         name: One of ``ENGINES``.
         parallelism: Tasks at once; the cores of this machine if left out.
-        address: Of a cluster that runs.
+        address: Address of a cluster that runs.
 
     Raises:
         UserError: It cannot be used here.

@@ -29,7 +29,7 @@ class FlinkEngine:
         """Check the environment.
 
         Args:
-            parallelism: Of every job.
+            parallelism: Parallelism of every job.
             address: ``host:8081``, the REST address of a cluster; a mini-cluster if left out.
         """
         self.parallelism, self._address = parallelism, address

@@ -266,7 +266,8 @@ def remove_other_folders(work: Path, target: Path) -> None:
 
     Args:
         work: The folder that is in use.
-        target: Of the preparation; folders of other targets stay, also if their names begin alike.
+        target: Output folder of the preparation; folders of other targets stay, also if their names begin
+            alike.
     """
     name = re.compile(re.escape(f".{target.name}") + r"\.[0-9a-f]{16}\.work(\.[0-9a-f]{8}\.trash)?")
     for other in target.parent.iterdir():

@@ -48,7 +48,7 @@ class Attack:
     """By process."""
 
     def rss_growth_mb(self) -> float:
-        """Of the process that grew most."""
+        """Growth of the process that grew most."""
         grown = [now.rss_bytes - was.rss_bytes for was, now in self._pairs(self.before)]
         return max(grown, default=0) / MB
 

@@ -37,7 +37,7 @@ class Resources:
 
     @classmethod
     def read(cls, pid: int) -> Resources | None:
-        """Of a process; None if it is gone."""
+        """Resources of a process; None if it is gone."""
         try:
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             files = len(list(_list_links(pid)))

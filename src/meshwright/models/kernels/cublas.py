@@ -37,7 +37,7 @@ class GemmShape(NamedTuple):
 
     kind: Kind
     dtype: torch.dtype
-    """Of both operands."""
+    """Dtype of both operands."""
     tokens: int
     inputs: int
     outputs: int
@@ -46,7 +46,7 @@ class GemmShape(NamedTuple):
 
     @classmethod
     def of(cls, kind: Kind, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> GemmShape:
-        """Of operands in torch's order: (x, weight), (gradient, weight) or (gradient, x)."""
+        """Shape of operands in torch's order: (x, weight), (gradient, weight) or (gradient, x)."""
         tokens, outer = left.shape
         if kind == "forward":
             return cls(kind, left.dtype, tokens, outer, right.shape[0])
@@ -74,7 +74,7 @@ class GemmShape(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of the output."""
+        """Dtype of the output."""
         return torch.float32 if self.kind == "weight" and not self.same_dtype_out else self.dtype
 
 

@@ -44,7 +44,7 @@ class GemmOperand(NamedTuple):
 
     values: Tensor
     scale: Tensor | None = None
-    """Of each row, (N, 1), for FP8 values; None for 16 bits, or if the other operand includes it."""
+    """Scale of each row, (N, 1), for FP8 values; None for 16 bits, or if the other operand includes it."""
 
 
 def cast_rows(x: Tensor, by: Tensor | None = None) -> GemmOperand:

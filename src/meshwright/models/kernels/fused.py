@@ -79,9 +79,9 @@ def add_rms_norm(
     Args:
         x_ND: The residual stream.
         delta_ND: Added to it; None adds nothing and returns the stream unchanged.
-        weight_D: Of the norm.
-        eps: Of the norm.
-        dtype: Of the norm's output, which the next GEMM reads.
+        weight_D: Weight of the norm.
+        eps: Epsilon of the norm.
+        dtype: Dtype of the norm's output, which the next GEMM reads.
     """
     if on_gpu(x_ND):
         total_ND = x_ND if delta_ND is None else torch.empty_like(x_ND)
@@ -122,10 +122,10 @@ def rms_norm_backward(
     """Gradients of a norm's input and weight; the residual branch's gradient is added to the input's.
 
     Args:
-        grad_ND: Of the norm's output, in the compute dtype.
+        grad_ND: Gradient of the norm's output, in the compute dtype.
         total_ND: Its input.
         rstd_N: From :func:`add_rms_norm`.
-        weight_D: Of the norm.
+        weight_D: Weight of the norm.
         residual_grad_ND: Gradient of its input through the residual branch.
         normed: Whether to recompute the norm's output.
     """

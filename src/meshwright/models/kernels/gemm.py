@@ -100,7 +100,7 @@ def torch_gemm(
         kind: Which of a linear layer's three GEMMs.
         left: As :class:`GemmShape` names them.
         right: Likewise.
-        dtype: Of a weight gradient: the operands' dtype, or float32.
+        dtype: Dtype of a weight gradient: the operands' dtype, or float32.
         out: Where the result goes; float32 needs a GPU for that.
         add: Whether it is added to ``out``, in float32.
     """

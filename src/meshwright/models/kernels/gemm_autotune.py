@@ -74,7 +74,7 @@ def autotune_gemms(job: Job, device: torch.device, events: EventWriter) -> Gemms
     """The GEMMs of a job's step on a rank's GPU; autotuned if ``train.gemm_autotune`` applies.
 
     Args:
-        job: Of any kind.
+        job: Job of any kind.
         device: The rank's; a GPU is the current one.
         events: Receives the results.
     """

@@ -332,8 +332,8 @@ def rotate(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Te
     Args:
         heads_BHTE: With a last stride of 1.
         out_NW: Contiguous.
-        column: Of the first head.
-        cos: Of every position and pair, (T, E).
+        column: Column of the first head.
+        cos: Cosines of every position and pair, (T, E).
         sin: Likewise.
         sign: 1 forward, -1 backward, 0 copies.
     """

@@ -41,8 +41,8 @@ class P2PExchange:
         Args:
             schedule: A proved one.
             mesh: This rank's groups.
-            shape: Of every tensor that is sent.
-            dtype: Of every tensor that is sent.
+            shape: Shape of every tensor that is sent.
+            dtype: Dtype of every tensor that is sent.
         """
         self._mesh, self._shape, self._dtype = mesh, shape, dtype
         pp_rank = mesh.pp_rank

@@ -34,9 +34,9 @@ class Pipeline:
         """Connect the pp ranks and prepare the job's schedule.
 
         Args:
-            stages: Of this rank, by number.
+            stages: Stages of this rank, by number.
             job: The settled job.
-            micro_batches: Of a step.
+            micro_batches: Micro-batches of a step.
             mesh: This rank's groups.
             precision: Autocast and loss scaling.
         """

@@ -98,11 +98,11 @@ class Channel:
         """Take over the end of a rank.
 
         Args:
-            memory: Of all groups.
-            region: Of this group.
+            memory: Memory of all groups.
+            region: Region of this group.
             rank: This rank, in the group.
-            peers: Of all groups.
-            timeout_s: Of a collective, unless its call has another one.
+            peers: Processes of the other ranks.
+            timeout_s: Timeout, in seconds, of a collective, unless its call has another one.
             spin: Whether every rank has a core of its own.
         """
         self.rank, self.size, self.slot_bytes = rank, len(region.ranks), region.slot_bytes

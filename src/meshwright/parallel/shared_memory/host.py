@@ -34,7 +34,7 @@ class HostRanks:
             job: The settled job.
             store: The rendezvous store.
             rank: This rank.
-            backend: Of the process groups; ranks that use another one than gloo announce nothing.
+            backend: Backend of the process groups; ranks that use another one than gloo announce nothing.
 
         Raises:
             UserError: The job requires shared memory, and there is none.

@@ -45,9 +45,9 @@ class SharedMemoryTransport:
         """Open the transport.
 
         Args:
-            memory: Of all groups.
+            memory: Memory of all groups.
             peers: The other processes.
-            timeout_s: Of a collective.
+            timeout_s: Timeout, in seconds, of a collective.
             observe: Called around what waits for other ranks.
             spin: Whether every rank has a core of its own.
         """
@@ -87,9 +87,9 @@ class SharedMemoryTransport:
         """Run a collective.
 
         Args:
-            operator: Of the ``c10d`` namespace.
+            operator: Operator of the ``c10d`` namespace.
             group: The process group.
-            args: Of the operator.
+            args: Arguments of the operator.
             synchronous: Whether the caller waits at once.
 
         Returns:

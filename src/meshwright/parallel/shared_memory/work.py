@@ -35,7 +35,7 @@ class SharedMemoryWork(dist.Work):
         Args:
             run: The collective.
             result: Tensors, as the value of the future.
-            lane: Of the group.
+            lane: Queue of the group.
         """
         super().__init__()
         self._run, self._result, self._lane = run, result, lane

@@ -178,9 +178,9 @@ class Tokens:
     count: Floats
     """micro_batch x seq_len / cp."""
     residual: Floats
-    """Of the residual stream: sharded by tp under sequence parallelism."""
+    """Activations of the residual stream: sharded by tp under sequence parallelism."""
     gathered: Floats
-    """Of inputs that are saved all-gathered."""
+    """Inputs that are saved all-gathered."""
     split: Floats
     """count / tp."""
     scores: Floats

@@ -183,7 +183,7 @@ def _column(value: Floats | float, grid: Grid) -> Floats:
 
 
 def _choose(which: Ints, columns: Sequence[Floats | float]) -> Floats | float:
-    """Of several columns the chosen one, per layout."""
+    """The chosen one of several columns, per layout."""
     chosen = columns[0]
     different = [number for number, column in enumerate(columns) if not _same(column, chosen)]
     for number in different:

@@ -102,7 +102,7 @@ def count_local_weights(
 
     Args:
         model: For its vocabulary and experts.
-        weights: Of the model.
+        weights: Weights of the model.
         grid: The layouts.
         stage: The class.
         multiple: Rows of each rank's vocabulary shard are padded to a multiple of this; 1: not padded.

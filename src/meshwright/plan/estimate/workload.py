@@ -35,7 +35,7 @@ class Workload:
     seq_len: int
     global_batch: int
     precision: str
-    """Of GEMMs: `fp32`, `bf16`, `fp16`, `fp8` or `fp4`."""
+    """Precision of GEMMs: `fp32`, `bf16`, `fp16`, `fp8` or `fp4`."""
     profile: Profile
     recipe: str = ""
     """How fp8 or fp4 scales: `current`, `delayed`, `mxfp8`, `subchannel`, `rowwise`, `nvfp4`."""
@@ -45,7 +45,7 @@ class Workload:
     compiled_job: Job | None = None
     """The job, if its compiled steps have their own ledger: in layouts with unsharded layers."""
     copy_bytes: float = 0.0
-    """Of the bf16 weight copies that live from step to step, if a run keeps them."""
+    """Bytes of the bf16 weight copies that live from step to step, if a run keeps them."""
     residual_bytes: float = 2.0
     """Bytes of an element that a pipeline stage sends to the next."""
     optimizer: OptimizerRate | None = None

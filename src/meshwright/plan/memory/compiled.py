@@ -75,7 +75,7 @@ class CompiledBlock:
     """Saved for backward."""
     saved_formula: str
     points: tuple[BlockPoint, ...]
-    """Of its backward: in the feed-forward, and in attention."""
+    """Points of its backward pass: in the feed-forward, and in attention."""
 
     @classmethod
     def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> CompiledBlock:
@@ -137,7 +137,7 @@ def walk_compiled(
     Args:
         job: One that :func:`is_compiled`, with its layout settled.
         model: The job's model.
-        parameters: Of the model.
+        parameters: Parameters of the model.
         micro_batch: Samples of one forward pass.
         persistent_grads: Which gradients live through the whole step.
         eager: The eager step, whose buffers are the same.

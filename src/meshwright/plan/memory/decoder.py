@@ -49,7 +49,7 @@ def walk_decoder(
     Args:
         job: With its layout settled.
         model: As the rank has it.
-        parameters: Of the model.
+        parameters: Parameters of the model.
         micro_batch: Samples of one forward pass.
         persistent_grads: Which gradients live through the whole step.
         rows: Rows that experts read in each MoE layer; None for an even share.
@@ -119,10 +119,10 @@ def walk_backward(
         walker: After the loss, with the activations of all blocks.
         job: With its layout settled.
         model: As the rank has it.
-        parameters: Of the model.
+        parameters: Parameters of the model.
         persistent_grads: Which gradients live through the whole step.
-        blocks: Of any backend.
-        points: Of a layer's backward.
+        blocks: Blocks of any backend.
+        points: Points of a layer's backward.
         beside: Temporary bytes through all blocks, and in the embedding's backward.
     """
     layers, head = range(model.num_layers), head_bytes(model)

@@ -50,7 +50,7 @@ class MemoryNeed:
 
     @classmethod
     def of(cls, job: Job, steady_step: int, first_step: int) -> MemoryNeed:
-        """Of a rank with these peaks of live tensors."""
+        """The need of a rank with these peaks of live tensors."""
         reserve, context = overhead(job)
         largest = max(steady_step, first_step)
         return cls(steady_step, first_step, round(largest * reserve), context)

@@ -173,7 +173,7 @@ class FSDPSizes:
         return root, blocks, buffers
 
     def _gathered_in_backward(self, block: BlockGroups, layer: int, phase: str) -> tuple[int, int]:
-        """Of the block in backward, and the buffers of prefetched ones."""
+        """Gathered bytes of the block in its backward pass, and the buffers of prefetched ones."""
         main = block.main.gathered
         by_phase = {"reduced": 0, "experts": main, "attention": main, "last": main, "unshard": main}
         gathered = by_phase.get(phase, block.gathered)
@@ -275,8 +275,8 @@ def find_fsdp_peak(job: Job, snapshots: Sequence[MemorySnapshot], micro_batches:
 
     Args:
         job: With its layout settled.
-        snapshots: Of the model.
-        micro_batches: Of a step.
+        snapshots: Snapshots of the model.
+        micro_batches: Micro-batches of a step.
     """
     sizes, largest, peak = FSDPSizes.of(job, list_stages(job)[0]), -1, None
     for run in _list_passes(micro_batches):

@@ -49,7 +49,7 @@ def follow_layout(memory: HostMemory, before: HostMemory | None) -> HostMemory:
     """The CPU memory of a layout that follows another one: its ranks load the snapshots of the one before.
 
     Args:
-        memory: Of a node in the next layout.
+        memory: Memory of a node in the next layout.
         before: In the layout before; None if it is not known.
     """
     if before is None:
@@ -83,7 +83,7 @@ def _describe_shortage(memory: HostMemory, what: str, before: int, size: int) ->
     """Why something does not fit, as a sentence; empty if it does.
 
     Args:
-        memory: Of the node.
+        memory: Memory of the node.
         what: Names it in the sentence.
         before: Optional memory that comes first.
         size: Bytes that it needs.

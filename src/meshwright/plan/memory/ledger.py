@@ -75,7 +75,7 @@ def predict_ledger(
     Args:
         job: With its layout settled.
         micro_batch: Samples of one forward pass.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
         pp_rank: The rank's index on the axis ``pp``.
         rows: Rows that experts read in each of the rank's MoE layers; None for an even share.
     """
@@ -243,9 +243,9 @@ def _find_first_peak(
     Args:
         memory: The step with persistent gradients.
         alone: The step without.
-        buckets: Of compressed gradients.
+        buckets: Buckets of compressed gradients.
         gradients: Bytes of all gradients.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
     """
     largest = max(snapshot.bytes + gradients for snapshot in alone.snapshots)
     for snapshot in memory.snapshots:

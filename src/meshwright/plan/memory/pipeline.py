@@ -46,7 +46,7 @@ def walk_pipeline(
         job: With its layout settled.
         pp_rank: The rank's index on the axis ``pp``.
         micro_batch: Samples of one forward pass.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
         rows: Rows that experts read in each of the rank's MoE layers; None for an even share.
     """
     in_flight = in_flight_of(job, micro_batches, pp_rank)
@@ -77,9 +77,9 @@ def _find_peak(in_flight: InFlight, stages: Sequence[StageMemory], numbers: Sequ
     """The largest snapshot along a rank's actions; of equal ones the first.
 
     Args:
-        in_flight: Of the rank.
-        stages: Of the rank.
-        numbers: Of these stages in the model.
+        in_flight: In-flight micro-batches of the rank.
+        stages: Stages of the rank.
+        numbers: Numbers of these stages in the model.
     """
     tensor, others = stages[0].sizes.residual, _list_others(in_flight.states, stages)
     peaks = [stages[state.stage].peak(state.kind, state.stages[state.stage]) for state in in_flight.states]

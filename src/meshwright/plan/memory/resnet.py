@@ -47,7 +47,7 @@ def walk_resnet(
     Args:
         job: With its layout settled.
         model: The job's model.
-        parameters: Of the model.
+        parameters: Parameters of the model.
         micro_batch: Samples of one forward pass.
         persistent_grads: Whether gradients live through the whole step (DDP's buckets, accumulation).
     """
@@ -85,7 +85,7 @@ class _Sizes:
     norm_elem: int
     """Bytes per element of a norm's or ReLU's input and output."""
     groups: int
-    """Of a GroupNorm; 0 for BatchNorm."""
+    """Groups of a GroupNorm; 0 for BatchNorm."""
     recompute: bool
 
     @classmethod

@@ -55,8 +55,8 @@ class MemorySnapshot:
     layer: int | None = None
     """The running block; None outside of blocks."""
     phase: str = ""
-    """Of backward: ``block``, ``attention``, ``recompute``, ``experts``, ``experts unshard``, ``unshard``,
-    ``last`` (gradient), ``reduced``, ``root`` (outside of blocks); empty in forward."""
+    """Phase of the backward pass: ``block``, ``attention``, ``recompute``, ``experts``, ``experts unshard``,
+    ``unshard``, ``last`` (gradient), ``reduced``, ``root`` (outside of blocks); empty in forward."""
     gathered: int = 0
     """ZeRO-2 and 3: all-gathered parameters; in a pipeline with the inputs of reduce-scatters."""
     gathered_formula: str = "gathered by FSDP"

@@ -49,7 +49,7 @@ class StepWalker:
         """Record the live bytes.
 
         Args:
-            name: Of the point.
+            name: Name of the point.
             formula: The activations as a sum.
             activations: Tensors for backward that live only here: those of the running block.
             temporary: Buffers that live only here.

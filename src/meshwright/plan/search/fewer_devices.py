@@ -30,9 +30,9 @@ def list_data_layouts(layout: Layout, devices: int, job: Job) -> Iterator[Layout
     itself. The micro-batch stays, or the planner chooses another one.
 
     Args:
-        layout: Of the whole run.
+        layout: Layout of the whole run.
         devices: That are left.
-        job: Of the run.
+        job: Job of the run.
     """
     for degree in range(min(devices // (layout.pp * layout.cp * layout.tp), job.train.global_batch), 0, -1):
         changed = _with_degree(layout, degree)

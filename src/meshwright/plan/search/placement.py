@@ -147,7 +147,7 @@ class PlacementSearch:
 
         Args:
             job: With a complete layout of a decoder.
-            micro_batches: Of one step.
+            micro_batches: Micro-batches of one step.
         """
         self.job, self.layout = job, job.layout
         self.per_node = count_slots_per_node(job)

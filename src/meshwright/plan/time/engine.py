@@ -99,7 +99,8 @@ def estimate_step(
         workload: The job.
         grid: Its layouts.
         rates: Replace the calibrated ones during calibration.
-        spans: Of ranks that are placed (``plan.time.spans``); by default ranks are placed in rank order.
+        spans: Spans of ranks that are placed (``plan.time.spans``); by default ranks are placed in rank
+            order.
     """
     step = _Step(workload, grid, rates or rates_of(workload), spans).estimate()
     shared = ranks_per_core(workload.cluster, grid.world_size)

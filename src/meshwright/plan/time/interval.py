@@ -95,7 +95,7 @@ def interval(workload: Workload, residuals: Residuals | None = None) -> Interval
 
     Args:
         workload: What is predicted.
-        residuals: Of the package if left out.
+        residuals: Residuals; those of the package if left out.
     """
     table = _table() if residuals is None else residuals
     key = next(key for key in similar_groups(workload) if key in table)

@@ -28,8 +28,8 @@ def plan_pipeline(job: Job, micro_batches: int, times: StageTimes, send_s: float
 
     Args:
         job: With a complete layout.
-        micro_batches: Of a step.
-        times: Of the stages.
+        micro_batches: Micro-batches of a step.
+        times: Times of the stages.
         send_s: From one stage to the next on another rank.
     """
     forward, inputs, weights = (

@@ -139,7 +139,7 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> StepWork:
 
     Args:
         job: For which :func:`is_probed` holds, with a complete layout.
-        micro_batches: Of the step.
+        micro_batches: Micro-batches of the step.
         touched_bytes: Activation bytes of one micro-batch in an eager step.
     """
     model, probed = job.model, job.cluster.probed

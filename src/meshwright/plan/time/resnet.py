@@ -40,7 +40,7 @@ def estimate_resnet_step(
 
     Args:
         job: With a complete layout.
-        micro_batches: Of one step.
+        micro_batches: Micro-batches of one step.
         touched_bytes: Activation bytes of one micro-batch.
         traffic: The collectives of the layout.
         slots: The slot of each rank.

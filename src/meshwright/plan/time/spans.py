@@ -63,7 +63,7 @@ def find_spans(job: Job, slots: npt.ArrayLike, members: Members | None = None) -
     Args:
         job: With the layout.
         slots: One row per placement: the slot of each rank.
-        members: Of the layout, if they are known.
+        members: Members of the layout, if they are known.
     """
     nodes = np.atleast_2d(np.asarray(slots, dtype=np.int64)) // count_slots_per_node(job)
     found = list_members(job.layout) if members is None else members

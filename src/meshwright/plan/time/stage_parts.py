@@ -74,7 +74,7 @@ def find_step_parts(
 
     Args:
         job: With a complete layout.
-        micro_batches: Of the step.
+        micro_batches: Micro-batches of the step.
         compute_s: The plan's compute; used for ResNets only.
         pipeline: The plan's simulated schedule; None without a pipeline.
         slots: The slot of each rank.

@@ -119,7 +119,7 @@ def stage_times(job: Job, micro_batches: int, step: StepEstimate, index: int) ->
 
     Args:
         job: With a complete layout; ``stage_layers`` may be open.
-        micro_batches: Of one step.
+        micro_batches: Micro-batches of one step.
         step: The estimate of a grid of layouts.
         index: Index of the job's layout in the grid.
     """

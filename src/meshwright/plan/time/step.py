@@ -54,7 +54,7 @@ def predict_step(
 
     Args:
         job: With a complete layout.
-        micro_batches: Of one step.
+        micro_batches: Micro-batches of one step.
         touched_bytes: Activation bytes of one micro-batch; used for ResNets only.
         traffic: The collectives of the layout; used for ResNets only.
         slots: The slot of each rank.
@@ -76,7 +76,7 @@ def predict_layout(job: Job, micro_batches: int, step: StepEstimate, index: int)
 
     Args:
         job: With this layout.
-        micro_batches: Of one step.
+        micro_batches: Micro-batches of one step.
         step: The estimate of a grid of layouts.
         index: Index of the layout in the grid.
     """

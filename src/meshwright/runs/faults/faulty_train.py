@@ -20,7 +20,7 @@ ENTRIES = {
     "call_wrongly": "meshwright.verify.wrong_call:run_rank",
     "spoil_gradient": "meshwright.verify.bad_gradient:run_rank",
 }
-"""Of the ranks, by the kind of fault."""
+"""Entry point of the ranks, by the kind of fault."""
 SAVE_AGAIN = "--save-again"
 """First argument: resume, and save what was loaded."""
 SAVING_ENTRY = "meshwright.verify.save_again:run_rank"

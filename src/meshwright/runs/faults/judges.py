@@ -341,7 +341,7 @@ def judge_bad_gradients(trial: Trial) -> list[Figure]:
 
 
 def worst(figures: list[Figure]) -> list[Figure]:
-    """Of each name the figure that is furthest from passing."""
+    """The figure that is furthest from passing, for each name."""
     found: dict[str, Figure] = {}
     for figure in figures:
         before = found.get(figure.name)

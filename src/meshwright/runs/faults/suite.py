@@ -82,7 +82,7 @@ class FaultReport:
     cases: tuple[Case, ...]
     seconds: float
     load_average: float
-    """Of the last minute; other load makes every figure worse."""
+    """Load of the last minute; other load makes every figure worse."""
     schedule: Path | None = None
     """The file of a schedule of the user."""
 
@@ -122,7 +122,7 @@ def run_faults(
     Args:
         names: Tests by name or number, with ``/LAYOUT`` for one layout where a test has layouts; all if
             empty.
-        seed: Of the schedules.
+        seed: Seed of the schedules.
         budget_s: Time for all.
         schedule: A file with the faults of a test of your own, named ``schedule``.
         reporter: Receives the schedules and the progress.

@@ -37,7 +37,7 @@ STOPS, STOP_S, STOP_GAP_STEPS = 10, 60.0, 15
 KILL_GAP_S, KILL_SEEDS = 9.0, 3
 SLOW_FACTOR, SLOW_S = 1.5, 60.0
 COMPUTE_BOUND = ("data.seq_len=512",)
-"""Of a slow rank, whose compute must be a good part of the step."""
+"""Settings for a slow rank, whose compute must be a good part of the step."""
 CHAOS_KILLS, CHAOS_AT_ONCE, CHAOS_GAP_STEPS = 100, 0.2, (3, 9)
 BAD_STEP_GAP = 8
 
@@ -62,7 +62,7 @@ class FaultTest:
     changes_losses: bool = False
     """Whether the losses after the fault are others than without it."""
     overrides: tuple[str, ...] = ()
-    """Of the job."""
+    """Overrides of the job."""
 
     alone: bool = False
     """Whether no fault-free run is needed: nothing fails, so there is nothing to recover."""

@@ -55,7 +55,7 @@ class Trial:
     started_s: float = 0.0
     """From the start of the command to the first step."""
     seconds: float = 0.0
-    """Of the whole trial."""
+    """Seconds of the whole trial."""
     ended_at: float = 0.0
     """Wall-clock time of its end."""
     alive_at_end: set[int] = field(default_factory=set)
@@ -66,9 +66,9 @@ class Trial:
     """The hostile connections, if the schedule has them."""
     rss_growth_mb: float = 0.0
     own_file_growth: int = 0
-    """Of the command and the agent."""
+    """Growth of the command and the agent."""
     rank_file_growth: int = 0
-    """Of the rank that has most; gloo keeps sockets of connections that sent it nothing useful."""
+    """Growth of the rank that grew most; gloo keeps sockets of connections that sent it nothing useful."""
 
     def __post_init__(self) -> None:
         self.view = RunView(self.run_dir)

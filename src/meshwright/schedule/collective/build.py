@@ -259,9 +259,9 @@ def build_collective(
         op: A collective operation, such as ``all_reduce``.
         algorithm: One of :data:`ALGORITHMS` that the operation has.
         ranks: Number of ranks. One rank: an empty schedule.
-        root: Of broadcast, scatter, gather and reduce.
-        ranks_per_node: Of ``hierarchical``: consecutive ranks of a node. Of ``2d``: row length of the grid;
-            as square as possible if left out.
+        root: Root of broadcast, scatter, gather and reduce.
+        ranks_per_node: Ranks per node of ``hierarchical``: consecutive ranks of a node. Of ``2d``: row
+            length of the grid; as square as possible if left out.
         groups: The ranks of each node (or row of the grid), instead of ``ranks_per_node``.
         order: The ranks in ring order, of the algorithms without groups; 0 to ``ranks - 1`` if left out.
         segments: Pieces that are pipelined along a chain or tree, of :data:`SEGMENTED`.

@@ -86,7 +86,7 @@ def cut_into_segments(
     Args:
         schedule: A proved one.
         rank: The rank.
-        elements: Of the tensor.
+        elements: Number of elements of the tensor.
         segment_elements: Most elements of a segment.
         in_flight: Receives that are posted, per peer of a step.
     """

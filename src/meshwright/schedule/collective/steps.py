@@ -92,7 +92,7 @@ class CollectiveSchedule:
     ranks: int
     """Number of ranks."""
     root: int | None
-    """Of broadcast, scatter, gather and reduce; None for the others."""
+    """Root of broadcast, scatter, gather and reduce; None for the others."""
     blocks: int
     """Equal blocks of the tensor; of all-to-all: of the inputs of all ranks together."""
     parts: int

@@ -14,7 +14,7 @@ class Traffic:
     sent: tuple[int, ...]
     received: tuple[int, ...]
     reduced: tuple[int, ...]
-    """Of those received, what is added."""
+    """Received elements that are added."""
 
     @property
     def most(self) -> int:

@@ -103,8 +103,8 @@ def double_tree_broadcast(group: Sequence[int], pieces: Sequence[Chunks]) -> Rou
     for tree, half in zip(trees, _halve(pieces), strict=True):
         first = others[tree.index(None)]
         entry = collect_rounds(copy_message(p, root, first, piece) for p, piece in enumerate(half))
-        onward = broadcast_along(others, tree, half)
-        found = found.beside(entry.beside(Rounds(count=1).then(onward)))
+        below_entry = broadcast_along(others, tree, half)
+        found = found.beside(entry.beside(Rounds(count=1).then(below_entry)))
     return found
 
 

@@ -23,7 +23,7 @@ def build_schedule(
     Args:
         name: As in ``layout.schedule``.
         pp: Ranks of the pipeline.
-        micro_batches: Of one step.
+        micro_batches: Micro-batches of one step.
         virtual_stages: Stages per rank; if left out 2 for ``interleaved``, ``zbv`` and ``dualpipe-v``, else
             1.
 

@@ -46,8 +46,8 @@ def pipeline_time(
         schedule: Names, or :data:`CODES`.
         pp: Ranks.
         virtual_stages: Stages per rank, for ``interleaved``; V-shaped schedules have 2, others 1.
-        micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``, for ``dualpipe-v`` 2 ``pp`` or
-            more.
+        micro_batches: Micro-batches of one step; for ``interleaved`` a multiple of ``pp``, for
+            ``dualpipe-v`` 2 ``pp`` or more.
         forward_s: Forward pass of one micro-batch in one stage (1 / v of a rank), mean over the stages.
         backward_input_s: Input gradient, likewise.
         backward_weight_s: Weight gradients, likewise; a full backward pass takes the sum of both.
@@ -102,7 +102,7 @@ def peak_in_flight(
         stage_rank: The rank, 0 to pp - 1.
         pp: Ranks.
         virtual_stages: Stages per rank, for ``interleaved``; V-shaped schedules have 2, others 1.
-        micro_batches: Of one step.
+        micro_batches: Micro-batches of one step.
 
     Returns:
         Counts, of the broadcast shape.

@@ -64,7 +64,7 @@ def walk_schedule(
 
     Args:
         schedule: A proved one; see ``proof.py``.
-        times: Of the stages. A full backward pass takes the sum of its two parts.
+        times: Times of the stages. A full backward pass takes the sum of its two parts.
         transfer_s: Seconds of a transfer between adjacent stages on different ranks, in either direction;
             one number, or one for each of the ``stages - 1`` boundaries.
         overlap: Whether the sender computes during a transfer. If not, it waits until the transfer is done;

@@ -77,7 +77,7 @@ def needs_degree(code: str, path: str, default: Any, degree: str, why: str, stat
     """A setting other than its default needs a parallel degree above 1.
 
     Args:
-        code: Of the rule.
+        code: Code of the rule.
         path: The setting.
         default: Its value without effect.
         degree: The degree that it needs.
@@ -105,7 +105,7 @@ def needs_setting(section: type, path: str, other: str, needed: Any, why: str, c
         other: The key that decides.
         needed: Its value, or ``ANY_VALUE``.
         why: Why the key has no effect otherwise.
-        code: Of the rule; ``<path>-unused`` if left out.
+        code: Code of the rule; ``<path>-unused`` if left out.
     """
     code = code or name_unused(path)
     table, _, key = path.partition(".")

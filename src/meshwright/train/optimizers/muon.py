@@ -20,7 +20,8 @@ from torch.optim import AdamW, Optimizer
 from meshwright.layout.optimizer_state import NEWTON_SCHULZ_STEPS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic: steep at zero, so small singular values grow fast; large ones end in 0.7 to 1.2."""
+"""Coefficients of the quintic: steep at zero, so small singular values grow fast; large ones end in 0.7 to
+1.2."""
 MIN_NORM = 1e-7
 RMS_OF_ADAMW = 0.2
 """Root mean square of AdamW's steps divided by the learning rate, in practice (Liu et al.)."""

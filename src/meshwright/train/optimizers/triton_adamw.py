@@ -22,7 +22,7 @@ WARPS = 4
 ALIGNED_BYTES = ALIGNED_ELEMENTS = 16
 """Alignment of addresses and sizes that allows vectorised loads."""
 COLUMNS = 6
-"""Of the table: five addresses and the number of elements."""
+"""Columns of the table: five addresses and the number of elements."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -36,7 +36,7 @@ class LaunchGroup(NamedTuple):
 
 
 Location = tuple[tuple[int, ...], torch.dtype, torch.dtype | None]
-"""Of a parameter: its row of the table, and the dtypes of its gradient and its copy."""
+"""Location of a parameter: its row of the table, and the dtypes of its gradient and its copy."""
 
 
 class ParameterTable:
@@ -149,7 +149,7 @@ def adamw_step(
     """Update parameters of one device in place.
 
     Args:
-        table: Of the optimizer.
+        table: Table of the optimizer.
         updates: Contiguous float32 master weights, with their tensors.
         scalars: One row per parameter, see ``update_parameter``.
         betas: Decay of the two moments.

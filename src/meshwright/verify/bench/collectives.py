@@ -38,9 +38,9 @@ BACKEND = "backend"
 SHM_OPS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.BROADCAST, Op.ALL_TO_ALL)
 """Operations that the shared-memory transport runs."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
-"""Of one size, after a round that is not counted."""
+"""Rounds of one size, after a round that is not counted."""
 CALLS = 40
-"""Of a round, if they are small."""
+"""Calls of a round, if they are small."""
 BYTES_PER_ROUND = 4 << 20
 """Moved by a round at most, if it has several calls."""
 LARGE_BYTES = 16 << 20

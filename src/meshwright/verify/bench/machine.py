@@ -80,8 +80,8 @@ def time_linear(
     """The three GEMMs of a linear layer: output, input gradient, and weight gradient in float32.
 
     Args:
-        device: Of the operands.
-        dtype: Of the operands.
+        device: Device of the operands.
+        dtype: Dtype of the operands.
         sizes: Rows, output features, input features.
         seconds: For each of the three.
     """
@@ -103,7 +103,7 @@ def time_fp8_linear(
     """The same in fp8, with the casts of a step; the input of the forward GEMM is cast already.
 
     Args:
-        device: Of the operands.
+        device: Device of the operands.
         sizes: Rows, output features, input features.
         seconds: For each of the three.
     """
@@ -160,8 +160,8 @@ def time_attention(
     """Causal attention as a block calls it: the forward pass, and the backward pass.
 
     Args:
-        device: Of the operands.
-        dtype: Of queries, keys and values.
+        device: Device of the operands.
+        dtype: Dtype of queries, keys and values.
         heads: Query heads, key heads, head size.
         sequences: Batch size, sequence length.
         seconds: For each of the two.
@@ -211,7 +211,7 @@ def measure_launch(device: torch.device, seconds: float) -> float:
 
 
 def count_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 0 on a CPU."""
+    """Multiprocessors of a GPU; 0 on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 

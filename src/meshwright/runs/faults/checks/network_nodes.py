@@ -97,7 +97,7 @@ class Nodes:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def address(self, node: int) -> str:
-        """Of a node."""
+        """Address of a node."""
         return f"10.77.0.{node + 1}"
 
     def pids(self, name: str) -> list[int]:
@@ -135,8 +135,8 @@ class Nodes:
         """Start ``meshwright`` on a node, in a working folder of its own.
 
         Args:
-            node: Of the namespaces.
-            arguments: Of the command.
+            node: Node of the namespaces.
+            arguments: Arguments of the command.
             hidden: A folder that the node does not see.
         """
         where = self.folder / f"node-{node}"
@@ -156,7 +156,7 @@ class Nodes:
 
     @property
     def run_dir(self) -> Path:
-        """Of the supervisor."""
+        """Run folder of the supervisor."""
         return self.folder / "run"
 
     @property
@@ -168,8 +168,8 @@ class Nodes:
         """Start the agent of a node, when the supervisor has written the token.
 
         Args:
-            node: Of the namespaces.
-            options: Of the command.
+            node: Node of the namespaces.
+            options: Options of the command.
             hidden: A folder that the node does not see.
             via: The node whose address it dials; the supervisor's, or that of a proxy.
         """
@@ -178,7 +178,7 @@ class Nodes:
         return self.start(node, "agent", *join, *options, hidden=hidden)
 
     def events(self) -> list[dict[str, Any]]:
-        """Of the run so far."""
+        """Events of the run so far."""
         return self.commands[0].events(self.run_dir)
 
     def rank_pid(self, rank: int) -> int:

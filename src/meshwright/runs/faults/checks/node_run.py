@@ -118,7 +118,7 @@ def started(
     Args:
         check: Of the test.
         more: Further nodes, for spares.
-        overrides: Of the job.
+        overrides: Overrides of the job.
         slow: Whether the network can be delayed.
         via_proxy: Whether the agents join through a proxy on one more node.
     """

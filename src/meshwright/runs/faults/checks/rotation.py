@@ -26,7 +26,7 @@ CHANGES_NAMES = ("rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir
 EXPECTED = ("openat", "write", "fsync", "rename", "mkdir", "rmdir", "close")
 PR_SET_PTRACER = 0x59616D61
 LOSSES = {1: 3.0, 2: 2.0, 3: 1.0, 4: 1.5}
-"""Of the evaluation of each step: the child saves the best checkpoint."""
+"""Held-out loss of each step: the child saves the best checkpoint."""
 LEAST_HIT = 0.9
 """Share of the calls at which the child must have been killed."""
 

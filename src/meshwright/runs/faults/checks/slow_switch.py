@@ -64,7 +64,7 @@ class SlowSwitch:
         """Change the delay from now on.
 
         Args:
-            delay_s: Of each frame.
+            delay_s: Delay of each frame.
             stalls: Share of frames that wait for longer, with all later ones of the same direction.
             stall_s: How long.
         """

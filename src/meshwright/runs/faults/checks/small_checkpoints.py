@@ -138,8 +138,8 @@ class SmallSaver(CheckpointSaver):
         Args:
             root: Folder of the checkpoints.
             events: Gets name and fields of the events.
-            generation: Of the run.
-            settings: Of ``checkpoint``.
+            generation: Generation of the run.
+            settings: Settings of ``checkpoint``.
         """
         job = SimpleNamespace(checkpoint=Checkpoint(**settings))
         state = SimpleNamespace(

@@ -32,7 +32,7 @@ class TcpProxy:
         Args:
             prefix: A command that runs another one, such as ``ip netns exec``.
             listen: Address to listen on.
-            port: Of both.
+            port: Port of both.
             target: Address to forward to.
         """
         process = subprocess.Popen(
