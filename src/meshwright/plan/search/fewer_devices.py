@@ -31,7 +31,7 @@ def list_data_layouts(layout: Layout, devices: int, job: Job) -> Iterator[Layout
 
     Args:
         layout: Layout of the whole run.
-        devices: That are left.
+        devices: Devices that are left.
         job: Job of the run.
     """
     for degree in range(min(devices // (layout.pp * layout.cp * layout.tp), job.train.global_batch), 0, -1):
