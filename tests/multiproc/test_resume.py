@@ -155,7 +155,7 @@ def test_data_may_grow_at_the_end_and_change_in_no_other_way(train, tmp_path):
     prepare(60)
     resumed = train(*common, "checkpoint.dir=rescued", "run_dir=resumed", resume=True)
     assert resumed.losses == straight.losses[3:]
-    assert "the samples so far are the same" in resumed.messages
+    assert "the new ones follow at the end of epoch 1" in resumed.messages
     prepare(60, first="another")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError) as caught:

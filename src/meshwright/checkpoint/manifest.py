@@ -18,7 +18,7 @@ import shutil
 import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from meshwright.checkpoint.retention import Retention
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.object_path import AnyPath, ObjectPath, StoreError, remove_tree, write_whole
 from meshwright.core.tensor_header import ELEMENT_BYTES, read_tensor_header
+from meshwright.data.epochs import CorpusState, EpochTable
 from meshwright.data.identity import SourceIdentity
 from meshwright.spec.job import Data, Job, Train
 from meshwright.spec.model import DEFAULT_NORM_GROUPS, Model
@@ -116,6 +117,8 @@ class Manifest:
     """Samples consumed from each source."""
     data: dict[str, SourceIdentity] = field(default_factory=dict)
     """The shards of each source, by its name; empty for images."""
+    epochs: dict[str, EpochTable] = field(default_factory=dict)
+    """Which epoch read which index, of each source; empty for images and in older checkpoints."""
     loss_scale: dict[str, float] | None = None
     """State of the fp16 loss scaler."""
     saved_at: float = 0.0
@@ -129,6 +132,17 @@ class Manifest:
     def tensor_files(self) -> list[str]:
         """The files that hold tensors."""
         return sorted(name for name in self.files if name.endswith(TENSORS_SUFFIX))
+
+    @property
+    def corpus(self) -> CorpusState:
+        """The data that the position counts in; those of older checkpoints had not grown."""
+        first = CorpusState.first(self.data_sha256, self.data)
+        return replace(first, epochs=self.epochs) if self.epochs else first
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """Samples consumed from each source; the name of an only source is empty."""
+        return self.source_positions or {"": self.position}
 
 
 _MANIFEST: TypeAdapter[Manifest] = TypeAdapter(Manifest)

@@ -46,6 +46,7 @@ def resume(state: CheckpointedState, checkpoint: AnyPath, rank: int) -> list[str
     counters = state.counters
     counters.step = counters.first_step = manifest.step
     counters.position, counters.grad_norms = manifest.position, list(manifest.grad_norms)
+    state.corpus = manifest.corpus.continued(state.corpus, manifest.positions)
     if manifest.best_eval_loss is not None:
         counters.best_eval_loss = manifest.best_eval_loss
     if manifest.train.get("loss_scale") == state.plan.job.train.loss_scale:  # a new initial scale starts over
@@ -141,9 +142,9 @@ def list_differences(manifest: Manifest, state: CheckpointedState) -> list[str]:
     ]
     if autotunes_gemms(job):
         notes.append("GEMM autotuning may choose other algorithms: equal up to rounding")
-    if manifest.data_sha256 != state.data_sha256:
-        positions = manifest.source_positions or {"": manifest.position}
-        notes += describe_growth(manifest.data, state.data, positions) or ["the data changed"]
+    if manifest.data_sha256 != state.corpus.sha256:
+        now = state.corpus
+        notes += describe_growth(manifest.data, now.sources, now.epochs) or ["the data changed"]
     for key, value in fill_defaults(job.train).items():
         before = manifest.train.get(key, DEFAULTS.get(key))
         if key not in HARMLESS_KEYS and before != value:

@@ -36,7 +36,7 @@ from meshwright.checkpoint.writer import CheckpointWrite, WeightNotFiniteError
 from meshwright.core.errors import UserError
 from meshwright.core.events import Commit, EventWriter
 from meshwright.core.object_path import AnyPath
-from meshwright.data.mixture import MixturePattern
+from meshwright.data.mixture import count_by_source
 from meshwright.launch.fence import FencedError, HaltedError
 from meshwright.layout.checkpoint_interval import SaveCost, failure_rate
 from meshwright.plan.contract import PlanContract
@@ -276,7 +276,6 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
     """The manifest of a checkpoint of the current step, before its files are written."""
     plan, job, counters = state.plan, state.plan.job, state.counters
     weights = {source.name: source.weight for source in job.data.sources}
-    counts = MixturePattern(list(weights.values())).count(counters.position) if weights else []
     return Manifest(
         step=counters.step,
         saved_at=time.time(),
@@ -287,12 +286,13 @@ def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifes
         seq_len=job.data.seq_len,
         mask=job.data.mask,
         prompt_masking=job.data.prompt_masking,
-        data_sha256=state.data_sha256,
-        data=dict(state.data),
+        data_sha256=state.corpus.sha256,
+        data=state.corpus.sources,
+        epochs=state.corpus.epochs,
         template=state.template,
         eval_fraction=job.data.eval_fraction,
         sources=weights,
-        source_positions=dict(zip(weights, counts, strict=True)),
+        source_positions=count_by_source(weights, counters.position) if weights else {},
         buckets=[list(names) for names in plan.buckets],
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.identity import SourceIdentity
+from meshwright.data.epochs import CorpusState
 from meshwright.plan.contract import PlanContract
 
 
@@ -30,6 +30,8 @@ class TrainState:
     """Optimizer steps done when this attempt began."""
     grad_norms: list[float] = field(default_factory=list)
     """Gradient norms of the last steps that were not bad, oldest first (``train.bad_steps``)."""
+    corpus: str = ""
+    """The data that the position counts in, by their key (``data.corpus_file``)."""
 
     def advance(self, samples: int) -> None:
         """Count one step."""
@@ -66,7 +68,7 @@ class ExpertBiases(Protocol):
         """Select experts with these biases."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointedState:
     """The tensors and counters of one rank."""
 
@@ -77,10 +79,8 @@ class CheckpointedState:
     optimizer: torch.optim.Optimizer
     loss_scaler: LossScaler
     expert_biases: ExpertBiases | None
-    data_sha256: str
-    """Identity of the data that the position counts in."""
-    data: Mapping[str, SourceIdentity]
-    """The shards of each source; see :class:`Manifest`."""
+    corpus: CorpusState
+    """The data that the position counts in; they may grow during the run."""
     template: str | None
     """Chat template, see :class:`Manifest`."""
     small_files: Mapping[str, bytes]

@@ -7,7 +7,7 @@ and positions restart in each document. A target without loss (padding, a masked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.data.epochs import EpochTable, order_of_epochs
+from meshwright.data.identity import SourceIdentity, open_as
 from meshwright.data.mixture import MixedSource, MixtureOrder, MixturePattern, read_mixture
-from meshwright.data.order import SampleOrder
+from meshwright.data.order import Order
 from meshwright.data.packing import ContiguousPacking, DocumentPacking, Packing, RowPieces
 from meshwright.data.shards import ShardEntry, ShardFolder, broken_shards
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -73,6 +75,7 @@ class TokenDataset:
         self.prompt_masking = prompt_masking
         folders = [folders] if isinstance(folders, ShardFolder) else folders
         self._folder = folders[0]
+        self.sources: tuple[ShardFolder, ...] = tuple(folders)
         located = [(folder, entry) for folder in folders for entry in folder.index.split(split).shards]
         self._shards: tuple[ShardEntry, ...] = tuple(entry for _, entry in located)
         self._folders: tuple[ShardFolder, ...] = tuple(folder for folder, _ in located)
@@ -99,6 +102,7 @@ class TokenDataset:
         seq_len: int,
         mask: Mask = "causal",
         prompt_masking: bool = False,
+        identities: Mapping[str, SourceIdentity] | None = None,
     ) -> TokenDataset:
         """Open a split of a prepared folder, or of a mixture of prepared folders.
 
@@ -108,13 +112,20 @@ class TokenDataset:
             seq_len: Positions of a sample.
             mask: ``causal`` for samples that cross documents, ``document`` for packed whole documents.
             prompt_masking: Whether targets in prompts are ignored.
+            identities: Sources whose later documents are left out, by name.
 
         Raises:
             UserError: The folder is broken, has no loss mask for prompt masking, or ``train`` has no samples
                 or no targets. ``eval`` may be empty.
         """
         sources = read_mixture(folder)
-        opened = [ShardFolder.open(Path(source.folder)) for source in sources]
+        known = identities or {}
+        opened = [
+            open_as(Path(source.folder), known[source.name])
+            if source.name in known
+            else ShardFolder.open(Path(source.folder))
+            for source in sources
+        ]
         for shards in opened:
             if prompt_masking and not shards.has_prompts:
                 raise UserError(no_prompts(f"{shards.folder} was prepared without a template"))
@@ -200,11 +211,21 @@ class TokenDataset:
             for shard in sorted(set(shards.tolist()))
         )
 
-    def order(self, seed: int) -> SampleOrder | MixtureOrder:
-        """The order of the samples."""
+    def order(self, seed: int, epochs: Mapping[str, EpochTable] | None = None) -> Order:
+        """The order of the samples.
+
+        Args:
+            seed: Of the run.
+            epochs: Tables of sources, for data that have grown.
+        """
+        tables = epochs or {}
         if not self.mixture:
-            return SampleOrder(self.shard_sample_counts, seed)
-        return MixtureOrder(self.source_counts, [source.weight for source in self.mixture], seed)
+            return order_of_epochs(self.shard_sample_counts, seed, tables.get(""))
+        orders = [
+            order_of_epochs(counts, seed, tables.get(source.name))
+            for source, counts in zip(self.mixture, self.source_counts, strict=True)
+        ]
+        return MixtureOrder(orders, [source.weight for source in self.mixture])
 
     def first_samples(self, count: int) -> Int64s:
         """The first samples, at most ``count``; of a mixture each source's share."""

@@ -1,20 +1,28 @@
 """Whether data have only grown since a checkpoint was saved: the old documents first, then others.
 
-The order of samples is a function of their numbers (``order``). Shards that are appended change no number and
-no order in the first epoch. A last shard that has grown is shuffled anew; if no sample of it was read yet,
-nothing that was read comes again. Any other change would give the position another meaning.
+The order of samples is a function of their numbers (``order``), and data that grow change no number. Which
+samples belong to which epoch is in the table of ``epochs``. Any other change would give the position another
+meaning.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from meshwright.core.units import format_plural
-from meshwright.data.identity import ShardIdentity, SourceIdentity, SplitIdentity
-from meshwright.data.mixture import read_mixture
+from meshwright.data.dataset import TokenDataset
+from meshwright.data.epochs import CorpusState, EpochTable
+from meshwright.data.identity import (
+    ShardIdentity,
+    SourceIdentity,
+    SplitIdentity,
+    chain_shards,
+    identify_shard,
+    identify_split,
+)
+from meshwright.data.mixture import MixedSource, read_mixture
 from meshwright.data.shards import SPLITS, ShardEntry, ShardFolder
 
 _READ_BYTES = 8 * 1024**2
@@ -26,42 +34,46 @@ class DataChangedError(ValueError):
 
 def data_sha256(folder: Path) -> str:
     """Identity of prepared data; of a mixture, of its sources with their names and weights."""
+    return _sha256_of([(source, ShardFolder.open(Path(source.folder))) for source in read_mixture(folder)])
+
+
+def _sha256_of(sources: Iterable[tuple[MixedSource, ShardFolder]]) -> str:
     digest = hashlib.sha256()
-    for source in read_mixture(folder):
+    for source, shards in sources:
         if source.name:
             digest.update(f"{source.name}={source.weight}\n".encode())
-        digest.update(ShardFolder.open(Path(source.folder)).index.to_bytes())
+        digest.update(shards.index.to_bytes())
     return digest.hexdigest()
 
 
-def identify_sources(folder: Path, source_counts: Sequence[Sequence[int]]) -> dict[str, SourceIdentity]:
-    """The identity of each source by its name; the name of an only source is empty.
+def identify_corpus(folder: Path, dataset: TokenDataset) -> CorpusState:
+    """The state of data of which nothing was read yet; the name of an only source is empty.
 
     Args:
         folder: A prepared folder, or a mixture of them.
-        source_counts: Training samples in each shard of each source.
+        dataset: Its training samples.
     """
+    sources = list(zip(read_mixture(folder), dataset.sources, strict=True))
     found = {}
-    for source, counts in zip(read_mixture(folder), source_counts, strict=True):
-        index = ShardFolder.open(Path(source.folder)).index
-        train, held_out = (_identify(index.split(split).shards) for split in SPLITS)
-        last = counts[-1] if counts else 0
+    for (source, shards), counts in zip(sources, dataset.source_counts, strict=True):
+        index = shards.index
+        train, held_out = (identify_split(index.split(split).shards) for split in SPLITS)
+        sha256 = hashlib.sha256(index.to_bytes()).hexdigest()
         found[source.name] = SourceIdentity(
-            index.tokenizer.sha256, index.dtype, train, held_out, sum(counts), last
+            index.tokenizer.sha256, index.dtype, train, held_out, sum(counts), sha256
         )
-    return found
+    return CorpusState.first(_sha256_of(sources), found)
 
 
-def check_growth(before: Mapping[str, SourceIdentity], folder: Path, positions: Mapping[str, int]) -> None:
+def check_growth(before: Mapping[str, SourceIdentity], folder: Path) -> None:
     """Check that the data of a checkpoint are the beginning of the data in a folder.
 
     Args:
         before: Sources of the checkpoint; the names are those of the folder.
         folder: A prepared folder, or a mixture of them.
-        positions: Samples read from each source.
 
     Raises:
-        DataChangedError: They are not, or samples that were read would be shuffled anew.
+        DataChangedError: They are not.
     """
     for source in read_mixture(folder):
         named = f"source {source.name}: " if source.name else ""
@@ -70,80 +82,48 @@ def check_growth(before: Mapping[str, SourceIdentity], folder: Path, positions: 
             raise DataChangedError(f"{named}the checkpoint does not say which shards it was trained on")
         if (old.tokenizer_sha256, old.dtype) != (shards.index.tokenizer.sha256, shards.index.dtype):
             raise DataChangedError(f"{named}the data were prepared with another tokenizer")
-        has_grown = {split: _check_split(getattr(old, split), shards, split, named) for split in SPLITS}
-        read = positions.get(source.name, 0)
-        if has_grown["train"] and read > old.samples - old.last_samples:
-            which = f"train-{old.train.shards - 1:05d}"
-            rule = f"the shard {which} has grown, and some of its samples were read already"
-            raise DataChangedError(f"{named}{rule}: it would be shuffled anew")
+        for split in SPLITS:
+            _check_split(getattr(old, split), shards, split, named)
 
 
 def describe_growth(
-    before: Mapping[str, SourceIdentity], now: Mapping[str, SourceIdentity], positions: Mapping[str, int]
+    before: Mapping[str, SourceIdentity], now: Mapping[str, SourceIdentity], epochs: Mapping[str, EpochTable]
 ) -> list[str]:
     """The effects of grown data on the run, in sentences; for data that :func:`check_growth` accepts.
 
     Args:
         before: Sources of the checkpoint.
         now: Sources of the run.
-        positions: Samples read from each source.
+        epochs: With the grown data.
     """
     notes = []
     for name, new in now.items():
         old, named = before.get(name), f"source {name}: " if name else ""
-        if old is None or old == new:
+        if old is None:
             continue
         if old.train != new.train:
             grown = f"{named}the data grew from {old.samples} to {format_plural(new.samples, 'sample')}"
-            notes.append(f"{grown} per epoch; {_describe_order(old, new, positions.get(name, 0))}")
+            epoch = epochs[name][-1].epoch + 1
+            notes.append(f"{grown} per epoch; the new ones follow at the end of epoch {epoch}")
         if old.eval != new.eval:
             notes.append(f"{named}the held-out data grew: evaluations may use other samples")
     return notes
 
 
-def _describe_order(old: SourceIdentity, new: SourceIdentity, read: int) -> str:
-    if read <= old.samples:
-        return "the samples so far are the same, and the new ones follow later in this epoch"
-    epoch, offset = divmod(read, max(1, new.samples))
-    where = f"sample {offset} of epoch {epoch + 1}"
-    return f"an epoch was complete before: it goes on at {where}, and some samples come again before others"
-
-
-def _identify(shards: Sequence[ShardEntry]) -> SplitIdentity:
-    last = _facts(shards[-1]) if shards else None
-    return SplitIdentity(len(shards), _chain(shards[:-1]), last)
-
-
-def _facts(shard: ShardEntry) -> ShardIdentity:
-    return ShardIdentity(
-        shard.tokens, shard.sha256, shard.documents, shard.documents_sha256, shard.loss_mask_sha256
-    )
-
-
-def _chain(shards: Sequence[ShardEntry]) -> str:
-    digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(f"{astuple(_facts(shard))}\n".encode())
-    return digest.hexdigest()
-
-
-def _check_split(old: SplitIdentity, folder: ShardFolder, split: str, named: str) -> bool:
-    """Whether the last of the old shards has grown; raises if the old shards are not the first ones."""
+def _check_split(old: SplitIdentity, folder: ShardFolder, split: str, named: str) -> None:
+    """Raises if the old shards are not the first ones; the last of them may have grown."""
     shards = folder.index.split(split).shards
     if len(shards) < old.shards:
         rule = f"the {split} split has {format_plural(len(shards), 'shard')}, and had {old.shards}"
         raise DataChangedError(f"{named}{rule}")
     if old.last is None:
-        return False
-    if _chain(shards[: old.shards - 1]) != old.sha256:
+        return
+    if chain_shards(shards[: old.shards - 1]) != old.sha256:
         which = format_plural(old.shards - 1, "shard")
         raise DataChangedError(f"{named}the first {which} of the {split} split differ")
     entry = shards[old.shards - 1]
-    if _facts(entry) == old.last:
-        return False
-    if not _begins_with(folder, entry, old.last):
+    if identify_shard(entry) != old.last and not _begins_with(folder, entry, old.last):
         raise DataChangedError(f"{named}the shard {entry.file} differs")
-    return True
 
 
 def _begins_with(folder: ShardFolder, entry: ShardEntry, old: ShardIdentity) -> bool:

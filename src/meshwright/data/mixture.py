@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
+from meshwright.data.epochs import GrowingOrder
 from meshwright.data.order import SampleOrder
 
 MIXTURE_FILE = "mixture.json"
@@ -92,18 +93,24 @@ class MixturePattern:
         ]
 
 
+def count_by_source(weights: Mapping[str, float], position: int) -> dict[str, int]:
+    """Samples of each source before a position; without weights there is one source, without a name."""
+    if not weights:
+        return {"": position}
+    return dict(zip(weights, MixturePattern(list(weights.values())).count(position), strict=True))
+
+
 class MixtureOrder:
     """The sample at each position of a mixture; each source has its own order and its own epochs."""
 
-    def __init__(self, source_counts: Sequence[Sequence[int]], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, orders: Sequence[SampleOrder | GrowingOrder], weights: Sequence[float]) -> None:
         """Fix the order.
 
         Args:
-            source_counts: Samples in each shard of each source; the dataset numbers them in this order.
+            orders: Order of each source; the dataset numbers the samples in this order.
             weights: Weights of the sources.
-            seed: Seed of the run.
         """
-        self._orders = [SampleOrder(counts, seed) for counts in source_counts]
+        self._orders = list(orders)
         self._pattern = MixturePattern(weights)
         sizes = [order.samples_per_epoch for order in self._orders]
         self._starts = np.cumsum([0, *sizes])

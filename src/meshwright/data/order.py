@@ -18,6 +18,7 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,13 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 Uint64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """The sample at each position of a run."""
+
+    def samples_at(self, positions: npt.ArrayLike) -> Int64s:
+        """The samples at many positions, in the numbering of the dataset."""
 
 
 class SampleOrder:
@@ -73,6 +81,10 @@ class SampleOrder:
         if int(flat.min()) < 0:
             raise ValueError(f"positions start at 0, got {int(flat.min())}")
         epoch, offset = np.divmod(flat, self.samples_per_epoch)
+        return self.samples_in(epoch, offset).reshape(given.shape)
+
+    def samples_in(self, epoch: Int64s, offset: Int64s) -> Int64s:
+        """The samples at offsets within epochs; both have one dim."""
         shard = np.searchsorted(self._starts, offset, side="right") - 1
         local = offset - self._starts[shard]
         window_begin = local // self.window * self.window
@@ -80,7 +92,7 @@ class SampleOrder:
         first = self._starts[shard] + window_begin
         index = (local - window_begin).astype(np.uint64)
         permuted = _permute(index, size.astype(np.uint64), self._keys(epoch, first))
-        return (first + permuted.astype(np.int64)).reshape(given.shape)
+        return first + permuted.astype(np.int64)
 
     def _keys(self, epoch: Int64s, first: Int64s) -> Uint64s:
         """One key per (seed, epoch, window); the first sample identifies a window."""

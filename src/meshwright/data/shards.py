@@ -207,20 +207,21 @@ class ShardFolder:
 
     def map_tokens(self, shard: ShardEntry) -> npt.NDArray[Any]:
         """A shard's tokens, memory-mapped and read-only."""
-        return self._map(shard.file, self.index.token_dtype)
+        return self._map(shard.file, self.index.token_dtype, shard.tokens)
 
     def map_documents(self, shard: ShardEntry) -> npt.NDArray[np.uint64]:
         """The starts of a shard's documents, memory-mapped and read-only."""
-        return self._map(shard.documents_file, np.dtype("<u8"))
+        return self._map(shard.documents_file, np.dtype("<u8"), shard.documents)
 
     def map_loss_mask(self, shard: ShardEntry) -> npt.NDArray[np.uint8]:
         """A shard's loss mask, memory-mapped and read-only."""
         assert shard.loss_mask_file is not None, f"{shard.file} has no loss mask"
-        return self._map(shard.loss_mask_file, np.dtype("u1"))
+        return self._map(shard.loss_mask_file, np.dtype("u1"), shard.tokens)
 
-    def _map(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    def _map(self, name: str, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+        """The first elements of a file: it may have grown since the index was read."""
         try:
-            return np.asarray(np.memmap(self.folder / name, dtype=dtype, mode="r"))
+            return np.asarray(np.memmap(self.folder / name, dtype=dtype, mode="r", shape=(count,)))
         except (OSError, ValueError) as error:
             raise UserError(_broken(self.folder / name, f"cannot be mapped: {error}")) from error
 

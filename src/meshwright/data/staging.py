@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.files import sync_path
+from meshwright.core.files import exchange_paths, sync_path
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -108,10 +108,19 @@ def check_target(out: Path, may_replace: Callable[[Path], bool]) -> None:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Rename the folder; an existing one is moved aside first, and back if that fails."""
+    """Rename the folder in place of an existing one, in one step where the file system can.
+
+    Elsewhere the existing one is moved aside first, and back if that fails: readers miss it for a moment.
+    """
     aside = _sibling(target, "old")
     replaced = target.exists() and any(target.iterdir())
     if replaced:
+        temporary.rename(aside)
+        if exchange_paths(aside, target):
+            sync_path(target.parent)
+            shutil.rmtree(aside, ignore_errors=True)
+            return
+        aside.rename(temporary)
         target.rename(aside)
     try:
         temporary.rename(target)

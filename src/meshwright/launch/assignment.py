@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ASSIGNMENT_FILE = "assignment.json"
 
@@ -31,6 +32,8 @@ class Assignment:
     """Node and device of each rank; None: in order, as many on each node as it has devices."""
     full_plan: str | None = None
     """The plan, in the run folder, for all devices of the run; None if it is the current one."""
+    corpus: dict[str, Any] | None = None
+    """What is in ``data_dir`` (``data.epochs.CorpusState``); later documents are left out. None: all."""
     attempt: int = 0
     """When the attempt began, in milliseconds since 1970: names its drafts in object stores."""
 

@@ -168,6 +168,9 @@ class EventText:
         samples = format_plural(event["skipped_samples"], "sample")
         return f"rolled back to step {event['step']}: {samples}, up to the bad step, are not read again"
 
+    def _describe_data_grew(self, event: Event) -> str:
+        return f"step {event['step']}: {'; '.join(event['notes'])}"
+
     def _describe_grace_too_short(self, event: Event) -> str:
         step, grace = format_seconds(event["step_s"]), f"elastic.stop_grace_s={event['stop_grace_s']:g}"
         return (

@@ -19,6 +19,8 @@ from meshwright.data.chat_templates import load_template
 from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
 from meshwright.data.dataset import TokenDataset, no_prompts
+from meshwright.data.epochs import CorpusState
+from meshwright.data.growth import identify_corpus
 from meshwright.data.images import check_images, image_shape, looks_like_images, open_images
 from meshwright.data.mixture import MixedSource, write_mixture
 from meshwright.data.prepare import PrepareReport, Progress, prepare_corpus, train_tokenizer
@@ -53,6 +55,8 @@ def prepare_data(job: Job, reporter: Reporter) -> Path:
         UserError: The data are missing, too short or of the wrong kind, or the vocabulary is larger than the
             model's.
     """
+    if job.data.follow:
+        _check_follow(job)
     if isinstance(job.model, ResNetModel):
         check_image_data(job, job.model)
         train = open_images(job.data.path, "train", image_shape(job.model), job.data.eval_fraction)
@@ -79,6 +83,29 @@ def prepare_data(job: Job, reporter: Reporter) -> Path:
         )
     _report_epochs(reporter, job, len(dataset))
     return folder
+
+
+def _check_follow(job: Job) -> None:
+    """Only prepared folders can be followed: text that is not prepared would be read once more.
+
+    Raises:
+        UserError: The data are images, or not prepared.
+    """
+    paths = [source.path for source in job.data.sources] or [job.data.path]
+    if not isinstance(job.model, ResNetModel) and all(looks_prepared(Path(path)) for path in paths):
+        return
+    rule = "needs prepared folders: what is added to text or images is not read during a run"
+    fix = "Prepare the text with meshwright prepare, and use its folder; or leave data.follow out"
+    raise UserError(Problem("data-follow-unprepared", rule, path="data.follow", value=True, fix=fix))
+
+
+def find_corpus(job: Job, folder: Path) -> CorpusState | None:
+    """What is in the prepared data of a job; None for images."""
+    if isinstance(job.model, ResNetModel):
+        return None
+    data = job.data
+    dataset = TokenDataset.open(folder, "train", data.seq_len, data.mask, data.prompt_masking)
+    return identify_corpus(folder, dataset)
 
 
 def prepare_source(job: Job, data: Data, reporter: Reporter, one_of_several: bool = False) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.core.object_path import AnyPath
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_seconds
+from meshwright.data.epochs import CorpusState
 from meshwright.data.mixture import read_mixture
 from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.assignment import Assignment
@@ -35,7 +36,7 @@ from meshwright.plan.contract import (
     read_plan,
     write_plan,
 )
-from meshwright.runs.data import prepare_data
+from meshwright.runs.data import find_corpus, prepare_data
 from meshwright.runs.held_out import check_paths, prepare_held_out
 from meshwright.runs.loaded_job import LoadedJob
 from meshwright.runs.nodes import require_ranks
@@ -61,6 +62,16 @@ class PreparedRun:
     assignment: Assignment
     locks: contextlib.ExitStack
     """Held during the run: no second process writes into its folder, or into its checkpoints."""
+
+
+@dataclass(frozen=True)
+class _PreparedData:
+    """The data of a run."""
+
+    folder: Path
+    eval_sets: dict[str, Path]
+    corpus: CorpusState | None
+    """What is in the folder; None for images."""
 
 
 def prepare_run(
@@ -117,7 +128,8 @@ def prepare_run(
     if plan.world_size > devices:
         what = f"{plan.world_size} ranks share {devices} {spec.cluster.device_name}s"
         reporter.warning(f"{what}: this works, but is slower")
-    return _write_run(plan, data_dir, eval_sets, resume, weights, reporter)
+    data = _PreparedData(data_dir, eval_sets, find_corpus(spec, data_dir))
+    return _write_run(plan, data, resume, weights, reporter)
 
 
 def _place_in_rank_order(plan: PlanContract, spec: Job, job: LoadedJob, reporter: Reporter) -> PlanContract:
@@ -157,8 +169,7 @@ def _require_trackers(job: Job) -> None:
 
 def _write_run(
     plan: PlanContract,
-    data_dir: Path,
-    eval_sets: dict[str, Path],
+    data: _PreparedData,
     resume: ResumeMode,
     weights: InitialWeights,
     reporter: Reporter,
@@ -173,7 +184,7 @@ def _write_run(
                 with _take_locks(run_dir, stores, fresh=not (run_dir / EVENTS_FILE).exists()).locks:
                     stores.finish_drafts()  # no run is writing them
         found = stores.list_paths()
-        resume_from = _choose_checkpoint(job, data_dir, stores, resume, reporter)
+        resume_from = _choose_checkpoint(job, data, stores, resume, reporter)
         hf_weights = resume_from is None and weights.announce(reporter)
     except UserError:
         if job.run_dir is None:  # a numbered folder that was just created is still empty
@@ -190,11 +201,12 @@ def _write_run(
         generation = _next_generation(run_dir)
         assignment = Assignment(
             run_dir=str(run_dir),
-            data_dir=str(data_dir.resolve()),
+            data_dir=str(data.folder.resolve()),
             checkpoint_dir=str(stores.roots[0]),
             resume_from=str(resume_from) if resume_from else None,
             hf_weights=hf_weights,
-            eval_sets={name: str(folder) for name, folder in eval_sets.items()},
+            eval_sets={name: str(folder) for name, folder in data.eval_sets.items()},
+            corpus=None if data.corpus is None else asdict(data.corpus),
             generation=generation,
             attempt=time.time_ns() // 10**6,
             stores=opened.locked,
@@ -319,7 +331,7 @@ def _make_numbered(runs: Path, name: str, number: int) -> Path:
 
 
 def _choose_checkpoint(
-    job: Job, data_dir: Path, stores: CheckpointStores, resume: ResumeMode, reporter: Reporter
+    job: Job, data: _PreparedData, stores: CheckpointStores, resume: ResumeMode, reporter: Reporter
 ) -> AnyPath | None:
     """The checkpoint to resume from; None for a run that starts at the beginning."""
     if resume == "no" and (used := stores.has_checkpoints()) is not None:
@@ -342,7 +354,7 @@ def _choose_checkpoint(
     manifest = read_manifest(checkpoint, verify=False)
     check_same_job(manifest, job.model, job.data, checkpoint)
     check_same_optimizer(manifest, job.train, checkpoint)
-    check_same_data(manifest, job, data_dir, checkpoint)
+    check_same_data(manifest, job, data.folder, data.corpus, checkpoint)
     if manifest.step >= job.train.steps:
         rule = f"is at step {manifest.step} already, and train.steps={job.train.steps}"
         raise UserError(

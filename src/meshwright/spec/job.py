@@ -129,6 +129,9 @@ class Data:
     """Further held-out sets; tables `[[data.eval]]`. One of old data shows forgetting."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Fraction of the documents or images held out for evaluation; 0.01 if left out."""
+    follow: Flag = False
+    """Follow prepared folders that grow: documents that are added during the run are read at the end of the
+    epoch."""
     cache: Location | None = None
     """Folder for the shards of data that are not prepared yet; if left out, `.meshwright/data` in the working
     folder."""

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 from meshwright.data.dataset import IGNORE_INDEX, SampleBatch, TokenDataset
-from meshwright.data.mixture import MixtureOrder
-from meshwright.data.order import SampleOrder
+from meshwright.data.order import Order
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.context import ContextParallel
 
@@ -164,9 +163,7 @@ class BatchPrefetcher:
     ahead, in CPU memory, so device memory does not grow. On a CPU prefetching gains nothing and is skipped.
     """
 
-    def __init__(
-        self, order: SampleOrder | MixtureOrder, source: Source, global_batch: int, device: torch.device
-    ) -> None:
+    def __init__(self, order: Order, source: Source, global_batch: int, device: torch.device) -> None:
         self._order, self._source, self._global_batch = order, source, global_batch
         self._on_gpu = device.type == "cuda"
         self._next: StepBatch | None = None

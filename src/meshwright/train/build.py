@@ -19,6 +19,7 @@ from meshwright.checkpoint.state_snapshots import StateSnapshots
 from meshwright.checkpoint.stores import CheckpointStores
 from meshwright.core.errors import UserError
 from meshwright.core.object_path import parse_location
+from meshwright.data.corpus_file import parse_corpus, read_corpus, write_corpus
 from meshwright.layout.snapshot_size import keeps_snapshots
 from meshwright.models.decoder import Stages
 from meshwright.models.init import WeightSource, find_weight_source
@@ -66,7 +67,13 @@ def build_trainer(
     offloaded = build_offloaded_state(optimizer, model.rank_parameters, job, mesh)
     balancer = build_expert_balancer(model.model, job, mesh.device, amp)
     data = open_data(
-        job, Path(assignment.data_dir), mesh, model.parallel.cp, open_split, assignment.eval_sets
+        job,
+        Path(assignment.data_dir),
+        mesh,
+        model.parallel.cp,
+        open_split,
+        assignment.eval_sets,
+        None if assignment.corpus is None else parse_corpus(assignment.corpus),
     )
     template, small_files = _read_small_files(context, data) if mesh.rank == 0 else (None, {})
     state = CheckpointedState(
@@ -77,8 +84,7 @@ def build_trainer(
         optimizer=optimizer,
         loss_scaler=amp,
         expert_biases=balancer,
-        data_sha256=data.sha256,
-        data=data.sources,
+        corpus=data.corpus,
         template=template,
         small_files=small_files,
         transport=mesh.transport_name,
@@ -96,6 +102,7 @@ def build_trainer(
             "resumed", checkpoint=assignment.resume_from, step=state.counters.step, notes=notes
         )
     skip_samples(context, state.counters)
+    data = _open_restored(context, state, data)
     context.setup.end("load")
     if model.weight_copies is not None and state.counters.step:
         model.weight_copies.is_stale = True
@@ -105,6 +112,23 @@ def build_trainer(
     )
     stop = stop or StopSignal()
     return Trainer(context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop)
+
+
+def _open_restored(context: RankContext, state: CheckpointedState, data: TrainData) -> TrainData:
+    """The data that the restored position counts in: they may have grown during the run.
+
+    Args:
+        context: Context of this rank.
+        state: The restored state; gets the data.
+        data: The data of the start.
+    """
+    run_dir, counters = Path(context.assignment.run_dir), state.counters
+    if counters.corpus:  # of an in-memory snapshot
+        state.corpus = read_corpus(run_dir, counters.corpus)
+    if state.corpus == data.corpus:
+        return data
+    counters.corpus = write_corpus(run_dir, state.corpus)
+    return data.reopened(state.corpus)
 
 
 def _reshard(

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.dataset import TokenDataset
-from meshwright.data.growth import data_sha256, identify_sources
-from meshwright.data.identity import SourceIdentity
+from meshwright.data.epochs import CorpusState
+from meshwright.data.growth import identify_corpus
 from meshwright.data.images import open_images
-from meshwright.data.mixture import MixtureOrder, read_mixture
-from meshwright.data.order import SampleOrder
+from meshwright.data.mixture import read_mixture
+from meshwright.data.order import Order, SampleOrder
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.mesh import Mesh
@@ -35,14 +35,14 @@ class TrainData:
     eval: Batcher | ImageBatcher
     eval_sets: dict[str, Batcher | ImageBatcher]
     """The sets of ``data.eval``, by name."""
-    order: SampleOrder | MixtureOrder
+    order: Order
     prefetcher: BatchPrefetcher
-    sha256: str
-    """Checksum of the index, which holds the checksums of the shards; of images, see ``data.images``."""
-    sources: dict[str, SourceIdentity]
-    """The shards of each source; empty for images and for data that come from elsewhere."""
+    corpus: CorpusState
+    """What the folder has, and the epochs so far."""
     tokenizer: Path | None
     """The tokenizer file; None for images and for data that come from elsewhere."""
+    reopened: Callable[[CorpusState], TrainData]
+    """The same folder with more or fewer documents, or other epochs."""
 
 
 def first_samples(held_out: Batcher | ImageBatcher, count: int) -> npt.NDArray[np.int64]:
@@ -59,6 +59,7 @@ def open_data(
     context: ContextParallel | None,
     open_split: OpenSplit | None,
     eval_sets: Mapping[str, str] | None = None,
+    corpus: CorpusState | None = None,
 ) -> TrainData:
     """Open the data of a rank.
 
@@ -69,21 +70,29 @@ def open_data(
         context: The positions that this rank reads, with ``layout.cp > 1``.
         open_split: Replaces the data in the folder.
         eval_sets: Folder of each set of ``data.eval``, by name.
+        corpus: What is read of the folder; without it everything.
     """
-    train, held_out, sha256 = _open_batchers(job, folder, mesh, context, open_split)
-    order: SampleOrder | MixtureOrder
+    known = None if open_split else corpus
+    train, held_out, sha256 = _open_batchers(job, folder, mesh, context, open_split, known)
+    order: Order
     if isinstance(train, Batcher):
-        order = train.dataset.order(job.train.seed)
+        if known is None:
+            known = CorpusState() if open_split else identify_corpus(folder, train.dataset)
+        order = train.dataset.order(job.train.seed, known.epochs)
     else:
+        known = CorpusState(sha256)
         order = SampleOrder(train.dataset.shard_sample_counts, job.train.seed)
     source = SliceSource(train) if isinstance(train, Batcher) and job.layout.backup_replicas else train
     prefetcher = BatchPrefetcher(order, source, job.train.global_batch, mesh.device)
-    tokenizer, sources = None, {}
+    tokenizer = None
     if isinstance(train, Batcher) and open_split is None:
         tokenizer = Path(read_mixture(folder)[0].folder) / TOKENIZER_FILE
-        sources = identify_sources(folder, train.dataset.source_counts)
     sets = {name: _open_set(job, where, held_out) for name, where in (eval_sets or {}).items()}
-    return TrainData(train, held_out, sets, order, prefetcher, sha256, sources, tokenizer)
+
+    def reopened(other: CorpusState) -> TrainData:
+        return open_data(job, folder, mesh, context, open_split, eval_sets, other)
+
+    return TrainData(train, held_out, sets, order, prefetcher, known, tokenizer, reopened)
 
 
 def _open_set(job: Job, folder: str, like: Batcher | ImageBatcher) -> Batcher | ImageBatcher:
@@ -95,12 +104,18 @@ def _open_set(job: Job, folder: str, like: Batcher | ImageBatcher) -> Batcher | 
 
 
 def _open_batchers(
-    job: Job, folder: Path, mesh: Mesh, context: ContextParallel | None, open_split: OpenSplit | None
+    job: Job,
+    folder: Path,
+    mesh: Mesh,
+    context: ContextParallel | None,
+    open_split: OpenSplit | None,
+    corpus: CorpusState | None,
 ) -> tuple[Batcher, Batcher, str] | tuple[ImageBatcher, ImageBatcher, str]:
     if isinstance(job.model, ResNetModel):
         return open_image_batches(job, job.model, folder, mesh.dp_rank)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
-    rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
+    known = None if corpus is None else corpus.sources
+    rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking, known)
     sample_weight = 1 / job.train.global_batch if job.model.num_experts else None
 
     degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
@@ -109,6 +124,5 @@ def _open_batchers(
         dataset = open_split(split) if open_split else TokenDataset.open(folder, split, *rows)
         return Batcher(dataset, rank, degree, micro_batch, context, sample_weight)
 
-    sha256 = "" if open_split else data_sha256(folder)
     # Backup replicas train on samples of another replica, and evaluate none.
-    return batcher("train", mesh.dp_rank % degree), batcher("eval", mesh.dp_rank), sha256
+    return batcher("train", mesh.dp_rank % degree), batcher("eval", mesh.dp_rank), ""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from meshwright.checkpoint.retired_snapshots import RetiredSnapshots
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
 from meshwright.core.events import Commit, EventWriter
+from meshwright.data.corpus_file import write_corpus
+from meshwright.data.growth import describe_growth
+from meshwright.data.mixture import count_by_source
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.snapshot_slots import SnapshotSlots
 from meshwright.layout.lr_schedule import lr_at
@@ -45,6 +49,7 @@ from meshwright.train.bad_steps import BadStep, describe_bad_step, is_bad, keep_
 from meshwright.train.batches import SliceReader
 from meshwright.train.data import TrainData
 from meshwright.train.expert_balance import ExpertBalancer, ExpertLoad, is_load_report_due
+from meshwright.train.follow import Votes, build_follower
 from meshwright.train.gradient_noise import NoiseScale, add_noise
 from meshwright.train.optimizer import set_lr, updates_weight_copies
 from meshwright.train.optimizer_offload import OffloadedOptimizerState
@@ -121,6 +126,8 @@ class StepResult:
     bad: BadStep | None
     """Why the parameters did not change; None for a usual step."""
     expert_load: ExpertLoad | None
+    grown_data: Votes
+    """Votes on data that have grown."""
 
 
 class Trainer:
@@ -161,6 +168,7 @@ class Trainer:
         self.rank_parameters, self.weight_copies = model.rank_parameters, model.weight_copies
         self.amp, self.optimizer, self.offloaded, self.balancer = amp, optimizer, offloaded, balancer
         self.data, self.state, self.saver, self.stop = data, state, saver, stop
+        self.follower = build_follower(self.job, Path(self.assignment.data_dir), data.corpus, self.mesh)
         self.noise_scale = NoiseScale(self.module, self.job.train.noise_scale_every)
         buffers = self.model.buffers() if self.job.mixes_samples else ()
         self._batch_norm_stats = [(buffer, buffer.clone()) for buffer in buffers]
@@ -277,11 +285,33 @@ class Trainer:
         loss_sum, target_count, bad_ranks, stop_requests, *sums, norm = control[0].wait()
         bad = describe_bad_step(loss_sum, norm, self.state.grad_norms, self.step + 1) if bad_ranks else None
         save_requested = self.saver.needs_all_ranks and sums.pop(0) > 0
+        votes = Votes(sums.pop(0), sums.pop(0)) if self.job.data.follow else Votes()
         load = None if self.balancer is None else self.balancer.end_step(self.mesh, update_biases=bad is None)
         if bad is not None:
             self.restore_forward_state()
         stop = stop_requests > 0
-        return StepResult(loss_sum, target_count, stop, save_requested, sums, loss_scale, lr, norm, bad, load)
+        return StepResult(
+            loss_sum, target_count, stop, save_requested, sums, loss_scale, lr, norm, bad, load, votes
+        )
+
+    def follow_data(self, votes: Votes) -> None:
+        """Go on with grown data if all ranks have opened them; at the end of a step.
+
+        Args:
+            votes: Votes of all ranks in this step.
+        """
+        grown = None if self.follower is None else self.follower.after_step(votes)
+        if grown is None:
+            return
+        counters, state = self.state, self.saver.state
+        weights = {source.name: source.weight for source in self.job.data.sources}
+        positions = count_by_source(weights, counters.position)
+        before, state.corpus = state.corpus, state.corpus.grown(grown, positions)
+        counters.corpus = write_corpus(Path(self.assignment.run_dir), state.corpus)
+        self.data = self.data.reopened(state.corpus)
+        if self.mesh.rank == 0:
+            notes = describe_growth(before.sources, grown.sources, state.corpus.epochs)
+            self.events.write("data_grew", step=self.step, position=counters.position, notes=notes)
 
     def restore_forward_state(self) -> None:
         """Undo what forward passes of a bad step changed: batch norm statistics, counts of expert load."""
@@ -312,6 +342,9 @@ class Trainer:
         flags = [float(self.stop.requested)]
         if self.saver.needs_all_ranks:  # rank 0 decides when
             flags.append(float(self.mesh.rank == 0 and self.saver.is_due_by_time()))
+        if self.job.data.follow:
+            votes = Votes() if self.follower is None else self.follower.vote()
+            flags += [votes.proposed, votes.ready]
         own = [local_loss, local_targets] if self.mesh.reports_loss else [0.0, 0.0]
         return self.mesh.start_control_all_reduce([*own, bad, *flags, *noise], local_values=[grad_norm])
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
-from meshwright.data.growth import DataChangedError, check_growth, describe_growth, identify_sources
+from meshwright.data.growth import DataChangedError, check_growth, describe_growth, identify_corpus
 from meshwright.data.mixture import MixedSource, write_mixture
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
 
@@ -47,7 +48,7 @@ def open_train(folder: Path) -> TokenDataset:
 
 
 def identify(folder: Path):
-    return identify_sources(folder, open_train(folder).source_counts)
+    return identify_corpus(folder, open_train(folder)).sources
 
 
 def read_rows(folder: Path, count: int) -> np.ndarray:
@@ -58,41 +59,53 @@ def read_rows(folder: Path, count: int) -> np.ndarray:
 
 def test_the_same_data_are_accepted_without_a_note(prepare):
     old, again = prepare(texts(OLD)), prepare(texts(OLD))
-    check_growth(identify(old), again, {"": 5})
-    assert describe_growth(identify(old), identify(again), {"": 5}) == []
+    check_growth(identify(old), again)
+    assert describe_growth(identify(old), identify(again), {}) == []
 
 
 def test_appended_shards_keep_the_order_of_the_epoch(prepare):
     old, new = prepare(texts(OLD)), prepare(texts(NEW))
     samples = len(open_train(old))
-    for position in (0, 1, samples):
-        check_growth(identify(old), new, {"": position})
+    check_growth(identify(old), new)
     assert np.array_equal(read_rows(new, samples), read_rows(old, samples))
-    train, held_out = describe_growth(identify(old), identify(new), {"": samples})
-    assert f"grew from {samples} to {len(open_train(new))} samples per epoch" in train
-    assert "the samples so far are the same" in train
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 1000, 10**6])
+def test_every_sample_of_grown_data_is_read_once_in_the_epoch(prepare, shard_tokens):
+    """Also if the last shard has grown and a part of it was read: what follows is not shuffled anew."""
+    old, new = prepare(texts(OLD), shard_tokens), prepare(texts(NEW), shard_tokens)
+    before, now = (identify_corpus(folder, open_train(folder)) for folder in (old, new))
+    check_growth(before.sources, new)
+    size, total = len(open_train(old)), len(open_train(new))
+    position = size - 2
+    grown = before.continued(now, {"": position})
+    data, old_data = open_train(new), open_train(old)
+    order = data.order(7, grown.epochs)
+    was_read = old_data.read(old_data.order(7).samples_at(np.arange(size)))
+    assert np.array_equal(data.read(order.samples_at(np.arange(size))).tokens, was_read.tokens)
+    assert sorted(order.samples_at(np.arange(total)).tolist()) == list(range(total))
+    assert sorted(order.samples_at(np.arange(total, 2 * total)).tolist()) == list(range(total))
+    train, held_out = describe_growth(before.sources, now.sources, grown.epochs)
+    assert f"grew from {size} to {total} samples per epoch" in train
+    assert "follow at the end of epoch 1" in train
     assert "held-out data grew" in held_out
 
 
-def test_after_an_epoch_the_note_says_where_it_goes_on(prepare):
-    old, new = prepare(texts(OLD)), prepare(texts(NEW))
-    position = len(open_train(old)) + 1
-    check_growth(identify(old), new, {"": position})
-    note = describe_growth(identify(old), identify(new), {"": position})[0]
-    assert f"sample {position} of epoch 1, and some samples come again" in note
-
-
-def test_a_last_shard_that_grew_is_accepted_until_it_is_read(prepare):
-    """What was read before it is read alike. In it the order is another one."""
-    old, new = prepare(texts(OLD), shard_tokens=1000), prepare(texts(NEW), shard_tokens=1000)
-    before = identify(old)[""]
-    unread = before.samples - before.last_samples
-    assert 0 < unread < before.samples
-    check_growth({"": before}, new, {"": unread})
-    assert np.array_equal(read_rows(new, unread), read_rows(old, unread))
-    assert not np.array_equal(read_rows(new, before.samples), read_rows(old, before.samples))
-    with pytest.raises(DataChangedError, match="has grown, and some of its samples were read already"):
-        check_growth({"": before}, new, {"": unread + 1})
+def test_data_are_opened_as_they_were(prepare):
+    """A folder that has grown, without what was added: equal samples, and an equal index."""
+    old, new = prepare(texts(OLD), 1000), prepare(texts(NEW), 1000)
+    before = identify(old)
+    for split in ("train", "eval"):
+        then = TokenDataset.open(old, split, SEQ_LEN)
+        again = TokenDataset.open(new, split, SEQ_LEN, identities=before)
+        everything = np.arange(len(then))
+        assert len(again) == len(then) < len(TokenDataset.open(new, split, SEQ_LEN))
+        assert np.array_equal(again.read(everything).tokens, then.read(everything).tokens)
+    documents = TokenDataset.open(new, "train", SEQ_LEN, "document", identities=before)
+    assert len(documents) == len(TokenDataset.open(old, "train", SEQ_LEN, "document"))
+    assert again.sources[0].index.to_bytes() == (old / "index.json").read_bytes()
+    with pytest.raises(UserError, match="does not begin with the shards"):
+        TokenDataset.open(prepare(texts(OLD // 2)), "train", SEQ_LEN, identities=before)
 
 
 def changed(place: int) -> list[str]:
@@ -111,10 +124,9 @@ def changed(place: int) -> list[str]:
     ],
 )
 def test_any_other_change_is_refused(prepare, other, reason, shard_tokens):
-    """Also at position 0: the data are not those of the run."""
     old, new = prepare(texts(OLD), shard_tokens), prepare(other, shard_tokens)
     with pytest.raises(DataChangedError, match=reason):
-        check_growth(identify(old), new, {"": 0})
+        check_growth(identify(old), new)
 
 
 def test_a_last_shard_with_other_documents_is_refused(prepare):
@@ -122,27 +134,33 @@ def test_a_last_shard_with_other_documents_is_refused(prepare):
     old = prepare(texts(OLD), shard_tokens=10**6)
     new = prepare([*texts(OLD - 1), *("other" for _ in range(9))], shard_tokens=10**6)
     with pytest.raises(DataChangedError, match=r"the shard train-00000.bin differs"):
-        check_growth(identify(old), new, {"": 0})
+        check_growth(identify(old), new)
 
 
 def test_another_tokenizer_and_an_unknown_source_are_refused(prepare):
     old, new = prepare(texts(OLD)), prepare(texts(NEW), tokenizer="bpe:300")
     with pytest.raises(DataChangedError, match="another tokenizer"):
-        check_growth(identify(old), new, {"": 0})
+        check_growth(identify(old), new)
     with pytest.raises(DataChangedError, match="does not say which shards"):
-        check_growth({}, old, {"": 0})
+        check_growth({}, old)
 
 
-def test_each_source_of_a_mixture_has_its_own_position(prepare, tmp_path):
-    """The last shard of one source grew: only the samples that were read from it matter."""
-    first, second = prepare(texts(OLD), 1000), prepare(texts(OLD)[::-1], 1000)
-    grown = prepare(texts(NEW), 1000)
+def test_each_source_of_a_mixture_has_its_own_epochs(prepare, tmp_path):
+    """One source grows: its new samples come once each, the other one goes on as before."""
+    first, second, grown = prepare(texts(OLD)), prepare(texts(OLD)[::-1]), prepare(texts(NEW))
+    states = []
     for name, one in (("old", first), ("new", grown)):
         (tmp_path / name).mkdir()
-        sources = [MixedSource("a", str(one), 1.0), MixedSource("b", str(second), 3.0)]
+        sources = [MixedSource("a", str(one), 1.0), MixedSource("b", str(second), 1.0)]
         write_mixture(tmp_path / name, sources)
-    before = identify(tmp_path / "old")
-    unread = before["a"].samples - before["a"].last_samples
-    check_growth(before, tmp_path / "new", {"a": unread, "b": 10**6})
-    with pytest.raises(DataChangedError, match="source a: the shard train-"):
-        check_growth(before, tmp_path / "new", {"a": unread + 1, "b": 0})
+        states.append(identify_corpus(tmp_path / name, open_train(tmp_path / name)))
+    before, now = states
+    check_growth(before.sources, tmp_path / "new")
+    size, total = (state.sources["a"].samples for state in states)
+    grown_state = before.continued(now, {"a": size - 1, "b": size - 1})
+    assert [len(grown_state.epochs[name]) for name in ("a", "b")] == [2, 1]
+    samples = open_train(tmp_path / "new").order(7, grown_state.epochs).samples_at(np.arange(2 * total))
+    assert sorted(samples[samples < total].tolist()) == list(range(total))
+    was_read = open_train(tmp_path / "old").order(7).samples_at(np.arange(2 * size))
+    other, other_before = samples[samples >= total] - total, was_read[was_read >= size] - size
+    assert other[:size].tolist() == other_before[:size].tolist()

@@ -67,17 +67,21 @@ def test_weights_must_add_up_to_something(weights):
         MixturePattern(weights)
 
 
+def build_order(counts, weights, seed):
+    return MixtureOrder([SampleOrder(shards, seed) for shards in counts], weights)
+
+
 def test_each_source_keeps_its_own_order_and_epochs():
     """The small source is read several times while the large one is read once."""
     counts = [[70, 30], [4]]
-    order = MixtureOrder(counts, [3, 1], seed=5)
+    order = build_order(counts, [3, 1], seed=5)
     samples = order.samples_at(np.arange(80))
     first, second = samples[samples < 100], samples[samples >= 100] - 100
     assert first.tolist() == SampleOrder([70, 30], 5).samples_at(np.arange(60)).tolist()
     assert second.tolist() == SampleOrder([4], 5).samples_at(np.arange(20)).tolist()
     assert sorted(second[:4].tolist()) == [0, 1, 2, 3], "an epoch of the small source"
     assert order.samples_at([77, 3]).tolist() == samples[[77, 3]].tolist(), "any position, alone"
-    assert samples.tolist() != MixtureOrder(counts, [3, 1], seed=6).samples_at(np.arange(80)).tolist()
+    assert samples.tolist() != build_order(counts, [3, 1], seed=6).samples_at(np.arange(80)).tolist()
 
 
 @pytest.fixture

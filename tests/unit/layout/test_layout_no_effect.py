@@ -149,6 +149,7 @@ READERS = {
     "data.eval": "runs",
     "data.eval_fraction": "train",
     "data.cache": "runs",
+    "data.follow": "train",
     "train.clip": "train",
     "train.on_bad_step": "train",
     "train.spike_factor": "train",

@@ -15,6 +15,8 @@ CONTROL_NOISE_VALUES = 2
 """Squared norm and number of shards, for the gradient noise scale; only in jobs that measure it."""
 CONTROL_SAVE_VALUES = 1
 """Save request of rank 0: every rank writes its part of a checkpoint."""
+CONTROL_FOLLOW_VALUES = 2
+"""Rank 0's name of data that have grown, and the ranks that have opened them; with ``data.follow``."""
 CONTROL_NORM_VALUES = 1
 """Squared norm of a rank's gradient shard: a separate all-reduce."""
 CONTROL_EVAL_VALUES = 2
@@ -28,6 +30,8 @@ def predict_control(job: Job) -> list[CollectiveTraffic]:
         values += CONTROL_NOISE_VALUES
     if layout.world_size > 1:
         values += CONTROL_SAVE_VALUES
+    if job.data.follow:
+        values += CONTROL_FOLLOW_VALUES
     if is_sharded(job):
         values, calls = values + CONTROL_NORM_VALUES, calls + 1
     if isinstance(job.model, DecoderModel) and job.model.load_size:
