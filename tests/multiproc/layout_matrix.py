@@ -302,6 +302,13 @@ def list_routing_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
     return [*pairs, *itertools.combinations(cell.routing, 2)]
 
 
+def list_recompute_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
+    """Activation checkpointing with the ZeRO stage and the axis methods; the workload alone."""
+    settings = dict(cell.settings)
+    others = [("zero", settings["zero"]), *_list_methods(cell)]
+    return [("workload", cell.workload), *((settings["recompute"], other) for other in others)]
+
+
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
     """All pairs of settings, with traits in place of pp, schedule, cp, context, ep and etp; these once each.
 

@@ -2,13 +2,12 @@
 
 The cells come from the legality table (``layout_matrix``). `make test` runs a few cheap cells that cover
 every setting. `make test-all` runs sets on two to four ranks that cover all legal pairs of settings
-and of traits, and samples with eight ranks, compiled blocks and other routing settings.
+and of traits, a sample with eight ranks, and sets with compiled blocks and with other routing settings.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from functools import cache
 from itertools import islice, product
@@ -19,7 +18,6 @@ from layout_matrix import (
     AXES,
     DEGREES,
     ROUTING,
-    SEED,
     SETTINGS,
     WORKLOADS,
     Cell,
@@ -28,6 +26,7 @@ from layout_matrix import (
     list_cells,
     list_compiled,
     list_pairs_and_degrees,
+    list_recompute_pairs,
     list_routing_pairs,
     list_traits,
     list_values,
@@ -101,9 +100,8 @@ def routings() -> list[Cell]:
 
 
 def compiled_cells() -> list[Cell]:
-    """A sample of the trait cells, with compiled blocks."""
-    chosen = random.Random(SEED).sample(list_compiled(trait_cells()), 8)
-    return sorted(chosen, key=lambda cell: cell.cost)
+    """Trait cells with compiled blocks: every kind of checkpointing with every ZeRO stage and axis method."""
+    return choose_covering(list_compiled(trait_cells()), list_recompute_pairs)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

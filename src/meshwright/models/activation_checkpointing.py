@@ -46,7 +46,7 @@ REDUCTION_OPS = frozenset(
 
 
 class _HookPause:
-    """Whether selective checkpointing ignores operations at the moment: inside excluded hooks."""
+    """Whether checkpointing ignores operations at the moment: inside excluded hooks."""
 
     active = False
 
@@ -77,15 +77,15 @@ class ActivationCheckpointing:
                 _selective_contexts, self.saved_gemms, self.saved_reductions, self._hook_pause
             )
         elif torch.compiler.is_compiling():
-            options["context_fn"] = _full_contexts
+            options["context_fn"] = functools.partial(_full_contexts, self._hook_pause)
         return checkpoint(compute, *inputs, **options)
 
     def exclude_hooks(self, module: nn.Module) -> None:
-        """Hide the forward hooks of a module inside the block from selective checkpointing.
+        """Hide the forward hooks of a module inside the block from the modes of checkpointing.
 
-        Selective checkpointing needs the same operations in the same order in the forward pass and in the
-        recomputation. FSDP hooks that gather parameters run more operations in one than in the other. Call
-        this after the hooks are registered.
+        Selective checkpointing, and full checkpointing of compiled blocks, need the same operations in the
+        same order in the forward pass and in the recomputation. FSDP hooks that gather parameters run more
+        operations in one than in the other. Call this after the hooks are registered.
         """
         pause = self._hook_pause = self._hook_pause or _HookPause()
 
@@ -110,7 +110,7 @@ def apply_activation_checkpointing(model: nn.Module, recompute: Recompute) -> No
 
 
 class _PausableMode(TorchDispatchMode):
-    """A mode of selective checkpointing that ignores operations inside excluded hooks."""
+    """A mode of checkpointing that ignores operations inside excluded hooks."""
 
     def __init__(self, mode: Any, pause: _HookPause) -> None:
         super().__init__()
@@ -141,17 +141,20 @@ def _selective_contexts(
     saved_gemms: Sequence[bool], saved_reductions: Sequence[bool], pause: _HookPause | None
 ) -> Any:
     policy = functools.partial(_policy, saved_gemms, saved_reductions, Counter())
-    modes = create_selective_checkpoint_contexts(policy)
-    return modes if pause is None else tuple(_PausableMode(mode, pause) for mode in modes)
+    return _pausable(create_selective_checkpoint_contexts(policy), pause)
 
 
-def _full_contexts() -> Any:
+def _full_contexts(pause: _HookPause | None) -> Any:
     """Contexts of full checkpointing in compiled blocks: nothing is saved.
 
     Without a policy, torch 2.11 does not mark the operations inside autograd functions for recomputation. It
     then saves the outputs of tensor-parallel collectives and of GEMMs on weight copies.
     """
-    return create_selective_checkpoint_contexts(_recompute_everything)
+    return _pausable(create_selective_checkpoint_contexts(_recompute_everything), pause)
+
+
+def _pausable(modes: Any, pause: _HookPause | None) -> Any:
+    return modes if pause is None else tuple(_PausableMode(mode, pause) for mode in modes)
 
 
 def _recompute_everything(*_: Any, **__: Any) -> CheckpointPolicy:
