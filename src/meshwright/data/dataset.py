@@ -215,7 +215,7 @@ class TokenDataset:
         """The order of the samples.
 
         Args:
-            seed: Of the run.
+            seed: Seed of the run.
             epochs: Tables of sources, for data that have grown.
         """
         tables = epochs or {}
