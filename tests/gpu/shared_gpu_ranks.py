@@ -83,11 +83,16 @@ def run_with_gloo(run_dir, listener):
     return worker.run_rank(run_dir, listener)
 
 
-def run_with_nccl(run_dir, listener):
-    """Several ranks on one GPU with NCCL; each process has another host id, so NCCL accepts them."""
+def pose_as_another_host():
+    """Each process has another host id, so NCCL accepts several on one GPU."""
     os.environ |= {
         "NCCL_HOSTID": f"process-{os.getpid()}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
     }
+
+
+def run_with_nccl(run_dir, listener):
+    """Several ranks on one GPU with NCCL."""
+    pose_as_another_host()
     return worker.run_rank(run_dir, listener)

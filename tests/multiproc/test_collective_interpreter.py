@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from collective_reference import make_inputs, wrong_chunks
+from collective_ranks import check_counts, run_groups
+from collective_reference import make_inputs
 from meshwright.elastic.supervisor import Supervisor
-from meshwright.measure.collective_counter import CollectiveCounter
-from meshwright.parallel.collective_interpreter import ScheduleRunner, run_schedule
-from meshwright.parallel.mesh import destroy_mesh, init_mesh
+from meshwright.parallel.collective_interpreter import ScheduleRunner
 from meshwright.schedule.collective.build import build_collective, list_algorithms
-from meshwright.schedule.collective.ops import Op
-from meshwright.schedule.collective.traffic import count_traffic
-from meshwright.spec.load import load_job
 
 RANKS = 4
-SIZES = (3, 10_007)
-SEGMENT_BYTES = 8192
-
-
-def check_schedules(group: dist.ProcessGroup, sizes: tuple[int, ...]) -> int:
-    """Every operation by every algorithm on one group. Returns the bytes that this rank must have sent."""
-    ranks, me, sent = group.size(), group.rank(), 0
-    for op in Op:
-        for algorithm in list_algorithms(op):
-            grouped = {"ranks_per_node": 2} if algorithm == "hierarchical" else {}
-            schedule = build_collective(op, algorithm, ranks, **grouped)
-            for elements in sizes:
-                inputs = make_inputs(schedule, elements)
-                tensor = torch.from_numpy(inputs[me].copy())
-                run_schedule(schedule, tensor, group, segment_bytes=SEGMENT_BYTES)
-                outputs = [tensor.numpy() if rank == me else inputs[rank] for rank in range(ranks)]
-                wrong = [
-                    chunk for rank, chunk in wrong_chunks(schedule, elements, inputs, outputs) if rank == me
-                ]
-                assert not wrong, f"{op} by {algorithm}, {ranks} ranks, {elements} elements: chunks {wrong}"
-                sent += count_traffic(schedule, elements).sent[me] * tensor.element_size()
-    return sent
 
 
 def check_gradients(group: dist.ProcessGroup) -> None:
@@ -60,30 +35,31 @@ def check_gradients(group: dist.ProcessGroup) -> None:
         assert values.tolist() == [group.size()] * numel
 
 
+def check_batches(group: dist.ProcessGroup) -> None:
+    """One batch per step, as on NCCL, gives the same."""
+    for algorithm in list_algorithms("all_reduce"):
+        grouped = {"ranks_per_node": 2} if algorithm == "hierarchical" else {}
+        schedule = build_collective("all_reduce", algorithm, group.size(), **grouped)
+        for elements in (3, 1001):
+            inputs = make_inputs(schedule, elements)
+            tensor = torch.from_numpy(inputs[group.rank()].copy())
+            ScheduleRunner(schedule, group, run_ahead=False)(tensor)
+            assert np.array_equal(tensor.numpy(), sum(inputs)), algorithm
+
+
+def check_more(group: dist.ProcessGroup) -> None:
+    check_gradients(group)
+    check_batches(group)
+
+
 def run_rank(run_dir, listener):
     """One of four ranks, in groups of two, three and four ranks."""
-    counter = CollectiveCounter()
-    counter.install()
     overrides = [f"layout.dp_replicate={RANKS}", f"cluster.devices_per_node={RANKS}"]
-    mesh = init_mesh(load_job(run_dir + "/job.toml", overrides), counter)
-    expected = {}
-    for size in (2, 3, RANKS):
-        group = dist.new_group(list(range(size)))
-        if mesh.rank < size:
-            counter.name_axis(group, str(size))
-            expected[str(size)] = check_schedules(group, SIZES)
-    check_gradients(mesh.group("dp_replicate"))
-    measured = {row["axis"]: row["bytes"] for row in counter.rows() if row["op"] == "send"}
-    listener({"event": "sent", "rank": mesh.rank, "expected": expected, "measured": measured})
-    destroy_mesh(mesh)
-    return 0
+    return run_groups(overrides, run_dir, listener, check_more)
 
 
 def test_every_schedule_on_two_to_four_ranks(job_file, tmp_path):
     """Results equal the reference; the counter has exactly the bytes that the schedules send."""
     events = []
     Supervisor(f"{__name__}:run_rank", tmp_path, RANKS, 0, 10.0, events.append).run()
-    sent = {event["rank"]: event for event in events if event["event"] == "sent"}
-    assert sorted(sent) == list(range(RANKS))
-    for event in sent.values():
-        assert {axis: event["measured"][axis] for axis in event["expected"]} == event["expected"]
+    check_counts(events, RANKS)

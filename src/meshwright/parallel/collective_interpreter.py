@@ -6,14 +6,16 @@ has arrived; a segment is passed on as soon as it is complete. All ranks of the 
 schedule, tensor size and segment size.
 
 The calls are ``isend`` and ``irecv`` of a process group, so that the collective counter counts them and any
-backend runs them. Tried on gloo only: NCCL refuses two ranks on one GPU.
+backend runs them. On NCCL the steps run one after the other, and the messages of a step are one batch: NCCL
+runs the messages of a pair of ranks in the order of the calls, so a receive that is posted ahead would block
+the rank's own sends.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torch import Tensor
 from meshwright.core.errors import CheckFailedError, Problem, require_argument
 from meshwright.schedule.collective.proof import prove_collective
 from meshwright.schedule.collective.segments import Segments, cut_into_segments
-from meshwright.schedule.collective.steps import CollectiveSchedule
+from meshwright.schedule.collective.steps import CollectiveSchedule, Combine, Receive, Send
 
 SEGMENT_BYTES = 8 << 20
 """A message costs about 0.1 ms of CPU time with the counter: smaller segments cost more than they overlap."""
@@ -42,6 +44,7 @@ class ScheduleRunner:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         in_flight: int = IN_FLIGHT,
+        run_ahead: bool | None = None,
     ) -> None:
         """Prove the schedule.
 
@@ -50,6 +53,7 @@ class ScheduleRunner:
             group: Sends and receives all messages.
             segment_bytes: Most bytes of a segment; the same on all ranks.
             in_flight: Receives that are posted, per peer of a step.
+            run_ahead: Whether segments run ahead of the steps, the same on all ranks; by default on CPUs.
 
         Raises:
             UserError: The group has another number of ranks, or a size is not positive.
@@ -66,6 +70,7 @@ class ScheduleRunner:
         require_proof(schedule)
         self.schedule, self.group = schedule, group
         self._segment_bytes, self._in_flight = segment_bytes, in_flight
+        self._run_ahead, self._is_connected = run_ahead, False
         self._programs: dict[tuple[int, int], Segments] = {}
         self._staging = torch.empty(0)
 
@@ -73,24 +78,31 @@ class ScheduleRunner:
         """Run the schedule in place; see :func:`run_schedule`."""
         require_argument(tensor.is_contiguous(), "tensor", tuple(tensor.shape), "must be contiguous")
         flat = tensor.detach().view(-1)
-        program = self._program(flat)
-        staging = self._staging_buffer(flat, program.staging_elements)
         with torch.no_grad():
-            _run(program, flat, staging, self.group)
+            if flat.is_cuda and not self._is_connected:
+                # Batches use the communicator of the group: also ranks without messages must create it.
+                dist.all_reduce(torch.zeros(1, device=flat.device), group=self.group)
+                self._is_connected = True
+            if self._run_ahead if self._run_ahead is not None else not flat.is_cuda:
+                program = self._program(flat)
+                _run(program, flat, self._staging_buffer(flat, program.staging_elements), self.group)
+            else:
+                _run_steps(self.schedule, flat, self._tensor_elements(flat), self.group)
+
+    def _tensor_elements(self, flat: Tensor) -> int:
+        """Elements of the tensor of the operation, of which an all-to-all has one per rank in its buffer."""
+        tensors = self.schedule.buffer_elements(1)
+        require_argument(
+            flat.numel() % tensors == 0, "tensor.numel()", flat.numel(), f"must be a multiple of {tensors}"
+        )
+        return flat.numel() // tensors
 
     def _program(self, flat: Tensor) -> Segments:
         key = flat.numel(), flat.element_size()
         if key not in self._programs:
-            tensors = self.schedule.buffer_elements(1)
-            require_argument(
-                flat.numel() % tensors == 0,
-                "tensor.numel()",
-                flat.numel(),
-                f"must be a multiple of {tensors}",
-            )
             segment = max(1, self._segment_bytes // flat.element_size())
             self._programs[key] = cut_into_segments(
-                self.schedule, self.group.rank(), flat.numel() // tensors, segment, self._in_flight
+                self.schedule, self.group.rank(), self._tensor_elements(flat), segment, self._in_flight
             )
         return self._programs[key]
 
@@ -172,3 +184,31 @@ def _run(program: Segments, flat: Tensor, staging: Tensor, group: dist.ProcessGr
             wait_for_sends(receive.after_sends)
             flat[receive.low : receive.high].add_(arrived)
     wait_for_sends(list(sending))
+
+
+def _run_steps(schedule: CollectiveSchedule, flat: Tensor, elements: int, group: dist.ProcessGroup) -> None:
+    """Run the steps in order; the messages of a step are one batch. What is added arrives in a copy."""
+    spans = schedule.spans(elements)
+
+    def find(message: Send | Receive) -> Tensor:
+        return flat[spans[message.start][0] : spans[message.stop - 1][1]]
+
+    for step in schedule.rows[group.rank()]:
+        messages: list[tuple[Callable[..., dist.Work | None], Tensor, int]]
+        messages = [(dist.isend, find(send), send.peer) for send in step.sends]
+        adds = []
+        for receive in step.receives:
+            target = arrived = find(receive)
+            if receive.combine is Combine.REDUCE:
+                arrived = torch.empty_like(target)
+                adds.append((target, arrived))
+            messages.append((dist.irecv, arrived, receive.peer))
+        batch = [
+            dist.P2POp(call, part, group=group, tag=TAG, group_peer=peer)
+            for call, part, peer in messages
+            if part.numel()
+        ]
+        for work in dist.batch_isend_irecv(batch) if batch else ():
+            work.wait()
+        for target, arrived in adds:
+            target.add_(arrived)
