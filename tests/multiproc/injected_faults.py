@@ -294,6 +294,7 @@ def limited_memory(run_dir, listener):
     glibc is told to map large blocks individually. Otherwise its heap keeps freed memory.
     """
     if os.environ["RANK"] == "1":
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # as tuned by the user: the rank leaves it
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
         status = Path("/proc/self/status").read_text()
         held = int(status.partition("VmData:")[2].split()[0]) * 1024

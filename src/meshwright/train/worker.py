@@ -37,6 +37,7 @@ from meshwright.spec.job import Job
 from meshwright.train.bad_step_policy import RollbackError
 from meshwright.train.build import build_trainer
 from meshwright.train.compiler_import import skip_compiler_import
+from meshwright.train.host_memory import keep_freed_memory
 from meshwright.train.loop import report_collectives, train
 from meshwright.train.out_of_memory import (
     OutOfMemoryRunError,
@@ -207,6 +208,8 @@ class _Generation:
             plan = read_plan(self.folder / PLAN_FILE)
             if not uses_torch_compile(plan.job):
                 skip_compiler_import()
+            if plan.job.cluster.device == "cpu":
+                keep_freed_memory()
             counter.install()
             setup.end("start")
             if self.link is not None and plan.job.elastic.heartbeat_timeout_s > 0:
