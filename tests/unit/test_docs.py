@@ -223,6 +223,8 @@ def test_probe_page_names_every_key_of_its_table() -> None:
         "CollectiveTime": "collectives.",
     }
     keys = {f"probed.{at}{key}" for kind, at in kinds.items() for key in definitions[kind]["properties"]}
+    # The page says of ``probed.all_cores`` that it has the keys above it again.
+    assert set(definitions["OperationTimes"]["properties"]) < set(definitions["Probed"]["properties"])
     named = re.findall(r"^\| `([\w.]+)` \|", (DOCS / "probe.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(keys)
 

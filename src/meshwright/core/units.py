@@ -70,3 +70,8 @@ def _scaled(value: float) -> str:
             scaled = rounded / limit
             return f"{scaled:.3g} {prefix}" if abs(scaled) < 1000 else f"{scaled:.0f} {prefix}"
     return f"{rounded:.3g} "
+
+
+def round_measured(value: float) -> float:
+    """Four digits: measurements are not more precise."""
+    return float(f"{value:.4g}")

@@ -64,6 +64,8 @@ class ProbeSuite:
     steps: int
     models: tuple[dict[str, Any], ...]
     """The small models: model table, sequence length, batch, block backend."""
+    all_cores: bool = False
+    """Whether all is measured again with the same work on every core."""
     collective_sizes: tuple[int, ...] = ()
     """Bytes of the collectives between ranks: up to those of a gradient bucket, and more."""
     collective_s: float = 0.0
@@ -142,9 +144,11 @@ PROBE_SUITES = {
         ),
         fp8_gemms=(),
         attention=(
+            AttentionShape(2, 16, 8, 8, 128),
             AttentionShape(2, 4, 2, 32, 512),
             AttentionShape(16, 4, 2, 16, 64),
             AttentionShape(4, 16, 4, 64, 128),
+            AttentionShape(1, 8, 8, 128, 256),
         ),
         large_gemm_size=1024,
         copy_elements=2**24,
@@ -153,10 +157,13 @@ PROBE_SUITES = {
         steps=13,
         models=(
             {"model": _small(4, 64, (4, 2), 192, 256), "seq_len": 32, "batch": 2},
+            {"model": _small(12, 64, (8, 4), 192, 256), "seq_len": 64, "batch": 2},
+            {"model": _small(2, 128, (4, 4), 512, 512), "seq_len": 128, "batch": 8},
             {"model": _small(1, 256, (8, 4), 768, 1024), "seq_len": 128, "batch": 2},
             {"model": _small(4, 256, (8, 4), 768, 1024), "seq_len": 128, "batch": 2},
             {"model": _small(1, 384, (6, 6), 1024, 12288), "seq_len": 32, "batch": 1},
         ),
+        all_cores=True,
         collective_sizes=(1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 25),
         collective_s=25.0,
     ),

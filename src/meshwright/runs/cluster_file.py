@@ -10,6 +10,7 @@ import tomli_w
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import can_write
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.load import drop_none
 
 WRITTEN_BY = "# Written by meshwright"
 """Start of a cluster file that may be overwritten."""
@@ -51,5 +52,5 @@ def write_cluster(out: Path, cluster: Cluster, command: str) -> None:
 
 def cluster_text(cluster: Cluster, command: str) -> str:
     """The content of a cluster file."""
-    fields = {k: v for k, v in dataclasses.asdict(cluster).items() if v is not None and k != "file"}
+    fields = {k: v for k, v in drop_none(dataclasses.asdict(cluster)).items() if k != "file"}
     return f"{WRITTEN_BY} {command}. Use it with cluster.file=...\n{tomli_w.dumps(fields)}"

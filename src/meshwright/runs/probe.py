@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from meshwright.core.errors import MeshwrightError, Problem, UserError
+from pydantic import TypeAdapter
+
+from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError, name_interruption
+from meshwright.core.events import Event
 from meshwright.core.packages import require_packages
-from meshwright.core.units import format_bytes, format_seconds
+from meshwright.core.units import format_bytes, format_seconds, round_measured
 from meshwright.launch.environment import prepare_environment
+from meshwright.plan.contract import write_plan
 from meshwright.plan.probe_runs import (
     PROBE_SUITES,
-    GemmShape,
     ProbeRun,
     ProbeSuite,
     count_block_bytes,
@@ -29,20 +33,24 @@ from meshwright.plan.probe_runs import (
 from meshwright.plan.time.probed import count_work, fit_steps, with_probed
 from meshwright.report.collective_curves import bus_factor, list_curves
 from meshwright.runs.cluster_file import require_writable, write_cluster
-from meshwright.runs.collective_bench import OPS, bench_collectives
+from meshwright.runs.collective_bench import MOST_RANKS, OPS, bench_collectives, build_bench_tree
 from meshwright.runs.measure import processor_name
-from meshwright.runs.ranks import require_devices
+from meshwright.runs.ranks import build_launch, require_devices
 from meshwright.runs.reporter import Reporter
 from meshwright.spec.cluster import Cluster, count_cores
 from meshwright.spec.execution import uses_triton_blocks
 from meshwright.spec.job import Job
-from meshwright.spec.probed import AttentionTime, CollectiveOp, CollectiveTime, GemmTime, Probed
+from meshwright.spec.load import build_job
+from meshwright.spec.probed import CollectiveOp, CollectiveTime, GemmTime, OperationTimes, Probed
 
 if TYPE_CHECKING:
     import torch
 
+    from meshwright.verify.bench.operations import Operations
+
 WARM_S = 1.5
 """A GPU reaches its sustained clocks under load before anything is timed."""
+ALL_CORES_ENTRY = "meshwright.verify.bench.operations:run_rank"
 TERA = 1e12
 LEAST_LATENCY_S = 1e-7
 TRANSPORTS: dict[str, Literal["gloo", "shared_memory", "nccl"]] = {
@@ -105,6 +113,12 @@ def probe_machine(out: Path, cpu_only: bool, reporter: Reporter) -> ProbeResult:
     reporter.progress(f"probing {where}")
     probed, large = _time_operations(suite, cluster.device, runs, reporter)
     probed, checked = _fit_to_steps(runs, probed, reporter)
+    if suite.all_cores and cluster.world_size > 1:
+        try:
+            busy = _measure_all_cores(suite, runs, min(cluster.world_size, MOST_RANKS), probed, reporter)
+            probed = dataclasses.replace(probed, all_cores=busy)
+        except RunFailedError as error:
+            reporter.warning(f"all cores at once were not measured: {error}")
     if suite.collective_sizes and cluster.world_size > 1:
         try:
             probed = dataclasses.replace(probed, collectives=tuple(_time_collectives(suite, reporter)))
@@ -127,10 +141,9 @@ def _time_operations(
 
     from meshwright.train.throughput import measure_matmul  # noqa: PLC0415
     from meshwright.verify.bench import machine  # noqa: PLC0415
+    from meshwright.verify.bench.operations import DTYPES, time_operations  # noqa: PLC0415
 
     log, seconds, device = reporter.progress, suite.seconds, torch.device(kind)
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    dtype = dtypes[suite.precision]
     if kind == "cuda":
         if not torch.cuda.is_available():
             rule, fix = (
@@ -138,44 +151,29 @@ def _time_operations(
                 "Install torch for CUDA, or probe with --cpu",
             )
             raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value=kind, fix=fix))
-        measure_matmul(device, dtype, WARM_S)
+        measure_matmul(device, DTYPES[suite.precision], WARM_S)
     else:
         torch.set_num_threads(1)  # as many as a rank has
-    side, large = suite.large_gemm_size, {}
-    for name, other in dtypes.items():
-        forward_s = machine.time_linear(device, other, (side, side, side), seconds)[0]
+    side, large, timer = suite.large_gemm_size, {}, machine.build_timer(device, seconds)
+    for name, other in DTYPES.items():
+        forward_s = machine.time_linear(device, other, (side, side, side), timer)[0]
         large[name] = 2.0 * side**3 / forward_s
         log(f"  {name} GEMM of {side} x {side} x {side}: {large[name] / TERA:.3g} TFLOP/s")
     jobs = [run.plan.job for run in runs]
-    gemms = []
-    for sizes in list_gemms(suite, jobs):
-        times = machine.time_linear(device, dtype, sizes, seconds)
-        gemms.append(GemmTime(suite.precision, *sizes, *map(_round, times)))
-        log(f"  linear layer of {_describe(sizes, times)}")
-    gemms += _time_fp8_gemms(suite, device, jobs, reporter)
-    attention = []
-    for heads in list_attention(suite, jobs):
-        both = machine.time_attention(device, dtype, heads[1:4], (heads.batch, heads.seq_len), seconds)
-        attention.append(AttentionTime(suite.precision, *heads, *map(_round, both)))
-        rate = 7.0 * heads.batch * heads.heads * heads.seq_len**2 * heads.head_size / sum(both)
-        shape = f"{heads.batch} x {heads.seq_len}, {heads.heads} heads of {heads.head_size}"
-        log(f"  attention of {shape}: {rate / TERA:.3g} TFLOP/s")
-    copy = machine.measure_copy(device, suite.copy_elements, seconds)
-    update = machine.measure_adamw(device, jobs[0], suite.optimizer_elements, seconds)
-    log(f"  copy {format_bytes(copy)}/s, AdamW {format_bytes(update)}/s")
+    times = time_operations(device, _list_operations(suite, jobs), jobs[0], timer, log)
+    copy = times.copy_bytes_per_s
+    log(f"  copy {format_bytes(copy)}/s, AdamW {format_bytes(times.optimizer_bytes_per_s)}/s")
+    fp8_gemms = _time_fp8_gemms(suite, device, jobs, reporter)
     own: dict[str, Any] = {}
     if ours := [job for job in jobs if uses_triton_blocks(job)]:
-        took_s = machine.time_triton_kernels(device, ours[0], seconds)
+        took_s = machine.time_triton_kernels(device, ours[0], timer)
         moved = count_block_bytes(ours[0])
-        own["triton_elementwise"] = _round(took_s * copy / moved)
+        own["triton_elementwise"] = round_measured(took_s * copy / moved)
         log(f"  Triton kernels {format_bytes(round(moved / took_s))}/s")
+    times = dataclasses.replace(times, gemms=(*times.gemms, *fp8_gemms))
     probed = Probed(
+        **{one.name: getattr(times, one.name) for one in dataclasses.fields(times)},
         device=kind,
-        gemms=tuple(gemms),
-        attention=tuple(attention),
-        copy_bytes_per_s=_round(copy),
-        optimizer_bytes_per_s=_round(update),
-        launch_s=_round(machine.measure_launch(device, seconds)),
         compiled=suite.compiled,
         multiprocessors=machine.count_multiprocessors(device),
         **own,
@@ -201,7 +199,9 @@ def _time_collectives(suite: ProbeSuite, reporter: Reporter) -> list[CollectiveT
             continue
         alpha_s, beta = line
         op, transport = cast(CollectiveOp, first.op), TRANSPORTS[first.transport]
-        found.append(CollectiveTime(op, transport, first.ranks, _round(alpha_s), _round(1 / beta)))
+        found.append(
+            CollectiveTime(op, transport, first.ranks, round_measured(alpha_s), round_measured(1 / beta))
+        )
         what = f"{first.op} over {transport}, {first.ranks} ranks"
         rate = f"{format_bytes(1 / beta)}/s"
         reporter.progress(f"  {what}: {format_seconds(alpha_s)} + bytes / {rate}")
@@ -213,23 +213,65 @@ def _time_fp8_gemms(
 ) -> list[GemmTime]:
     """FP8 GEMMs, if the device has them: all shapes or none."""
     from meshwright.verify.bench import machine  # noqa: PLC0415
+    from meshwright.verify.bench.operations import describe_gemm  # noqa: PLC0415
 
-    found = []
+    found, timer = [], machine.build_timer(device, suite.seconds)
     for sizes in list_fp8_gemms(suite, jobs):
         try:
-            times = machine.time_fp8_linear(device, sizes, suite.seconds)
+            times = machine.time_fp8_linear(device, sizes, timer)
         except Exception as error:
             reporter.warning(f"no FP8 GEMMs, so steps in fp8 are not predicted: {_first_line(error)}")
             return []
-        found.append(GemmTime("fp8", *sizes, *map(_round, times)))
-        reporter.progress(f"  FP8 linear layer of {_describe(sizes, times)}, casts included")
+        found.append(GemmTime("fp8", *sizes, *map(round_measured, times)))
+        reporter.progress(f"  FP8 linear layer of {describe_gemm(sizes, times)}, casts included")
     return found
 
 
-def _describe(sizes: GemmShape, times: Sequence[float]) -> str:
-    """Shape of a linear layer and the rate of its three GEMMs (forward, input grad, weight grad)."""
-    rate = 6.0 * sizes.rows * sizes.columns * sizes.depth / sum(times)
-    return f"{sizes.rows} x {sizes.columns} x {sizes.depth}: {rate / TERA:.3g} TFLOP/s"
+def _list_operations(suite: ProbeSuite, jobs: list[Job]) -> Operations:
+    from meshwright.verify.bench.operations import Operations  # noqa: PLC0415
+
+    return Operations(
+        suite.precision,
+        list_gemms(suite, jobs),
+        list_attention(suite, jobs),
+        suite.copy_elements,
+        suite.optimizer_elements,
+    )
+
+
+def _measure_all_cores(
+    suite: ProbeSuite, runs: Sequence[ProbeRun], world_size: int, probed: Probed, reporter: Reporter
+) -> OperationTimes:
+    """The same operations and steps with all cores busy, one rank each."""
+    from meshwright.verify.bench.operations import Task  # noqa: PLC0415
+
+    job = build_job(build_bench_tree(world_size, cpu_only=True))
+    names = [f"plan-of-model-{number}.toml" for number in range(len(runs))]
+    task = Task(_list_operations(suite, [run.plan.job for run in runs]), suite.seconds, names, world_size)
+    reporter.progress(f"  the same on {world_size} cores at once")
+    found: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if event["event"] == "probed":
+            found.append(event)
+
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as name:
+        for run, file in zip(runs, names, strict=True):
+            write_plan(run.plan, Path(name) / file)
+        task.write(Path(name))
+        stops = build_launch(ALL_CORES_ENTRY, job, Path(name), listen).run()
+    if stops:
+        raise name_interruption(stops, Problem("bench-interrupted", "interrupted while measuring all cores"))
+    times = TypeAdapter(OperationTimes).validate_python(found[0]["operations"])
+    timed = [run.measured_step(step_s) for run, step_s in zip(runs, found[0]["step_s"], strict=True)]
+    busy = dataclasses.replace(probed, all_cores=times).select(world_size)
+    fitted = fit_steps(busy, timed)
+    rates = [format_bytes(rate) for rate in (fitted.copy_bytes_per_s, fitted.optimizer_bytes_per_s)]
+    steps = ", ".join(format_seconds(one.step_s) for one in timed)
+    reporter.progress(f"    copy {rates[0]}/s, AdamW {rates[1]}/s, steps {steps}")
+    return OperationTimes(
+        **{one.name: getattr(fitted, one.name) for one in dataclasses.fields(OperationTimes)}
+    )
 
 
 def _fit_to_steps(
@@ -252,7 +294,7 @@ def _fit_to_steps(
         {run.block_backend: steps.block_s for run, steps in zip(runs, found, strict=True)}
     )
     if block_s is not None:
-        probed = dataclasses.replace(probed, block_s=_round(block_s))
+        probed = dataclasses.replace(probed, block_s=round_measured(block_s))
     timed = [run.measured_step(steps.step_s) for run, steps in zip(runs, found, strict=True)]
     probed = fit_steps(probed, timed)
     return probed, [
@@ -275,9 +317,9 @@ def choose_block_s(issued: Mapping[str, float | None]) -> float | None:
 
 def _rates(cluster: Cluster, probed: Probed, large: dict[str, float]) -> dict[str, Any]:
     """The cluster's rates, for steps that probed times do not cover."""
-    rates = {f"{name}_flops_per_s": _round(rate) for name, rate in large.items()}
+    rates = {f"{name}_flops_per_s": round_measured(rate) for name, rate in large.items()}
     if cluster.device == "cpu":  # the bandwidth that elementwise passes reach in real steps
-        rates |= {"memory_bytes_per_s": _round(probed.copy_bytes_per_s / probed.elementwise)}
+        rates |= {"memory_bytes_per_s": round_measured(probed.copy_bytes_per_s / probed.elementwise)}
         return rates | _link_rates(probed)
     # A GPU keeps its data sheet's bandwidth, which a copy does not reach; an unknown GPU has none.
     return rates | {"memory_bytes_per_s": max(cluster.memory_bytes_per_s, probed.copy_bytes_per_s)}
@@ -290,13 +332,11 @@ def _link_rates(probed: Probed) -> dict[str, float]:
     if one is None:
         return {}
     width = one.bytes_per_s * bus_factor(one.op, one.ranks)
-    return {"link_bytes_per_s": _round(width), "link_latency_s": _round(max(one.alpha_s, LEAST_LATENCY_S))}
+    return {
+        "link_bytes_per_s": round_measured(width),
+        "link_latency_s": round_measured(max(one.alpha_s, LEAST_LATENCY_S)),
+    }
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _round(value: float) -> float:
-    """Four digits: measurements are not more precise."""
-    return float(f"{value:.4g}")

@@ -449,14 +449,15 @@ def _without(tree: Tree, paths: Collection[str]) -> Tree:
 
 def job_tree(job: Job) -> Tree:
     """A job as plain tables without None values, for TOML."""
-    return _drop_none(dataclasses.asdict(job))
+    return drop_none(dataclasses.asdict(job))
 
 
-def _drop_none(tree: Tree) -> Tree:
+def drop_none(tree: Tree) -> Tree:
+    """The tables without keys that are None, at any depth: TOML has no null."""
     return {k: _plain(v) for k, v in tree.items() if v is not None}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return _drop_none(value)
+        return drop_none(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -6,6 +6,7 @@ Without the table a step is predicted from the cluster's rates.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -81,14 +82,12 @@ class CollectiveTime:
     """Bytes of the larger tensor, over the time that grows with them."""
 
 
-@dataclass(frozen=True)
-class Probed:
-    """Times of single operations and of a few training steps on one device."""
+@dataclass(frozen=True, kw_only=True)
+class OperationTimes:
+    """Times of single operations and of a few training steps on one device or core."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
-    device: Literal["cpu", "cuda"]
-    """Device type; steps on another type are predicted from the cluster's rates."""
     gemms: tuple[GemmTime, ...]
     """GEMMs of several shapes."""
     attention: tuple[AttentionTime, ...]
@@ -104,15 +103,34 @@ class Probed:
     parameter_passes: NonNegative = 0.0
     """Passes over the parameters outside the optimizer step on a CPU (zeroing, accumulating, norm, clipping),
     in bytes at the copy bandwidth over the bytes of the parameters; fitted to training steps."""
-    triton_elementwise: Positive = 1.08
-    """The same for the Triton kernels, timed alone; the default is that of an H200 (November 2026)."""
     block_s: NonNegative = 0.0
     """CPU time to launch forward and backward of a block; hidden where the GPU takes longer."""
     step_s: NonNegative = 0.0
     """Fixed time per step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed(OperationTimes):
+    """What ``meshwright probe`` measured on one device. The times are those of one rank alone."""
+
+    device: Literal["cpu", "cuda"]
+    """Device type; steps on another type are predicted from the cluster's rates."""
+    triton_elementwise: Positive = 1.08
+    """The same as ``elementwise`` for the Triton kernels, timed alone; the default is that of an H200
+    (November 2026)."""
     compiled: bool = False
     """Whether the steps had compiled or Triton blocks; others are predicted from the cluster's rates."""
     multiprocessors: Natural = 0
     """Streaming multiprocessors of the GPU; 0 on a CPU."""
     collectives: tuple[CollectiveTime, ...] = ()
     """Collectives between ranks on this machine, by operation and transport."""
+    all_cores: OperationTimes | None = None
+    """The same times with the same work on all cores: cores share memory bandwidth and caches. Used for
+    several ranks on a CPU."""
+
+    def select(self, ranks: int) -> Probed:
+        """The times of one of several ranks on this machine: with all cores busy, if that was measured."""
+        if ranks == 1 or self.all_cores is None:
+            return self
+        names = [one.name for one in dataclasses.fields(OperationTimes)]
+        return dataclasses.replace(self, **{name: getattr(self.all_cores, name) for name in names})

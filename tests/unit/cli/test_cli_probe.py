@@ -32,6 +32,7 @@ QUICK = dataclasses.replace(
         {"model": TINY | {"num_layers": layers}, "seq_len": 16, "batch": batch}
         for layers, batch in ((1, 2), (2, 2), (2, 4))
     ),
+    all_cores=False,
     collective_sizes=(),
 )
 

@@ -80,7 +80,7 @@ class StepWork:
     """All other memory traffic, at the bandwidth of a copy."""
     update_s: float
     blocks: int
-    """Passes through blocks, forward and backward together."""
+    """Passes through blocks, forward and backward together; on a CPU embedding and head count as one more."""
     hides_host: bool
     uses_triton: bool = False
     """Whether the Triton kernels move those bytes."""
@@ -170,7 +170,7 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> StepWork:
         attention_s=attention_s,
         moved_s=moved / probed.copy_bytes_per_s,
         update_s=_update_s(job, model, probed),
-        blocks=micro_batches * model.num_layers,
+        blocks=micro_batches * (model.num_layers + (job.cluster.device == "cpu")),
         hides_host=job.cluster.device == "cuda",
         uses_triton=uses_triton,
         parameters_s=FLOAT32_BYTES * count_parameters(model) / probed.copy_bytes_per_s
@@ -189,7 +189,7 @@ class ProbedSteps:
     """Blocks, embedding and head of a step, with exposed host time."""
     update_s: Floats
     """Optimizer step over all parameters."""
-    step_s: float
+    step_s: Floats
     """Step overhead outside the blocks."""
 
 
@@ -201,29 +201,33 @@ def probe_steps(workload: Workload, grid: Grid) -> ProbedSteps | None:
     probed, count = job.cluster.probed, len(grid)
     whole = (grid.pp * grid.tp * grid.cp == 1) & (grid.offload == 0)
     known = np.zeros(count, dtype=np.bool_)
-    compute_s, update_s = np.zeros(count), np.zeros(count)
+    compute_s, update_s, step_s = np.zeros(count), np.zeros(count), np.zeros(count)
     if not whole.any():
         return None
     micro_batches = grid.micro_batches(workload.global_batch)
     touched = touched_bytes(workload, grid)
-    found: dict[tuple[int, ...], tuple[float, float] | None] = {}
+    found: dict[tuple[int, ...], tuple[float, float, float] | None] = {}
     columns = (grid.micro_batch, micro_batches, grid.recompute, grid.zero, grid.world_size)
     for index in np.flatnonzero(whole):
         key = tuple(int(column[index]) for column in columns)
         if key not in found:
             settled = dataclasses.replace(job, layout=grid.layout(int(index)))
-            found[key] = _probe_step(settled, probed, key[1], float(touched[index]))
+            times = probed.select(min(key[-1], job.cluster.devices_per_node))
+            found[key] = _probe_step(with_probed(settled, times), times, key[1], float(touched[index]))
         seconds = found[key]
         if seconds is not None:
-            known[index], (compute_s[index], update_s[index]) = True, seconds
-    return ProbedSteps(known, compute_s, update_s, probed.step_s) if known.any() else None
+            known[index], (compute_s[index], update_s[index], step_s[index]) = True, seconds
+    return ProbedSteps(known, compute_s, update_s, step_s) if known.any() else None
 
 
-def _probe_step(job: Job, probed: Probed, micro_batches: int, touched: float) -> tuple[float, float] | None:
+def _probe_step(
+    job: Job, probed: Probed, micro_batches: int, touched: float
+) -> tuple[float, float, float] | None:
+    """Blocks, embedding and head; the optimizer step; the step overhead."""
     if not is_probed(job):
         return None
     work = count_work(job, micro_batches, round(touched))
-    return work.compute_s(probed) - probed.step_s, work.update_s
+    return work.compute_s(probed) - probed.step_s, work.update_s, probed.step_s
 
 
 def _precision(job: Job) -> Precision:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.train.build import build_trainer
+from meshwright.train.host_memory import keep_freed_memory
 from meshwright.train.loop import run_step, start_meter
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.trainer import RankContext, Trainer
@@ -52,30 +53,68 @@ written. A 16-bit weight copy adds two bytes."""
 UPDATED_ROWS = 64
 
 
-def time_call(device: torch.device, call: Callable[[], object], seconds: float) -> float:
-    """Time of one call, repeated for some seconds: the mean on a GPU, the lower quartile on a CPU."""
+class Timer(Protocol):
+    """Repeats a call for a while and returns the time of one."""
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Time of one call."""
+        ...
+
+
+@dataclass(frozen=True)
+class GpuTimer:
+    """Repeats a call for some seconds; the mean counts."""
+
+    device: torch.device
+    seconds: float
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Time of one call."""
+        warm_up(call)
+        torch.cuda.synchronize(self.device)
+        one_s = elapsed_s(call, MIN_CALLS)
+        return elapsed_s(call, min(MAX_CALLS, count_calls(self.seconds, one_s, MIN_CALLS)))
+
+
+@dataclass(frozen=True)
+class CpuTimer:
+    """Repeats a call for some seconds; the lower quartile of CPU time counts.
+
+    Other processes make calls slower, never faster.
+    """
+
+    seconds: float
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Time of one call."""
+        warm_up(call)
+        return statistics.quantiles(list_cpu_times(call, self.seconds), n=4)[0]
+
+
+def build_timer(device: torch.device, seconds: float) -> Timer:
+    """The timer of a device that measures alone."""
+    return GpuTimer(device, seconds) if device.type == "cuda" else CpuTimer(seconds)
+
+
+def warm_up(call: Callable[[], object]) -> None:
+    """Call it a few times."""
     for _ in range(WARM_UP):
         call()
-    if device.type != "cuda":
-        return _quartile_s(call, seconds)
-    torch.cuda.synchronize(device)
-    one_s = elapsed_s(call, MIN_CALLS)
-    return elapsed_s(call, min(MAX_CALLS, count_calls(seconds, one_s, MIN_CALLS)))
 
 
-def _quartile_s(call: Callable[[], object], seconds: float) -> float:
-    """The lower quartile: other processes make calls slower, never faster."""
+def list_cpu_times(call: Callable[[], object], seconds: float) -> list[float]:
+    """CPU time of each of the calls that fit into some seconds."""
     times: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(times) < MIN_CALLS or (time.perf_counter() < deadline and len(times) < MAX_CALLS):
         started = time.process_time()
         call()
         times.append(time.process_time() - started)
-    return statistics.quantiles(times, n=4)[0]
+    return times
 
 
 def time_linear(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int], seconds: float
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int], timer: Timer
 ) -> tuple[float, float, float]:
     """The three GEMMs of a linear layer: output, input gradient, and weight gradient in float32.
 
@@ -83,7 +122,7 @@ def time_linear(
         device: Device of the operands.
         dtype: Dtype of the operands.
         sizes: Rows, output features, input features.
-        seconds: For each of the three.
+        timer: Times each of the three.
     """
     rows, columns, depth = sizes
     x = torch.randn(rows, depth, device=device).to(dtype)
@@ -91,21 +130,21 @@ def time_linear(
     weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).to(dtype)
     exact = weight_grad if dtype != torch.float32 else lambda grad, x: torch.mm(grad.T, x)
     return (
-        time_call(device, lambda: torch.mm(x, weight.T), seconds),
-        time_call(device, lambda: torch.mm(grad, weight), seconds),
-        time_call(device, lambda: exact(grad, x), seconds),
+        timer.time(lambda: torch.mm(x, weight.T)),
+        timer.time(lambda: torch.mm(grad, weight)),
+        timer.time(lambda: exact(grad, x)),
     )
 
 
 def time_fp8_linear(
-    device: torch.device, sizes: tuple[int, int, int], seconds: float
+    device: torch.device, sizes: tuple[int, int, int], timer: Timer
 ) -> tuple[float, float, float]:
     """The same in fp8, with the casts of a step; the input of the forward GEMM is cast already.
 
     Args:
         device: Device of the operands.
         sizes: Rows, output features, input features.
-        seconds: For each of the three.
+        timer: Times each of the three.
     """
     rows, columns, depth = sizes
     x = torch.randn(rows, depth, device=device).bfloat16()
@@ -114,13 +153,13 @@ def time_fp8_linear(
     gemms = LinearGemms(weight, uses_fp8=True, uses_fp8_weight_grad=True, rows=(columns,))
     cast = kernels.cast_rows(x)
     return (
-        time_call(device, lambda: gemms.forward(cast), seconds),
-        time_call(device, lambda: gemms.input_grad(grad), seconds),
-        time_call(device, lambda: gemms.weight_grads(grad, x), seconds),
+        timer.time(lambda: gemms.forward(cast)),
+        timer.time(lambda: gemms.input_grad(grad)),
+        timer.time(lambda: gemms.weight_grads(grad, x)),
     )
 
 
-def time_triton_kernels(device: torch.device, job: Job, seconds: float) -> float:
+def time_triton_kernels(device: torch.device, job: Job, timer: Timer) -> float:
     """Time of the Triton kernels in both passes of a block, with selective activation checkpointing."""
     model, batch, length = job.model, job.layout.micro_batch or 1, job.data.seq_len
     assert isinstance(model, DecoderModel), "only decoders are probed"
@@ -147,7 +186,7 @@ def time_triton_kernels(device: torch.device, job: Job, seconds: float) -> float
             kernels.rms_norm_backward(delta, total, inverse, weight, x)
         kernels.rope_backward(q, k, v, *rope)
 
-    return time_call(device, run, seconds)
+    return timer.time(run)
 
 
 def time_attention(
@@ -155,7 +194,7 @@ def time_attention(
     dtype: torch.dtype,
     heads: tuple[int, int, int],
     sequences: tuple[int, int],
-    seconds: float,
+    timer: Timer,
 ) -> tuple[float, float]:
     """Causal attention as a block calls it: the forward pass, and the backward pass.
 
@@ -164,7 +203,7 @@ def time_attention(
         dtype: Dtype of queries, keys and values.
         heads: Query heads, key heads, head size.
         sequences: Batch size, sequence length.
-        seconds: For each of the two.
+        timer: Times each of the two.
     """
     num_heads, num_kv_heads, size = heads
     batch, length = sequences
@@ -181,18 +220,18 @@ def time_attention(
 
     with prefer_fast_attention(device.type):
         with torch.no_grad():
-            forward_s = time_call(device, lambda: causal_attention(q, k, v, None), seconds)
-        return forward_s, max(time_call(device, both, seconds) - forward_s, 0.1 * forward_s)
+            forward_s = timer.time(lambda: causal_attention(q, k, v, None))
+        return forward_s, max(timer.time(both) - forward_s, 0.1 * forward_s)
 
 
-def measure_copy(device: torch.device, elements: int, seconds: float) -> float:
+def measure_copy(device: torch.device, elements: int, timer: Timer) -> float:
     """Bandwidth of a copy of float32 elements; read and written bytes both count."""
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
-    return 2 * 4 * elements / time_call(device, lambda: target.copy_(source), seconds)
+    return 2 * 4 * elements / timer.time(lambda: target.copy_(source))
 
 
-def measure_adamw(device: torch.device, job: Job, elements: int, seconds: float) -> float:
+def measure_adamw(device: torch.device, job: Job, elements: int, timer: Timer) -> float:
     """Bandwidth of the AdamW of a job on one matrix; read and written bytes both count."""
     linear = torch.nn.Linear(elements // UPDATED_ROWS, UPDATED_ROWS, bias=False, device=device)
     (weight,) = linear.parameters()
@@ -201,13 +240,13 @@ def measure_adamw(device: torch.device, job: Job, elements: int, seconds: float)
     copies = {} if low is None or not uses_bf16_weight_copies(job) else {weight: weight.detach().to(low)}
     optimizer = build_optimizer(linear, job.train, copies, uses_fused_adamw(job))
     each = ADAMW_BYTES + sum(copy.element_size() for copy in copies.values())
-    return each * elements / time_call(device, optimizer.step, seconds)
+    return each * elements / timer.time(optimizer.step)
 
 
-def measure_launch(device: torch.device, seconds: float) -> float:
+def measure_launch(device: torch.device, timer: Timer) -> float:
     """Time of an operation on one element: the launch overhead."""
     one = torch.zeros(1, device=device)
-    return time_call(device, lambda: one.add_(1.0), seconds)
+    return timer.time(lambda: one.add_(1.0))
 
 
 def count_multiprocessors(device: torch.device) -> int:
@@ -220,22 +259,29 @@ class StepTimings:
     """Times of a few steps of a small model."""
 
     step_s: float
-    """Median on a GPU, lower quartile of CPU time on a CPU."""
+    """Median on a GPU; on a CPU the lower quartile of CPU time, or its median if all cores run the steps."""
     peak_bytes: int | None
     """Peak of allocated memory in a step; None on a CPU."""
     block_s: float | None
     """CPU time to launch both passes of a block on a GPU; None on a CPU."""
 
 
-def time_steps(plan: PlanContract) -> StepTimings:
-    """Run ``train.steps`` steps of a one-process plan in this process; the first three are warm-up."""
+def time_steps(plan: PlanContract, align: Callable[[], None] | None = None) -> StepTimings:
+    """Run ``train.steps`` steps of a one-process plan in this process; the first three are warm-up.
+
+    Args:
+        plan: Of a small model.
+        align: Called after the warm-up on a core of several that run the same steps: waits for the others.
+    """
+    if plan.job.cluster.device == "cpu":
+        keep_freed_memory()
     try:
-        return _time_steps(plan)
+        return _time_steps(plan, align)
     finally:
         _release_memory()
 
 
-def _time_steps(plan: PlanContract) -> StepTimings:
+def _time_steps(plan: PlanContract, align: Callable[[], None] | None) -> StepTimings:
     counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), 0, 0)
     assignment = Assignment(os.devnull, os.devnull, os.devnull)
     mesh = init_mesh(plan.job, counter, rank=0)
@@ -249,14 +295,18 @@ def _time_steps(plan: PlanContract) -> StepTimings:
         for number in range(plan.job.train.steps):
             if number == WARM_UP_STEPS and on_gpu:
                 torch.cuda.reset_peak_memory_stats(device)
+            if number == WARM_UP_STEPS and align is not None:
+                align()
             started = clock()
             run_step(trainer, meter, audited=False)
             _wait(device)
             times.append(clock() - started)
         counted = times[WARM_UP_STEPS:]
-        if not on_gpu:  # other processes make steps slower, never faster
+        if not on_gpu and align is None:  # other processes make steps slower, never faster
             return StepTimings(statistics.quantiles(counted, n=4)[0], None, None)
         step_s = statistics.median(counted)
+        if not on_gpu:
+            return StepTimings(step_s, None, None)
         return StepTimings(step_s, torch.cuda.max_memory_allocated(device), time_block_launch(trainer))
     finally:
         destroy_mesh(mesh)

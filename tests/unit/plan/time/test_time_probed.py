@@ -17,7 +17,7 @@ from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.probed import MeasuredStep, count_work, fit_steps, is_probed, with_probed
 from meshwright.plan.time.triton_block_bytes import block_bytes
-from meshwright.spec.probed import AttentionTime, GemmTime, Probed
+from meshwright.spec.probed import AttentionTime, GemmTime, OperationTimes, Probed
 
 PROBED_FILE = Path(__file__).parents[3] / "golden" / "h200-probed.toml"
 """What a probe wrote on one NVIDIA H200, torch 2.11, 16 Nov 2026."""
@@ -255,6 +255,31 @@ def test_probed_cpus_keep_the_communication_time_of_the_engine(make_job):
     assert found.time.parts["compute"] == pytest.approx(work.compute_s(probed) - probed.step_s, rel=1e-9)
     assert found.time.parts["gradient reduction"] > 0
     assert found.time.total_s == float(estimate_step(Workload.of(placed), Grid.of([layout])).step_s[0])
+
+
+def test_several_ranks_of_a_cpu_have_the_times_of_all_cores(make_job):
+    """One rank has those of a core alone; so have two ranks without measurements of all cores."""
+    made = constant_rates()
+    alone = dataclasses.replace(
+        made,
+        device="cpu",
+        gemms=tuple(dataclasses.replace(entry, precision="fp32") for entry in made.gemms),
+        attention=tuple(dataclasses.replace(entry, precision="fp32") for entry in made.attention),
+        compiled=False,
+    )
+    names = [field.name for field in dataclasses.fields(OperationTimes)]
+    slower = OperationTimes(**{name: getattr(alone, name) for name in names} | {"step_s": 1.0})
+    cluster = {"preset": "local", "device": "cpu", "devices_per_node": 2}
+    job = make_job(cluster=cluster, train={"global_batch": 4})
+
+    def predict_step(ranks, probed):
+        layout = dataclasses.replace(job.layout, mode="given", dp_replicate=ranks, micro_batch=2)
+        placed = with_probed(dataclasses.replace(job, layout=layout), probed)
+        return predict(placed, layout).time.parts.get("step overhead", 0.0)
+
+    both = dataclasses.replace(alone, all_cores=slower)
+    assert predict_step(1, both) == predict_step(1, alone)
+    assert predict_step(2, both) == pytest.approx(predict_step(2, alone) + 1.0)
 
 
 @pytest.mark.parametrize(

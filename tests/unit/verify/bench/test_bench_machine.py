@@ -12,27 +12,28 @@ from meshwright.verify.bench import machine
 from meshwright.verify.synthetic_data import RandomTokens
 
 CPU = torch.device("cpu")
+TIMER = machine.CpuTimer(1e-3)
 
 
 def test_larger_operations_take_longer():
-    small = machine.time_linear(CPU, torch.float32, (16, 16, 16), 1e-3)
-    large = machine.time_linear(CPU, torch.float32, (512, 512, 512), 1e-3)
+    small = machine.time_linear(CPU, torch.float32, (16, 16, 16), TIMER)
+    large = machine.time_linear(CPU, torch.float32, (512, 512, 512), TIMER)
     assert all(0 < few < many for few, many in zip(small, large, strict=True))
-    forward_s, backward_s = machine.time_attention(CPU, torch.float32, (4, 2, 8), (2, 64), 1e-3)
+    forward_s, backward_s = machine.time_attention(CPU, torch.float32, (4, 2, 8), (2, 64), TIMER)
     assert forward_s > 0
     assert backward_s > 0
-    assert machine.measure_copy(CPU, 2**16, 1e-3) > machine.measure_copy(CPU, 2, 1e-3)
+    assert machine.measure_copy(CPU, 2**16, TIMER) > machine.measure_copy(CPU, 2, TIMER)
     (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
-    assert machine.measure_adamw(CPU, run.plan.job, 2**12, 1e-3) > 0
-    assert machine.measure_launch(CPU, 1e-3) > 0
+    assert machine.measure_adamw(CPU, run.plan.job, 2**12, TIMER) > 0
+    assert machine.measure_launch(CPU, TIMER) > 0
     assert machine.count_multiprocessors(CPU) == 0
 
 
 def test_elementwise_operations_and_fp8_gemms_can_be_timed():
     """The test uses torch operations. On a GPU the kernels of a run are timed."""
     (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
-    assert machine.time_triton_kernels(CPU, run.plan.job, 1e-3) > 0
-    assert all(took_s > 0 for took_s in machine.time_fp8_linear(CPU, (32, 16, 16), 1e-3))
+    assert machine.time_triton_kernels(CPU, run.plan.job, TIMER) > 0
+    assert all(took_s > 0 for took_s in machine.time_fp8_linear(CPU, (32, 16, 16), TIMER))
 
 
 def test_timed_steps_use_the_trainer_and_its_blocks(monkeypatch):
