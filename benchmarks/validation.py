@@ -40,9 +40,9 @@ def read_bundled() -> list[Row]:
 def residuals_text(left_out: Sequence[Outcome]) -> str:
     """The table of residuals as TOML."""
     head = (
-        "# Percentiles 10 and 90 of measured over predicted step time, on rows that gate, each predicted\n"
-        "# with rates fitted without its source. Written by benchmarks/validation.py; an empty\n"
-        "# word means any.\n"
+        "# Measured over predicted step time of 80% of the rows of a new source, from rows that gate, each\n"
+        "# predicted with rates fitted without its source (validation/residuals.py). Written by\n"
+        "# benchmarks/validation.py; an empty word means any.\n"
     )
     groups = [
         {"kind": kind, "profile": profile, "device": device, "rows": rows, "low": low, "high": high}

@@ -573,5 +573,6 @@ def validate(tables: Sequence[str | Path] = (), *, leave_one_source_out: bool = 
     own = [] if tables and not leave_one_source_out else [r for t in bundled_tables() for r in read_rows(t)]
     judged = rows if tables else own
     outcomes = evaluate_left_out(judged, own) if leave_one_source_out else evaluate(judged)
-    limits = None if tables else judge_limits(read_failed(), judged)
+    failed = [row for table in tables for row in read_failed(Path(table))] if tables else read_failed()
+    limits = judge_limits(failed, judged) if failed else None
     return Validation(outcomes, leave_one_source_out, limits)

@@ -36,7 +36,7 @@ def show_validation(
     if found.left_out:
         title += ", each source with rates fitted without it"
     output.table(title, COLUMNS, [_line(*item) for item in found.families.items()], spare=SPARE)
-    _say_totals(output, found)
+    _say_totals(output, found, given=bool(runs))
     _say_rest(output, found)
     if picture is not None:
         _draw(found.outcomes, picture)
@@ -125,10 +125,16 @@ def _line(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _say_totals(output: Output, found: Validation) -> None:
-    """Print the errors of all counted rows, the ranking of layouts, intervals and memory limits."""
+def _say_totals(output: Output, found: Validation, given: bool) -> None:
+    """Print the errors of all counted rows, the ranking of layouts, intervals and memory limits.
+
+    Args:
+        output: Where to.
+        found: The figures.
+        given: Whether the rows are the caller's, to which nothing was fitted.
+    """
     totals = found.totals
-    if not found.left_out:
+    if not found.left_out and not given:
         output.print("the rates were fitted to these rows: see --leave-one-source-out for new sources")
     names = {"all": "counted rows", "dense": "  dense models", "experts": "  models with experts"}
     for key, name in names.items():

@@ -81,6 +81,8 @@ class TimeRules:
     attention_kernel: Literal["native", "flash-2", "flash-1"] = "native"
     """Fused attention of the device's generation (cuDNN, FlashAttention-3; on Ampere FlashAttention-2),
     FlashAttention-2, or the first FlashAttention and Triton's."""
+    skips_masked: bool = True
+    """Fused attention skips masked blocks; a kernel that reads the mask as a tensor computes them."""
     fused_norms: bool = True
     """A norm is one kernel; otherwise about eight, with a float32 copy."""
     fused_rope: bool = True
@@ -117,6 +119,8 @@ class TimeRules:
     """Pipeline sends and receives overlap compute."""
     one_copy_per_node: bool = True
     """A token goes to another node once, however many experts it visits there."""
+    most_nodes: float = float("inf")
+    """Nodes that the experts of one token are on, at most: node-limited routing."""
     overlap_ep: bool = False
     """Expert dispatch and combine overlap the compute of another micro-batch (DualPipe, DeepEP)."""
     fp8_dispatch: bool = False
@@ -182,8 +186,10 @@ _CORE = TimeRules(
     overlap_p2p=True,
 )
 """Megatron as of 2023 on, with Transformer Engine."""
-_BRIDGE = dataclasses.replace(_CORE, overlap_tp=True)
-"""The recipes of NeMo and Megatron Bridge."""
+_BRIDGE = dataclasses.replace(_CORE, overlap_tp=True, reduce_bytes=2.0)
+"""The recipes of NeMo and Megatron Bridge; gradients are reduced in 16 bits (`grad_reduce_in_fp32=False`)."""
+_BRIDGE_2026 = dataclasses.replace(_BRIDGE, overlap_ep=True)
+"""As of release 26.06, whose recipes set `overlap_moe_expert_parallel_comm` and `delay_wgrad_compute`."""
 _MEGATRON_2021 = MemoryRules(
     master_weights=True,
     blocks="fused",
@@ -246,6 +252,7 @@ _TITAN_2025 = dataclasses.replace(_TITAN, attention_kernel="native")
 _HUGGING_FACE = dataclasses.replace(
     _EAGER,
     attention_kernel="flash-1",
+    skips_masked=False,
     overlap_grad_reduce=False,
     loss_bytes=40.0,
     reduce_bytes=2.0,
@@ -253,8 +260,8 @@ _HUGGING_FACE = dataclasses.replace(
     scatters_each=True,
 )
 """transformers: LlamaRMSNorm and rotate_half as written, logits cast to float32 (modeling_llama.py); with
-an attention mask, torch's SDPA takes its memory-efficient kernel. DeepSpeed's `overlap_comm` is off by
-default in stages 1 and 2."""
+an attention mask, torch's SDPA takes its memory-efficient kernel, which computes masked blocks too.
+DeepSpeed's `overlap_comm` is off by default in stages 1 and 2."""
 _HUGGING_FACE_MEMORY = MemoryRules(
     master_weights=True,
     gradient_bytes=2.0,
@@ -348,6 +355,7 @@ PROFILES = {
         Profile("megatron-lm-2022", _MEGATRON_2021, _OLD_2022),
         Profile("megatron-core", _MEGATRON_CORE, _CORE),
         Profile("megatron-bridge", _MEGATRON_BRIDGE, _BRIDGE),
+        Profile("megatron-bridge-2026", _MEGATRON_BRIDGE, _BRIDGE_2026),
         Profile("megatron-like", _LIKE_MEGATRON_MEMORY, _LIKE_MEGATRON),
         Profile("megatron-deepspeed", _DEEPSPEED, _OLD),
         Profile("torchtitan", _TORCHTITAN, _TITAN),
@@ -376,5 +384,6 @@ PROFILES = {
     )
 }
 """By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023, `megatron-bridge` the
-same with the recipes of NeMo and Megatron Bridge, which overlap more; `megatron-like` is any other framework
-with Megatron's axes; `huggingface` is transformers with DeepSpeed or FSDP."""
+same with the recipes of NeMo and Megatron Bridge, which overlap more (`-2026`: expert dispatch, too);
+`megatron-like` is any other framework with Megatron's axes; `huggingface` is transformers with DeepSpeed or
+FSDP."""

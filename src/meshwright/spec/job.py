@@ -35,6 +35,7 @@ Runtime = Literal[
     "megatron-lm-2022",
     "megatron-core",
     "megatron-bridge",
+    "megatron-bridge-2026",
     "megatron-like",
     "megatron-deepspeed",
     "torchtitan",

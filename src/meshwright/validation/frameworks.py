@@ -7,6 +7,9 @@ import re
 from typing import Any
 
 from meshwright.plan.profiles import PROFILES, Profile
+from meshwright.plan.time.interval import generation_of
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.model import DecoderModel
 from meshwright.validation.cells import Cells
 from meshwright.validation.devices import device_name
 
@@ -16,6 +19,11 @@ FUSED_GRAD_ACCUMULATION_SINCE = 2205
 """Year and month of the first papers whose Megatron fused gradient accumulation into GEMMs."""
 FLASH_ATTENTION_SINCE = 2306
 """Year and month of the first papers whose Megatron had fused attention."""
+OVERLAPS_EXPERTS_SINCE = (26, 6)
+"""First release of Megatron Bridge whose recipes overlap expert dispatch."""
+LATENT_ON_BLACKWELL_SINCE = (25, 7)
+"""First container of NeMo with cuDNN 9.11."""
+_RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])(?:\.\d+)?\b")
 PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"hugging.?face|transformers|accelerate|llama-?factory|axolotl|xtuner|unsloth|trl\b", "huggingface"),
     (r"megatron.*deepspeed|deepspeed.*megatron|gpt-?neox", "megatron-deepspeed"),
@@ -24,11 +32,13 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"composer|foundry|metaseq|fairseq", "composer-fsdp"),
     (r"fsdp|pytorch|lightning|lit-?gpt|olmo", "torchtitan"),
     (r"meshwright", "meshwright"),
-    (r"bridge|nemo", "megatron-bridge"),
-    (r"megatron-?core|mcore|megascale|pai-|primus|swift", "megatron-core"),
     (r"nanotron|internevo|aa-|aleph|colossal|llmq|like", "megatron-like"),
+    (r"bridge|nemo", "megatron-bridge"),
+    (r"megatron-?core|mcore|megascale|pai-|primus|swift|hai-?llm", "megatron-core"),
 )
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
+_LIKENED = re.compile(r"\((?:as )?([^)]*)\)")
+"""What a row says that an unknown framework is like: `maxtext (as fsdp)`."""
 HAS_PROFILE = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright|hugging|nemo", re.IGNORECASE)
 """Frameworks with their own profile; others use the nearest."""
 RECIPES: tuple[tuple[str, str], ...] = (
@@ -54,8 +64,13 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
     The DeepSpeed profile is that of 2021, which gathered parameters one by one, without fused attention;
     newer devices and papers use that of transformers.
     """
-    name = re.sub(r"\(as [^)]*\)", "", framework.lower())
-    found = next((profile for pattern, profile in PROFILE_PATTERNS if re.search(pattern, name)), None)
+    name = _LIKENED.sub("", framework.lower())
+    likened = _LIKENED.search(framework.lower())
+    # Another framework that is like Megatron has its axes, not its kernels.
+    names = (name, likened[1].replace("megatron-core", "megatron-like") if likened else "")
+    found = next(
+        (one for text in names for pattern, one in PROFILE_PATTERNS if re.search(pattern, text)), None
+    )
     gpu = device_name(gpu) or gpu
     if found == "torchtitan" and re.search(r"20(2[5-9]|[3-9]\d)-?\d\d", source):
         return PROFILES["torchtitan-2025"]
@@ -87,6 +102,9 @@ def read_profile(cells: Cells) -> Profile:
     """The profile of a row, with options from its note."""
     framework = cells.text("framework")
     profile = choose_profile(framework, cells.text("gpu"), cells.text("source"), cells.optional("zero_stage"))
+    release = read_release(cells)
+    if profile.name == "megatron-bridge" and release and release >= OVERLAPS_EXPERTS_SINCE:
+        profile = PROFILES["megatron-bridge-2026"]
     if not framework:
         cells.fill("framework", profile.name)
     elif not HAS_PROFILE.search(framework):
@@ -98,15 +116,47 @@ def read_profile(cells: Cells) -> Profile:
     return _apply_note(profile, cells)
 
 
+def read_release(cells: Cells) -> tuple[int, int] | None:
+    """Year and month of the release of NeMo or Megatron Bridge, such as `NeMo 25.02`."""
+    for text in (cells.text("framework"), cells.text("source")):
+        if re.search(r"nemo|bridge", text.lower()) and (found := _RELEASE.search(text)):
+            return int(found[1]), int(found[2])
+    return None
+
+
+def with_available_attention(
+    profile: Profile, model: DecoderModel, cluster: Cluster, cells: Cells
+) -> Profile:
+    """The profile without fused attention, if the row's release had no kernel for the model on the device.
+
+    cuDNN before 9.11 has no backward pass for latent attention (heads of 192 and 128) on Blackwell
+    (Transformer Engine, `fused_attn.cpp`), and FlashAttention 2 needs equal heads.
+    """
+    release = read_release(cells)
+    latent = model.attention == "latent" and generation_of(cluster.device_name) == "Blackwell"
+    if not latent or release is None or release >= LATENT_ON_BLACKWELL_SINCE:
+        return profile
+    cells.remark("attention not fused: cuDNN of that release has none for latent attention on Blackwell")
+    return dataclasses.replace(
+        profile,
+        memory=dataclasses.replace(profile.memory, fused_attention=False),
+        time=dataclasses.replace(profile.time, flash_attention=False),
+    )
+
+
+_EXCHANGE = r"(\bep|a2a|all.?to.?all|dispatch|expert)"
+_FEW_NODES = re.compile(r"(?:at most|max(?:imum)?|up to|limited to) (\d+) nodes")
+"""Node-limited routing."""
 KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"\bliger\b|own cuda kernels|fused kernels",
      {"fused_norms": True, "fused_rope": True, "fused_activation": True, "loss_bytes": 12.0}),
     (r"rms ?(norm)? kernel|fused (rms)?norm|apex", {"fused_norms": True}),
     (r"unfused norm|no fused norm", {"fused_norms": False}),
-    (r"flash.?attention.?3|\bfa3\b|cudnn attention", {"attention_kernel": "native"}),
-    (r"flash.?attention.?2|\bfa2\b|zigzag", {"attention_kernel": "flash-2"}),
-    (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1"}),
-    (r"deep.?ep|fp8 dispatch", {"overlap_ep": True, "fp8_dispatch": True}),
+    (r"flash.?attention.?3|\bfa3\b|cudnn attention", {"attention_kernel": "native", "skips_masked": True}),
+    (r"flash.?attention.?2|\bfa2\b|zigzag", {"attention_kernel": "flash-2", "skips_masked": True}),
+    (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1", "skips_masked": True}),
+    (rf"{_EXCHANGE} (comm\w* )?overlap|overlap\w* (of )?{_EXCHANGE}", {"overlap_ep": True}),
+    (r"fp8 dispatch|dispatch in fp8", {"fp8_dispatch": True}),
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
 """Kernels that notes name, and the settings of the profile that they stand for."""
@@ -135,6 +185,8 @@ def _apply_note(profile: Profile, cells: Cells) -> Profile:
     for pattern, settings in KERNELS:
         if re.search(pattern, note):
             changes |= settings
+    if few := _FEW_NODES.search(note):
+        changes["most_nodes"] = float(few[1])
     if NAMED_NORMS.search(note):
         changes["fused_norms"] = False
     overlaps: bool | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
-from meshwright.validation.published import Case, Row, read_row, read_table
+from meshwright.validation.published import Case, Row, ran_out_of_memory, read_row, read_table
 
 TABLE = "tables/published_oom.csv"
 """Layouts that ran out of memory, with their sources."""
@@ -55,17 +55,14 @@ class Limits:
 
 
 def read_failed(path: Path | None = None) -> list[Row]:
-    """The rows of layouts that ran out of memory.
+    """The rows of layouts that ran out of memory, of the package's table or of another.
 
     Raises:
         UserError: The file is not such a table.
     """
     where = path or Path(str(resources.files("meshwright.validation").joinpath(TABLE)))
-    return [
-        read_row(number, cells)
-        for number, cells in read_table(where, ("id", "source", "result"), "docs/validate.md")
-        if cells["result"] == "OOM"
-    ]
+    table = read_table(where, ("id",), "docs/validate.md")
+    return [read_row(number, cells) for number, cells in table if ran_out_of_memory(cells)]
 
 
 def judge_limits(failed: Sequence[Row], ran: Sequence[Row]) -> Limits:

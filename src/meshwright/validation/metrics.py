@@ -88,7 +88,7 @@ def kendall_tau(groups: Sequence[tuple[Floats, Floats]], tied: float = 0.0) -> f
 
 
 def comparable_groups(outcomes: Sequence[Outcome]) -> list[tuple[Floats, Floats]]:
-    """Predicted and measured tokens/s, grouped by model, sequence length, device and number of devices.
+    """Predicted and measured tokens/s, by model, sequence length, device, number of devices and framework.
 
     Rows with equal layout and workload are repeated measurements: their mean counts.
     """
@@ -100,7 +100,8 @@ def comparable_groups(outcomes: Sequence[Outcome]) -> list[tuple[Floats, Floats]
             continue
         work = case.workload
         tokens = work.global_batch * work.seq_len
-        key = (work.model, work.seq_len, work.cluster.device_name, case.layout.world_size)
+        ranks = case.layout.world_size
+        key = (work.model, work.seq_len, work.cluster.device_name, ranks, work.profile.name)
         groups[key][work, case.layout].append((tokens / predicted, tokens / case.step_s))
     columns = [
         np.array([np.mean(again, axis=0) for again in g.values()]).T for g in groups.values() if len(g) > 1

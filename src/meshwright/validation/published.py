@@ -19,7 +19,13 @@ from meshwright.plan.profiles import compiled_profile
 from meshwright.spec.layout import Layout
 from meshwright.validation.cells import Cells, NotExpressedError
 from meshwright.validation.devices import build_cluster
-from meshwright.validation.frameworks import read_compiled, read_precision, read_profile, read_recipe
+from meshwright.validation.frameworks import (
+    read_compiled,
+    read_precision,
+    read_profile,
+    read_recipe,
+    with_available_attention,
+)
 from meshwright.validation.layouts import (
     build_layout,
     choose_micro_batch,
@@ -95,12 +101,18 @@ def family_of(row_id: str) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every row of a table; a bad cell excludes its row only.
+    """Every run of a table; a bad cell excludes its row only. Layouts that ran out of memory are no runs.
 
     Raises:
         UserError: The file is not a table of runs.
     """
-    return [read_row(number, cells) for number, cells in read_table(path, COLUMNS, "docs/validate.md")]
+    table = read_table(path, COLUMNS, "docs/validate.md")
+    return [read_row(number, cells) for number, cells in table if not ran_out_of_memory(cells)]
+
+
+def ran_out_of_memory(cells: Mapping[str, object]) -> bool:
+    """Whether a row is of a layout that ran out of memory: `result` is `OOM`."""
+    return str(cells.get("result") or "").strip().upper() == "OOM"
 
 
 def read_table(path: Path, columns: Sequence[str], page: str) -> list[tuple[int, dict[str, str]]]:
@@ -148,8 +160,10 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
     compiled = read_compiled(cells, precision, profile)
     if compiled:
         profile = compiled_profile(profile, "weight gradients in fp8" in cells.note)
+    model = build_model(cells, layout.tp)
+    profile = with_available_attention(profile, model, cluster, cells)
     workload = Workload(
-        model=build_model(cells, layout.tp),
+        model=model,
         cluster=cluster,
         seq_len=seq_len,
         global_batch=read_global_batch(cells, layout, seq_len),

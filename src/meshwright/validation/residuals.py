@@ -2,6 +2,8 @@
 
 A group of similar rows has its own percentiles if it has at least FEWEST_ROWS rows of FEWEST_SOURCES sources.
 Every source weighs the same, however many rows it has: an interval is for a source that is not in the table.
+The fewer the sources, the more of a new source is outside their plain percentiles: the tails that are cut off
+are smaller by (sources - 1) / (sources + 1).
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from meshwright.validation.evaluate import Outcome
 
 FEWEST_ROWS = 8
 FEWEST_SOURCES = 3
-LOW, HIGH = 0.1, 0.9
-"""Percentiles of measured over predicted step time that an interval spans."""
+TAIL = 0.1
+"""Share of rows of a new source that may be on each side of an interval."""
 DIGITS = 3
 
 
@@ -37,7 +39,8 @@ def tabulate_residuals(outcomes: Sequence[Outcome]) -> Residuals:
         if any(key) and (len(rows) < FEWEST_ROWS or len(counts) < FEWEST_SOURCES):
             continue
         weights = np.array([1 / counts[source] for source, _ in rows])
-        low, high = weighted_quantiles(np.array([ratio for _, ratio in rows]), weights, (LOW, HIGH))
+        tail = TAIL * (len(counts) - 1) / (len(counts) + 1)
+        low, high = weighted_quantiles(np.array([ratio for _, ratio in rows]), weights, (tail, 1 - tail))
         table[key] = (len(rows), round(low, DIGITS), round(high, DIGITS))
     return table
 

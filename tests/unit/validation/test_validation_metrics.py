@@ -250,13 +250,21 @@ def rows_of_sources(read, counts: dict[str, int], **cells: str) -> list[Outcome]
 
 
 def test_residuals_are_percentiles_of_gating_rows(read):
-    rows = rows_of_sources(read, {"a/a": 11, "b/b": 11, "c/c": 11})
+    rows = rows_of_sources(read, {"a/a": 41, "b/b": 41, "c/c": 41})
     rows += [outcome(read, 9.0, id=f"plot-{n}", source="d/d", confidence="digitised") for n in range(20)]
     table = tabulate_residuals(rows)
     assert set(table) == set(similar_groups(read().case.workload))
     for count, low, high in table.values():
-        assert count == 33
-        assert (low, high) == pytest.approx((0.92, 1.08), abs=0.006)
+        assert count == 123
+        assert (low, high) == pytest.approx((0.91, 1.09), abs=0.004), "3 sources: half of the tails"
+
+
+def test_few_sources_have_wider_intervals(read):
+    few, many = (
+        tabulate_residuals(rows_of_sources(read, {f"{n}/{n}": 21 for n in range(count)}))["", "", ""]
+        for count in (3, 12)
+    )
+    assert few[1] < many[1] < 1 < many[2] < few[2]
 
 
 def test_groups_need_rows_of_three_sources(read):

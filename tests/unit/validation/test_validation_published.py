@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import UserError
 from meshwright.validation.devices import ALIASES, device_name, known_devices
 from meshwright.validation.evaluate import evaluate
+from meshwright.validation.limits import read_failed
 from meshwright.validation.published import COLUMNS, family_of, read_rows
 
 NOTHING_PUBLISHED = {"tp": "", "pp": "", "dp": ""}
@@ -55,6 +56,15 @@ def test_invalid_cell_skips_its_row_only(table):
     assert [row.case is not None for row in rows] == [True, False, True]
     assert "line 3, column tp" in rows[1].reason
     assert rows[2].id == "made-up-003"
+
+
+def test_layouts_that_ran_out_of_memory_are_no_runs(tmp_path, table):
+    path = table({}, {"id": "made-up-002"})
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([f"{lines[0]},result", f"{lines[1]},", f"{lines[2]},OOM"]) + "\n")
+    assert [row.id for row in read_rows(path)] == ["made-up-001"]
+    assert [row.id for row in read_failed(path)] == ["made-up-002"]
+    assert read_failed(table({})) == []
 
 
 @pytest.mark.parametrize("text", [b"", b"id,step_time_s\na,1\n"])
@@ -209,6 +219,56 @@ def test_kernels_and_state_are_read_from_the_note(case):
     assert liger.workload.profile.memory.moment_bytes == 2
     assert any("fused_norms=True" in text for text in liger.filled)
     assert any("moment_bytes=2" in text for text in liger.filled)
+
+
+@pytest.mark.parametrize(
+    ("framework", "profile"),
+    [
+        ("maxtext (as fsdp)", "torchtitan"),
+        ("levanter (as megatron-core)", "megatron-like"),
+        ("hai-llm", "megatron-core"),
+        ("NeMo 25.02", "megatron-bridge"),
+        ("NeMo 26.06.01", "megatron-bridge-2026"),
+    ],
+)
+def test_likeness_and_release_are_read_from_the_framework(case, framework, profile):
+    found = case(framework=framework, zero_stage="1").workload.profile
+    assert found.name == profile
+    assert found.time.overlap_ep is (profile == "megatron-bridge-2026")
+
+
+def test_release_is_also_read_from_the_source(case):
+    source = "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md (26.08 NeMo Container)"
+    assert case(framework="megatron", source=source).workload.profile.name == "megatron-bridge-2026"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "framework", "attention", "fused"),
+    [
+        ("GB200-NVL72", "NeMo 25.02", "mla", False),
+        ("GB200-NVL72", "NeMo 25.07", "mla", True),
+        ("GB200-NVL72", "NeMo 25.02", "mha", True),
+        ("H100-80GB-SXM", "NeMo 25.02", "mla", True),
+        ("GB200-NVL72", "megatron", "mla", True),
+    ],
+)
+def test_latent_attention_on_blackwell_needs_a_recent_cudnn(case, gpu, framework, attention, fused):
+    found = case(gpu=gpu, framework=framework, attention=attention, params_b="").workload.profile
+    assert (found.time.flash_attention, found.memory.fused_attention) == (fused, fused)
+
+
+def test_expert_dispatch_is_read_from_the_note(case):
+    rules = case(note="EP overlap; fp8 dispatch; tokens go to at most 4 nodes").workload.profile.time
+    assert (rules.overlap_ep, rules.fp8_dispatch, rules.most_nodes) == (True, True, 4)
+    plain = case(note="DeepEP; experts balanced").workload.profile.time
+    assert (plain.overlap_ep, plain.fp8_dispatch) == (False, False)
+    assert plain.most_nodes == float("inf")
+
+
+def test_a_tensor_mask_is_computed_unless_the_kernel_is_named(case):
+    llama = {"framework": "transformers", "model_name": "LLaMA-7B", "tp": "1", "dp": "64", "zero_stage": "3"}
+    plain, named = (case(**llama, note=note).workload.profile.time for note in ("", "FA2"))
+    assert (plain.skips_masked, named.skips_masked) == (False, True)
 
 
 @pytest.mark.parametrize("cells", [{"note": "LoRA rank 16"}, {"model_name": "Llama-3-8B QLoRA"}])

@@ -249,6 +249,8 @@ class BlockModel:
             return self._unfused(heads, qk_dim, v_dim)
         # On average a token attends to half of the sequence, or to its window.
         context = span * (1 - span / (2 * self.seq_len)) if span < self.seq_len else span / 2
+        if not self.rules.skips_masked:
+            context = float(self.seq_len)
         flops = 2.0 * self.rows * heads * context * (qk_dim + v_dim)
         return self._fused(flops, span, v_dim)
 

@@ -30,7 +30,7 @@ WEIGHT_BYTES = 2.0
 """Bytes per weight that is streamed from the CPU."""
 FLOAT32_BYTES = 4.0
 FP8_BYTES = 1.0
-DUALPIPE = SCHEDULES.index("dualpipe-v")
+DUALPIPE, INTERLEAVED = SCHEDULES.index("dualpipe-v"), SCHEDULES.index("interleaved")
 HOST_ADAM_SHARE = 0.2
 """Bytes per second of a rank's CPU Adam, over those of its CPU link. Published steps with an offloaded
 optimizer imply 0.06 (DeepSpeed on 8 A800s), 0.2 (LLaMA-Factory on 4 RTX 4090s) and 0.7 (EasyContext on 8
@@ -304,7 +304,8 @@ class _Step:
         dispatched = sent * (FP8_BYTES if rules.fp8_dispatch else self.workload.wire_bytes)
         seen = copies if rules.one_copy_per_node else 1
         group, rate = self.groups.ep, self.rates.all_to_all
-        there, back = (group.all_to_all_s(moved, rate, seen) for moved in (dispatched, combined))
+        most = rules.most_nodes
+        there, back = (group.all_to_all_s(moved, rate, seen, most) for moved in (dispatched, combined))
         # etp ranks all-gather the tokens of an expert before it and reduce-scatter its outputs.
         shared = 2 * self.groups.etp.all_gather_s(combined * self.grid.etp)
         share = model.expert_layers / model.num_layers
@@ -312,7 +313,7 @@ class _Step:
         forward, backward = (there + back + shared) * share, (2 * back + shared) * share
         hides = (self.grid.schedule == DUALPIPE) | rules.overlap_ep
         ahead, behind = (
-            np.where(hides, self._exposed_s(wanted, passed), wanted)
+            np.where(hides, self._exposed_s(wanted, passed, self.rates.ep_overlap), wanted)
             for wanted, passed in ((forward, self.work.forward), (backward, self._backward_work_s()))
         )
         return Overlap(ahead, behind, np.maximum(forward - ahead, 0.0), np.maximum(backward - behind, 0.0))
@@ -340,9 +341,9 @@ class _Step:
         )
         return Overlap(*(np.where(on, seconds, 0.0) for seconds in times))
 
-    def _exposed_s(self, wanted: Floats, passed: Floats) -> Floats:
+    def _exposed_s(self, wanted: Floats, passed: Floats, hide: Floats | float | None = None) -> Floats:
         """Exposed part of communication that overlaps with a pass, plus the slow-down by contention."""
-        hide, slow = self.overlap, self.rates.contention
+        hide, slow = self.overlap if hide is None else hide, self.rates.contention
         return np.maximum(wanted - hide * passed, (1 - hide) * wanted) + slow * np.minimum(wanted, passed)
 
     def _shards_s(
@@ -440,8 +441,9 @@ class _Step:
         reduce = np.where(sharded, scatter * times + across, np.where(grid.zero == 0, replicated, 0.0))
         gather = np.where(sharded, gather, 0.0)
         layers = self.layers
-        window_back = (block.backward_input + block.backward_weight) * layers * times
-        window_forward = block.forward * layers
+        last = self._last_passes()
+        window_back = (block.backward_input + block.backward_weight) * layers * np.maximum(times, last)
+        window_forward = block.forward * layers * last
         hide = self.overlap
         hidden_reduce = np.minimum(hide * reduce, window_back) if rules.overlap_grad_reduce else 0 * reduce
         if rules.reduces_after_pipeline:
@@ -453,6 +455,17 @@ class _Step:
         hidden = hidden_reduce + hidden_gather
         exposed = reduce + gather - hidden + self.rates.contention * hidden
         return exposed + self._tied_embedding_s(), hidden_reduce, hidden_gather
+
+    def _last_passes(self) -> Floats:
+        """Passes of a micro-batch that run while gradients are reduced, or parameters gathered.
+
+        One; with interleaved stages a chunk is done with all micro-batches while the others still have the
+        last ``pp`` of them to process.
+        """
+        grid = self.grid
+        others = 1 - 1 / grid.virtual_stages
+        interleaved = grid.schedule == INTERLEAVED
+        return np.where(interleaved, 1 + (np.minimum(grid.pp, self.micro_batches) - 1) * others, 1.0)
 
     def _buckets(self, parameters: Floats) -> Floats:
         """Calls that reduce or gather all parameters of a rank once per step."""

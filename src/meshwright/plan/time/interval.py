@@ -87,7 +87,7 @@ def _table() -> Residuals:
 
 
 def interval(workload: Workload, residuals: Residuals | None = None) -> Interval:
-    """Factors on a predicted step time: the 10th and 90th percentile of measured over predicted.
+    """Factors on a predicted step time, which 80% of the runs of a new source are between.
 
     Over rows of left-out sources with the same kind of model, framework and device if there are enough, else
     with the same framework, else with the same device generation, else over all. The interval contains the

@@ -69,17 +69,20 @@ class Group:
         """Reduce-scatter from a tensor of this many bytes, in ``calls`` calls."""
         return self._probed_s("reduce_scatter", whole, self._shards_s(whole, calls), calls)
 
-    def all_to_all_s(self, moved: Floats, share: float, copies: int = 1) -> Floats:
+    def all_to_all_s(
+        self, moved: Floats, share: float, copies: int = 1, most_nodes: float = float("inf")
+    ) -> Floats:
         """All-to-all with equal splits; only the remote part crosses nodes.
 
         Args:
             moved: Bytes that a rank sends in total.
             share: Bandwidth relative to that of a ring.
             copies: Copies of each token in ``moved``; copies to the same node are sent once.
+            most_nodes: Nodes that the copies of one token go to, at most.
         """
         nodes = self.ranks / self.inside
         local = moved * (self.inside - 1) / self.ranks
-        seen = 1 - (1 - 1 / nodes) ** copies
+        seen = np.minimum(1 - (1 - 1 / nodes) ** copies, most_nodes / nodes)
         """Probability that a token goes to a given node."""
         remote = moved * (nodes - 1) * seen / copies
         wire = np.maximum(local / self.link_bytes_per_s, remote / self.nic_bytes_per_s) / share

@@ -75,6 +75,8 @@ class Rates:
     """Share of overlappable communication that compute hides."""
     tp_overlap: float
     """Share of tensor-parallel collectives that are hidden where the stack overlaps them with GEMMs."""
+    ep_overlap: float
+    """Share of expert dispatch and combine that compute of another micro-batch hides, where it does."""
     all_to_all: float
     """Bandwidth of expert dispatch, over that of rings."""
     contention: float

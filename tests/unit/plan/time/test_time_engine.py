@@ -261,6 +261,27 @@ def test_dualpipe_hides_expert_dispatch():
     assert 0 < hidden < 0.7 * plain
 
 
+def test_reduction_overlaps_the_last_passes_of_interleaved_stages():
+    """A chunk is done with its micro-batches while the other chunks still have the last pp of them."""
+    given = workload(GPT_175B, profile="megatron-core", devices=256)
+    layout = Layout(mode="given", tp=8, pp=8, dp_shard=4, zero=1, micro_batch=1, recompute="none")
+    chunks = [change(layout, schedule="interleaved", virtual_stages=n) for n in (2, 6)]
+    one, two, six = estimate_step(given, Grid.of([layout, *chunks])).hidden["data parallel"]
+    assert one < two <= six
+
+
+def test_a_mask_as_a_tensor_doubles_attention():
+    given = workload(GPT_175B, profile="huggingface")
+    skipping = dataclasses.replace(given.profile.time, skips_masked=True)
+    other = dataclasses.replace(given, profile=dataclasses.replace(given.profile, time=skipping))
+    grid = Grid.of([Layout(mode="given", dp_shard=1024, zero=3, micro_batch=1)])
+    passes = [
+        BlockModel(one, Device.of(one, rates_of(one)), grid).times().attention.backward_input[0]
+        for one in (given, other)
+    ]
+    assert passes[0] == pytest.approx(2 * passes[1], rel=0.01)
+
+
 def test_zero_1_over_many_ranks_is_not_free():
     """InternEvo's 7B steps with ZeRO-1 over all ranks: 4.26 s on 16 devices, 7.21 s on 1,024."""
     llama = DecoderModel(

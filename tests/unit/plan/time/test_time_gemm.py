@@ -119,6 +119,16 @@ def test_copies_to_one_node_cross_the_network_once():
     assert once[1] / once[0] == pytest.approx(sent / (3 / 4))
 
 
+def test_node_limited_routing_sends_to_fewer_nodes():
+    far, _, _ = group(64, 1)
+    moved = np.array([8e9])
+    free, limited, loose = (
+        far.all_to_all_s(moved, 1.0, 8, most)[0] - far.latency_s[0] for most in (np.inf, 4, 8)
+    )
+    assert limited / free == pytest.approx((4 / 8) / (1 - (7 / 8) ** 8))
+    assert loose == free
+
+
 def test_rates_of_a_device_override_the_defaults():
     tables = {section: dict(values) for section, values in load_calibration().items()}
     tables["device.H100"] = {"matmul": 0.1}
