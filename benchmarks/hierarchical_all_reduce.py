@@ -23,8 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +34,20 @@ prepare_environment(threads=1)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from slow_nodes import INTERFACE, NODES, slow_nodes  # noqa: E402
 
 from meshwright.layout.axes import INTER_NODE_AXIS, INTRA_NODE_AXIS  # noqa: E402
 from meshwright.layout.hierarchy import Hierarchy  # noqa: E402
 from meshwright.parallel.collective_interpreter import ScheduleRunner  # noqa: E402
 from meshwright.parallel.hierarchical_all_reduce import HierarchicalAllReduce  # noqa: E402
 from meshwright.parallel.mesh import Mesh  # noqa: E402
-from meshwright.runs.faults.checks.network_nodes import Nodes, require_namespaces, result_of  # noqa: E402
+from meshwright.runs.faults.checks.network_nodes import require_namespaces, result_of  # noqa: E402
 from meshwright.schedule.collective.build import build_collective  # noqa: E402
 from meshwright.schedule.collective.phases import find_phases  # noqa: E402
 
-NODES, RANKS_PER_NODE = 2, 2
+RANKS_PER_NODE = 2
 RANKS = NODES * RANKS_PER_NODE
 STORE_PORT = 29600
-INTERFACE = "net0"
 SEGMENT_BYTES = 128 << 10
 """Of the hierarchical schedule: a segment takes 10 ms at 100 Mbit/s, much more than a call. Rings are not
 faster with it."""
@@ -74,20 +73,6 @@ matmul_flops_per_s = 1e11
 dp_replicate = {ranks}
 micro_batch = 1
 """
-
-
-@contextmanager
-def slow_nodes(mbit: float, folder: Path) -> Iterator[Nodes]:
-    """Two namespaces; each sends at this rate at most."""
-    nodes = Nodes(NODES, folder)
-    try:
-        nodes.create()
-        for name in nodes.names:
-            limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *limit], check=True)
-        yield nodes
-    finally:
-        nodes.remove()
 
 
 def run_rank(rank: int, address: str, elements: int, rounds: int) -> None:

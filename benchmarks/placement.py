@@ -18,27 +18,26 @@ Needs root, ``ip`` and ``tc``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from slow_nodes import NODES, slow_nodes
 
 from meshwright.layout.placement import Slots, normalize_slots
 from meshwright.plan.build import build_plan
 from meshwright.plan.search.placement import PlacementSearch
-from meshwright.runs.faults.checks.network_nodes import Nodes, require_namespaces, result_of
+from meshwright.runs.faults.checks.network_nodes import require_namespaces, result_of
 from meshwright.spec.load import load_job
 
-NODES, PER_NODE = 2, 2
+PER_NODE = 2
 RANKS = NODES * PER_NODE
 JOB = """
 [model]
@@ -71,20 +70,6 @@ ROWS = {
     "tp2-dp2": ("layout.tp=2", "layout.dp_replicate=2"),
 }
 LOSS_TOLERANCE = 1e-5
-
-
-@contextlib.contextmanager
-def slow_nodes(mbit: float, folder: Path) -> Iterator[Nodes]:
-    """Two namespaces; each sends at this rate at most."""
-    nodes = Nodes(NODES, folder)
-    try:
-        nodes.create()
-        for name in nodes.names:
-            limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "net0", *limit], check=True)
-        yield nodes
-    finally:
-        nodes.remove()
 
 
 def find_worst(file: Path, overrides: Sequence[str]) -> Slots:

@@ -122,14 +122,6 @@ def needs_tp_grad_sync(name: str, sequence_parallel: bool) -> bool:
     return is_tp_replicated(name) and (sequence_parallel or name.split(".")[-2] == ROUTER)
 
 
-def is_ep_sharded(name: str, ep: int, etp: int) -> bool:
-    """Whether ep x etp shards a parameter of routed experts.
-
-    The bias of an expert's down projection is replicated over etp.
-    """
-    return is_expert(name) and (ep > 1 or (etp > 1 and not name.endswith("down.bias")))
-
-
 def is_kv_projection(name: str) -> bool:
     """Whether a parameter is a key or value projection."""
     return name.split(".")[-2] in ("wk", "wv")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,7 +15,7 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.rates import Rates, Tables, calibrated_device, merge_rates
 from meshwright.validation.fit import Runs, fit_without
-from meshwright.validation.published import Case, Row, read_rows
+from meshwright.validation.published import Case, Row
 
 TABLES = ("tables/published_runs.csv", "tables/measured_runs.csv")
 """Published runs and our own, with their sources."""
@@ -73,15 +73,6 @@ def _gigabytes(value: float | None) -> float | None:
 def bundled_tables() -> list[Path]:
     """The tables in the package."""
     return [Path(str(resources.files("meshwright.validation").joinpath(name))) for name in TABLES]
-
-
-def evaluate_tables(paths: Iterable[Path]) -> list[Outcome]:
-    """Every row of some tables with its prediction, in order.
-
-    Raises:
-        UserError: A file is not a table of runs.
-    """
-    return evaluate([row for path in paths for row in read_rows(path)])
 
 
 def evaluate(rows: Sequence[Row], rates: Mapping[str, Tables] | None = None) -> list[Outcome]:

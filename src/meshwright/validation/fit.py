@@ -196,11 +196,6 @@ class Fit:
         """The rates."""
         return with_changes(self.changes)
 
-    def on_bounds(self) -> list[tuple[str, str]]:
-        """Fitted rates that are on a bound."""
-        tables = self.tables
-        return [(section, name) for section, name in FITTED if tables[section][name] in BOUNDS[name]]
-
 
 def fit(runs: Runs) -> Fit:
     """Fit the rates to all runs."""

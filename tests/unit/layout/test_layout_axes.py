@@ -34,7 +34,6 @@ from meshwright.layout.stages import list_stages, local_parameters, pp_rank_of
 from meshwright.layout.tensor_parallel import (
     LocalDecoder,
     count_kv_replicas,
-    is_ep_sharded,
     is_kv_projection,
     is_tp_replicated,
     local_model,
@@ -266,9 +265,8 @@ def test_every_element_of_the_state_is_owned_once_in_every_replica(job):
         replicas = layout.dp_replicate * layout.dp_shard * layout.cp // shards
         if is_expert(name):
             ranks = layout.dp_shard * layout.cp * layout.tp
-            sharded = expert_axis(layout).size if is_ep_sharded(name, layout.ep, layout.etp) else 1
-            if name.endswith("down.bias"):
-                sharded = layout.ep
+            replicated_over_etp = name.endswith("down.bias")
+            sharded = layout.ep if replicated_over_etp else expert_axis(layout).size
             axis = expert_shard_axis(layout) if has_expert_axes(job) else dense_shard_axis(layout)
             copies = layout.dp_replicate * ranks // (sharded * axis.size)
         elif is_tp_replicated(name):

@@ -21,7 +21,6 @@ from meshwright.validation.evaluate import (
     bundled_tables,
     evaluate,
     evaluate_left_out,
-    evaluate_tables,
 )
 from meshwright.validation.metrics import (
     Errors,
@@ -31,6 +30,7 @@ from meshwright.validation.metrics import (
     summarise_families,
     worst_rows,
 )
+from meshwright.validation.published import read_rows
 from meshwright.validation.residuals import interval_cover, tabulate_residuals, weighted_quantiles
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +47,7 @@ def load_script():
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
     """The outcomes of all rows of the package."""
-    return evaluate_tables(bundled_tables())
+    return evaluate([row for path in bundled_tables() for row in read_rows(path)])
 
 
 def test_errors_by_hand():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -248,8 +248,3 @@ def sample_pieces(corpus: CorpusTask, document: Document) -> Iterator[str]:
         return document.pieces()
     template = corpus.template
     return text_between_markers(document.parts, template.markers if template else ())
-
-
-def with_special_tokens(corpus: CorpusTask, special_tokens: tuple[str, ...]) -> CorpusTask:
-    """The same corpus, with the special tokens of its tokenizer."""
-    return replace(corpus, special_tokens=special_tokens)
