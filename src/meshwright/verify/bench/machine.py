@@ -270,7 +270,7 @@ def time_steps(plan: PlanContract, align: Callable[[], None] | None = None) -> S
     """Run ``train.steps`` steps of a one-process plan in this process; the first three are warm-up.
 
     Args:
-        plan: Of a small model.
+        plan: Plan of a small model.
         align: Called after the warm-up on a core of several that run the same steps: waits for the others.
     """
     if plan.job.cluster.device == "cpu":
