@@ -303,10 +303,11 @@ def list_routing_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
 
 
 def list_recompute_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """Activation checkpointing with the ZeRO stage and the axis methods; the workload alone."""
+    """Activation checkpointing with FSDP and with sharded experts; workload, ZeRO stage and methods alone."""
     settings = dict(cell.settings)
-    others = [("zero", settings["zero"]), *_list_methods(cell)]
-    return [("workload", cell.workload), *((settings["recompute"], other) for other in others)]
+    with_recompute = (("fsdp", settings["zero"] >= 2), ("experts", bool(cell.expert_axes)))
+    alone = (("workload", cell.workload), ("zero", settings["zero"]), *_list_methods(cell))
+    return [*alone, *((settings["recompute"], *other) for other in with_recompute)]
 
 
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:

@@ -100,7 +100,7 @@ def routings() -> list[Cell]:
 
 
 def compiled_cells() -> list[Cell]:
-    """Trait cells with compiled blocks: every kind of checkpointing with every ZeRO stage and axis method."""
+    """Trait cells with compiled blocks: every kind of checkpointing with FSDP and with sharded experts."""
     return choose_covering(list_compiled(trait_cells()), list_recompute_pairs)
 
 
