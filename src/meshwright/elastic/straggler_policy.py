@@ -78,10 +78,13 @@ def build_straggler_handling(job: Job) -> StragglerHandling:
     """For the ranks of a job: those of a pipeline stage have equal work.
 
     With expert parallelism the work depends on the router: each rank is compared with its own first steps.
+    Backup replicas work until all samples of a step are done, and delay nobody: they are not compared.
     """
     layout = job.layout
     per_stage = layout.world_size // layout.pp
     stages = [range(stage * per_stage, (stage + 1) * per_stage) for stage in range(layout.pp)]
     if layout.ep > 1:
         stages = [range(rank, rank + 1) for rank in range(layout.world_size)]
+    if layout.backup_replicas:
+        stages = [range(layout.data_degree)]
     return StragglerHandling(stages if layout.world_size > 1 else (), job.elastic.straggler)

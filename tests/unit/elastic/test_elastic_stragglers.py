@@ -232,6 +232,7 @@ def test_an_event_without_times_is_no_error():
         ("layout.pp=2 layout.tp=2", [(0, 1), (2, 3)]),
         ("layout.pp=4 model.num_layers=4", [(0,), (1,), (2,), (3,)]),
         ("layout.dp_replicate=1", []),
+        ("layout.dp_replicate=4 layout.backup_replicas=1", [(0, 1, 2)]),
     ],
 )
 def test_peers_are_the_ranks_of_a_stage(layout, peers, tmp_path):
