@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import time
 
 import pytest
 
@@ -71,6 +74,54 @@ def test_a_run_goes_on_without_the_device_of_a_slow_rank(command, train, job_fil
     assert (recovered["source"], recovered["replayed_steps"]) == ("checkpoint", 0)
     calm = train(*OPTIONS, "train.steps=240", "run_dir=calm").losses
     assert result["losses"] == pytest.approx(calm, rel=1e-5)
+
+
+def limit_rate(nodes, node, mbit, verb):
+    """Let a node send at this rate at most; skip where the kernel cannot."""
+    options = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
+    command = ["tc", "-n", nodes.names[node], "qdisc", verb, "dev", "net0", "root", "tbf", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"tc: {done.stderr.strip()}")
+
+
+def test_the_rank_with_a_slow_network_link_is_named(make_nodes, job_file):
+    """Three nodes send at 50 Mbit/s, then one of them at 25. All ranks wait alike for it."""
+    nodes = make_nodes(3)
+    for node in range(3):
+        limit_rate(nodes, node, 50, "add")
+    options = ("layout.dp_replicate=3", "cluster.devices_per_node=1", "train.steps=100000")
+    running = nodes.train(job_file, *options)
+    agents = [nodes.join(node) for node in (1, 2)]
+    assert slow_links(wait_for_step(nodes, 150)) == []
+    limit_rate(nodes, 1, 25, "change")
+    slow_since = max(e["step"] for e in nodes.events() if e["event"] == "step")
+    (named,) = slow_links(wait_for_step(nodes, slow_since + 24))
+    assert named["host"].endswith("(host-1)")
+    assert named["step"] <= slow_since + 21
+    assert named["slowdown"] == pytest.approx(2.0, rel=0.4)
+    limit_rate(nodes, 1, 50, "change")
+    events = wait_for_step(nodes, slow_since + 60)
+    assert any(e["event"] == "straggler_recovered" and e["rank"] == named["rank"] for e in events)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.finish()[0] == 0
+    assert [agent.finish()[0] for agent in agents] == [0, 0]
+
+
+def slow_links(events):
+    """Stragglers by communication; on a busy machine a rank may also be late by its CPU."""
+    return [e for e in events if e["event"] == "straggler" and e["phase"] == "communication"]
+
+
+def wait_for_step(nodes, step):
+    """Wait until the run has done a step; returns its events."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        events = nodes.events()
+        if any(e["event"] == "step" and e["step"] >= step for e in events):
+            return events
+        time.sleep(0.2)
+    pytest.fail(f"step {step} was not reached")
 
 
 @pytest.mark.timeout(1800)

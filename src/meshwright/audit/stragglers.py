@@ -16,7 +16,7 @@ class StragglerSpan:
     rank: int
     host: str
     phase: str
-    """``compute``, ``data`` or ``storage``."""
+    """``compute``, ``data``, ``storage`` or ``communication``."""
     lateness_s: float
     """How much longer than its peers it worked, in a median step; of storage, in a median save."""
     share: float

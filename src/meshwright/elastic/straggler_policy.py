@@ -48,7 +48,9 @@ class StragglerHandling:
 
     def feed(self, event: Event) -> list[StragglerEvent]:
         """Take a ``step`` event; returns what to write and to do."""
-        findings = self._watch.feed(event["rank"], event["generation"], event["step"], event.get("spent_s"))
+        findings = self._watch.feed(
+            event["rank"], event["generation"], event["step"], event.get("spent_s"), event.get("links")
+        )
         return [
             StragglerEvent("straggler", {**asdict(one), "action": action}, action)
             if isinstance(one, Straggler) and (action := self._choose(one))
@@ -57,7 +59,9 @@ class StragglerHandling:
         ]
 
     def _choose(self, found: Straggler) -> Literal["none", "replace", "exclude"]:
-        """What the policy does; ``none`` where it may do no more."""
+        """What the policy does; ``none`` where it may do no more, or where another process does not help."""
+        if self._policy == "replace" and found.phase == "communication":
+            return "none"
         if self._policy == "exclude":
             return "exclude"
         last = self._replaced.get(found.rank)

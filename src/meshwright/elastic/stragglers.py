@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from meshwright.elastic.slow_links import LinkTimes, find_late_link
+
 WINDOW = 16
 """Steps that are looked at; a straggler is named within 20."""
 LATE_STEPS = 13
@@ -33,6 +35,8 @@ OVERLOADED_SHARE = 0.1
 """Share of a step without a CPU above which the peers are preempted, too."""
 OVERLOADED_STEP = 4.0
 """Where the peers are preempted, a step counts as this multiple of their work, if it takes longer."""
+LINK_SLOWDOWN = 1.4
+"""The median time of a slow link, as a multiple of what its bytes take on the others."""
 RECOVERED_SHARE = 0.05
 """A straggler has recovered when its median lateness is below this share."""
 WARM_UP_STEPS = 3
@@ -68,9 +72,9 @@ class Straggler:
 
     rank: int
     phase: str
-    """What takes longer: ``compute``, ``data`` or ``storage``."""
+    """What takes longer: ``compute``, ``data``, ``storage``, or ``communication`` (the link of its host)."""
     lateness_s: float
-    """How much longer than its peers it works, in a median step; of storage, in a median save."""
+    """How much longer than its peers it takes, in a median step; of storage, in a median save."""
     share: float
     """The same as a share of the step."""
     slowdown: float
@@ -107,9 +111,12 @@ class _Lateness:
 
     def add(self, spent: Spent, expected: Spent, step_s: float) -> None:
         own_s, expected_s = (sum(one.get(kind, 0.0) for kind in self.kinds) for one in (spent, expected))
-        self.seconds.append(own_s - expected_s)
-        self.shares.append((own_s - expected_s) / step_s)
-        self.slowdowns.append(own_s / max(1e-9, expected_s))
+        self.note(own_s - expected_s, own_s / max(1e-9, expected_s), step_s)
+
+    def note(self, late_s: float, slowdown: float, step_s: float) -> None:
+        self.seconds.append(late_s)
+        self.shares.append(late_s / step_s)
+        self.slowdowns.append(slowdown)
 
     @property
     def share(self) -> float:
@@ -126,6 +133,8 @@ class _Rank:
 
     def __init__(self) -> None:
         self.work, self.own = _Lateness(WORK), _Lateness(OWN)
+        self.link = _Lateness(())
+        """Of its network link."""
         self.by_kind_s: deque[dict[str, float]] = deque(maxlen=WINDOW)
         """Lateness by kind."""
         self.peers_preempted: deque[float] = deque(maxlen=WINDOW)
@@ -170,13 +179,16 @@ class StragglerWatch:
         self._peers = [tuple(ranks) for ranks in peers]
         self._ranks = {rank: _Rank() for ranks in peers for rank in ranks}
         self._reports: dict[int, dict[int, Spent]] = {}
+        self._links: dict[int, dict[int, LinkTimes]] = {}
         self._generation, self._seen = -1, 0
         self._steps: deque[int] = deque(maxlen=WINDOW)
         self._late_saves: deque[_LateSave] = deque(maxlen=LATE_SAVES)
         self.found: dict[int, Straggler] = {}
         """The stragglers of now."""
 
-    def feed(self, rank: int, generation: int, step: int, spent: Spent | None) -> list[Finding]:
+    def feed(
+        self, rank: int, generation: int, step: int, spent: Spent | None, links: LinkTimes | None = None
+    ) -> list[Finding]:
         """Take the report of a rank on a step; returns what changed, when all ranks have reported.
 
         Args:
@@ -184,6 +196,7 @@ class StragglerWatch:
             generation: That it is in. A new one begins without history; stragglers stay named.
             step: That is done.
             spent: Its time.
+            links: Times of its connections to other hosts, if there are some.
         """
         if generation < self._generation or spent is None or rank not in self._ranks:
             return []
@@ -191,15 +204,18 @@ class StragglerWatch:
             self._begin(generation)
         reports = self._reports.setdefault(step, {})
         reports[rank] = spent
+        self._links.setdefault(step, {})[rank] = links or {}
         if len(reports) < len(self._ranks):
             while len(self._reports) > KEPT_STEPS:
-                self._reports.pop(min(self._reports))
+                oldest = min(self._reports)
+                del self._reports[oldest], self._links[oldest]
             return []
         del self._reports[step]
+        link_reports = self._links.pop(step)
         self._seen += 1
         if self._seen <= WARM_UP_STEPS:
             return []
-        return self._take_step(step, reports)
+        return self._take_step(step, reports, link_reports)
 
     def forget(self, rank: int, step: int) -> list[Finding]:
         """A rank has a new process."""
@@ -207,12 +223,14 @@ class StragglerWatch:
         return [] if before is None else [Recovered(rank, before.since_step, step)]
 
     def _begin(self, generation: int) -> None:
-        self._generation, self._seen, self._reports = generation, 0, {}
+        self._generation, self._seen, self._reports, self._links = generation, 0, {}, {}
         self._ranks = {rank: _Rank() for rank in self._ranks}
         self._steps.clear()
         self._late_saves.clear()
 
-    def _take_step(self, step: int, reports: Mapping[int, Spent]) -> list[Finding]:
+    def _take_step(
+        self, step: int, reports: Mapping[int, Spent], links: Mapping[int, LinkTimes]
+    ) -> list[Finding]:
         step_s = statistics.median(sum(spent.values()) for spent in reports.values())
         if step_s <= 0:
             return []
@@ -220,6 +238,7 @@ class StragglerWatch:
         for rank, expected in self._expect(reports).items():
             self._ranks[rank].add(reports[rank], expected, step_s)
         self._note_late_save(step, step_s, reports)
+        self._note_late_link(step_s, reports, links)
         noise = {name: self._measure_noise(name) for name in ("work", "own")}
         found: list[Finding] = []
         for rank in self._ranks:
@@ -278,12 +297,27 @@ class StragglerWatch:
         late_s = {rank: storage[rank] - usual_s for rank in causes}
         self._late_saves.append(_LateSave(step, step_s, late_s, usual_s))
 
+    def _note_late_link(
+        self, step_s: float, reports: Mapping[int, Spent], links: Mapping[int, LinkTimes]
+    ) -> None:
+        """Note whose network link was late, if one was."""
+        if not any(links.values()):
+            return
+        waited_s = statistics.median(spent.get("waiting", 0.0) for spent in reports.values())
+        late = find_late_link(links, waited_s)
+        for rank, kept in self._ranks.items():
+            if late is not None and late.rank == rank:
+                kept.link.note(late.late_s, late.slowdown, step_s)
+            else:
+                kept.link.note(0.0, 1.0, step_s)
+
     def _judge(self, rank: int, step: int, noise: Mapping[str, float]) -> list[Finding]:
         before, kept = self.found.get(rank), self._ranks[rank]
         now = self._find_late_steps(rank, kept.work, noise["work"])
         if now is None and kept.peers_preempted and not kept.on_busy_machine:
             now = self._find_late_steps(rank, kept.own, noise["own"])
         now = now or self._find_late_saves(rank, step)
+        now = now or self._find_late_steps(rank, kept.link, 0.0, LINK_SLOWDOWN)
         if before is None and now is not None:
             self.found[rank] = now
             return [now]
@@ -292,18 +326,20 @@ class StragglerWatch:
             return [Recovered(rank, before.since_step, step)]
         return []
 
-    def _find_late_steps(self, rank: int, lateness: _Lateness, noise: float) -> Straggler | None:
+    def _find_late_steps(
+        self, rank: int, lateness: _Lateness, noise: float, least_slowdown: float = TYPICAL_SLOWDOWN
+    ) -> Straggler | None:
         if len(lateness.shares) < WINDOW or lateness.shares[-1] < LATE_SHARE:
             return None
         late = [share >= max(LATE_SHARE, LATE_NOISE * noise) for share in lateness.shares]
         slowdown, typical = statistics.median(lateness.slowdowns), max(TYPICAL_SHARE, TYPICAL_NOISE * noise)
-        if sum(late) < LATE_STEPS or lateness.share < typical or slowdown < TYPICAL_SLOWDOWN:
+        if sum(late) < LATE_STEPS or lateness.share < typical or slowdown < least_slowdown:
             return None
         by_kind = {
             kind: statistics.median(one[kind] for one in self._ranks[rank].by_kind_s)
             for kind in lateness.kinds
         }
-        kind = max(by_kind, key=lambda name: by_kind[name])
+        kind = max(by_kind, key=lambda name: by_kind[name], default="communication")
         seconds, since = statistics.median(lateness.seconds), self._steps[late.index(True)]
         phase, preempted, step = PHASES.get(kind, kind), kind == PREEMPTED, self._steps[-1]
         return Straggler(rank, phase, seconds, lateness.share, slowdown, preempted, since, step)
@@ -327,6 +363,7 @@ class StragglerWatch:
     def _has_recovered(self, rank: int, before: Straggler, step: int) -> bool:
         kept = self._ranks[rank]
         lateness = kept.own if before.preempted else kept.work
+        lateness = kept.link if before.phase == "communication" else lateness
         if len(lateness.shares) < WINDOW or lateness.share >= RECOVERED_SHARE:
             return False
         saves = [save.step for save in self._late_saves if rank in save.late_s]

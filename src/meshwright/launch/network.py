@@ -31,7 +31,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, argument: str) -> Address:
-        """Read ``HOST:PORT`` or ``[IPV6]:PORT``.
+        """Read ``HOST:PORT`` or ``[IPV6]:PORT``, of an argument or a key of the job.
 
         Raises:
             UserError: It is something else.
@@ -41,7 +41,9 @@ class Address:
         if not host or not port.isdecimal() or int(port) > 65535:
             rule = "is not HOST:PORT"
             fix = "Write an address of this machine and a port, such as 10.0.0.1:29500"
-            raise UserError(Problem("node-address", rule, argument, text, fix, is_argument=True))
+            raise UserError(
+                Problem("node-address", rule, argument, text, fix, is_argument="." not in argument)
+            )
         return cls(host, int(port))
 
     def __str__(self) -> str:

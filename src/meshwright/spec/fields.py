@@ -27,6 +27,7 @@ Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
 """Letters, digits, dots and dashes: it names a folder."""
 Location = Annotated[str, Field(min_length=1)]
 """A path, not empty."""
-HostPort = Annotated[str, Field(pattern=r"^\S+:\d{1,5}$", max_length=300)]
+HOST_PORT = r"^\S+:\d{1,5}$"
+HostPort = Annotated[str, Field(pattern=HOST_PORT, max_length=300)]
 """A host and a TCP port."""
 Flag = Annotated[bool, Field(strict=True)]

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem
+from meshwright.spec.fields import HOST_PORT
 from meshwright.spec.job import Job
 from meshwright.spec.job_keys import section_type
 from meshwright.spec.key_hints import suggest_key
@@ -92,6 +93,9 @@ def _translate(path: str, finding: Any) -> Problem:
         longest = context.get("max_length")
         rule = f"must have at most {longest} characters" if longest else "must not be empty"
         return Problem("job-out-of-range", rule, path=path, value=value)
+    if kind == "string_pattern_mismatch" and context["pattern"] == HOST_PORT:
+        fix = "Write an address of this machine and a port, such as 127.0.0.1:9400"
+        return Problem("job-out-of-range", "is not HOST:PORT", path=path, value=value, fix=fix)
     if kind == "string_pattern_mismatch":
         rule = "must be letters, digits, dots, dashes and underscores"
         return Problem("job-out-of-range", rule, path=path, value=value, fix="It names a folder")

@@ -29,6 +29,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.launch.snapshot_slots import SnapshotSlots
 from meshwright.layout.lr_schedule import lr_at
 from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.measure.link_time import LinkMeter
 from meshwright.measure.step_observer import StepObserver
 from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.decoder import Decoder, Stages
@@ -173,6 +174,8 @@ class Trainer:
         buffers = self.model.buffers() if self.job.mixes_samples else ()
         self._batch_norm_stats = [(buffer, buffer.clone()) for buffer in buffers]
         """Running statistics of batch norms, and their values before the step: a bad step keeps them."""
+        self.links = LinkMeter() if self.job.cluster.nodes > 1 else None
+        """Of the connections to other hosts."""
         self.observer: StepObserver | None = None
         """Observes the running step, if it is audited or proved; ``compute_step`` sets it."""
 
@@ -229,6 +232,7 @@ class Trainer:
             **self.amp.step_fields(result.grad_norm, bad is not None),
             bad_step=None if bad is None else bad.kind,
             spent_s=self.flight.own_time.take(),
+            **({} if self.links is None else {"links": self.links.take()}),
             **({} if self.backup is None else {"slice": self.backup.used_slice}),
             **({} if result.expert_load is None else result.expert_load.step_fields()),
         )

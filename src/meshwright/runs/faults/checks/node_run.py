@@ -21,6 +21,8 @@ from meshwright.runs.faults.job import TinyJob
 NODES = 3
 BATCH = 12
 OVERRIDES = (f"layout.dp_replicate={NODES}", f"train.global_batch={BATCH}", "cluster.devices_per_node=1")
+SAME_SUMS = "train.transport=gloo"
+"""Between nodes gloo sums; ranks of one machine would use shared memory, and sum in another order."""
 COMMITS = ("step", "checkpoint", "eval")
 SETTLE_STEPS = 25
 STARTS_WITHIN_S, GOES_ON_WITHIN_S = 180.0, 120.0
@@ -96,7 +98,7 @@ class NodeRun:
         calm = self.check.folder / "calm"
         with commands(self.check.folder) as start:
             steps = f"train.steps={max(history.losses) + 1}"
-            alone = (f"cluster.devices_per_node={NODES}", steps, f"run_dir={calm}")
+            alone = (f"cluster.devices_per_node={NODES}", steps, f"run_dir={calm}", SAME_SUMS)
             more = [text for text in self.overrides if not text.startswith("cluster.")]
             status, _, err = start("train", self.job, *OVERRIDES[:2], *more, *alone).finish(600)
         require(status == 0, f"the undisturbed run failed: {err}")
