@@ -86,6 +86,17 @@ def check_strided_and_inference(group: dist.ProcessGroup) -> None:
         y = torch.ones(1000, dtype=torch.bfloat16)
         dist.all_reduce(y, group=group, async_op=True).wait()
     assert y.sum() == 1000 * group.size()
+    scalar = torch.tensor(1.0)
+    dist.all_reduce(scalar, group=group)
+    assert scalar.shape == ()
+    assert scalar == group.size()
+    gathered = torch.empty(group.size())
+    all_gather_into(gathered, torch.tensor(1.0), group=group)
+    assert gathered.tolist() == [1] * group.size()
+    rows = torch.ones(6, 2)[::2]  # every other row
+    dist.broadcast(rows, group=group, group_src=0, async_op=True).wait()
+    dist.all_reduce(rows, group=group)
+    assert rows.tolist() == [[group.size()] * 2] * 3
     z = torch.ones(5, requires_grad=True)
     dist.all_reduce(z.data, group=group)
     assert z.tolist() == [group.size()] * 5

@@ -147,26 +147,29 @@ def broadcast(channel: Channel, values: Bytes, root: int) -> None:
 def all_to_all(channel: Channel, outputs: Sequence[Bytes], parts: Sequence[Bytes]) -> None:
     """Rank r sends ``parts[s]`` to rank s, of any size. It gets ``parts[r]`` of every rank s.
 
-    The first exchange also has the sizes, so that all ranks know the number of rounds.
+    The first exchange also has the sizes, so that all ranks know the number of rounds, and all raise an error
+    if two ranks disagree.
     """
     size, rank, room = channel.size, channel.rank, channel.slot_bytes
     outputs[rank][:] = parts[rank]
     sent = [part if i != rank else part[:0] for i, part in enumerate(parts)]
-    header = -(-8 * size // ALIGNMENT) * ALIGNMENT
+    own = [[len(part) for part in sent], [len(out) if i != rank else 0 for i, out in enumerate(outputs)]]
+    used = 2 * 8 * size
+    header = -(-used // ALIGNMENT) * ALIGNMENT
     first = room - header
     lengths = np.zeros((size, size), np.int64)
 
     def write_first(_: int, slot: Bytes) -> None:
-        slot[: 8 * size].view(np.int64)[:] = [len(part) for part in sent]
+        slot[:used].view(np.int64)[:] = np.array(own).ravel()
         _write_from(slot[header:], sent, 0)
 
     def read_first(_: int, slots: Bytes) -> None:
-        lengths[:] = slots[:, : 8 * size].view(np.int64)
-        expected = [len(output) if i != rank else 0 for i, output in enumerate(outputs)]
-        if lengths[:, rank].tolist() != expected:
+        sizes = slots[:, :used].view(np.int64).reshape(size, 2, size)
+        lengths[:] = sizes[:, 0]
+        for source, target in np.argwhere(lengths != sizes[:, 1].T):
             raise RuntimeError(
-                f"rank {rank} of the group gets {lengths[:, rank].tolist()} bytes in an all-to-all, "
-                f"and expects {expected}"
+                f"rank {source} of the group sends {sizes[source, 0, target]} bytes to rank {target} in an "
+                f"all-to-all, which expects {sizes[target, 1, source]}"
             )
         read(slots[:, header:], 0)
 

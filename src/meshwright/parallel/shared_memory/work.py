@@ -134,6 +134,7 @@ class Lane:
         self._pending = 0
         self._queue: queue.SimpleQueue[SharedMemoryWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def run_now(self, run: Run) -> bool:
         """Run a synchronous call in this thread, if no other is pending; returns whether it ran."""
@@ -153,22 +154,24 @@ class Lane:
     def submit(self, run: Run, result: Any) -> SharedMemoryWork:
         """Run a call after those before it, in the thread of the group.
 
-        A callback of a future is in that thread already, and may wait for the call: it runs at once.
+        A callback of a future is in that thread already, and may wait for the call: it runs at once. So does
+        a call of another thread while the lane is closed: its transport raises an error.
         """
         work = SharedMemoryWork(run, result, self)
         self.works.add(work)
-        if threading.current_thread() is self._thread:
+        own = threading.current_thread() is self._thread
+        if own:
             self.serve_own_thread()
-            with self._mutex:
-                self._pending += 1
-            self._execute(work)
-            return work
         with self._mutex:
             self._pending += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
-            self._queue.put(work)
+            now = own or self._closed
+            if not now:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                    self._thread.start()
+                self._queue.put(work)
+        if now:
+            self._execute(work)
         return work
 
     def close(self, wait_s: float | None = None) -> None:
@@ -177,6 +180,8 @@ class Lane:
         Args:
             wait_s: How long to wait for it; None for its end. It never keeps a process alive.
         """
+        with self._mutex:
+            self._closed = True
         if self._thread is not None:
             self._queue.put(None)
             if threading.current_thread() is not self._thread:

@@ -209,17 +209,18 @@ def test_different_collectives_raise_on_all_ranks():
     ranks.run(call, signatures=[1, 2])
 
 
-def test_all_to_all_with_sizes_that_do_not_match_raises():
-    ranks = Ranks(2)
+def test_all_to_all_with_sizes_that_do_not_match_raises_on_all_ranks():
+    """Rank 2 expects more from rank 1 than that sends. Rank 0 raises, too."""
+    ranks = Ranks(3)
     one, two = torch.zeros(1), torch.zeros(2)
 
     def call(rank, channel):
-        with pytest.raises(RuntimeError, match="and expects"):
-            collectives.all_to_all(
-                channel, [as_bytes(two)] * 2, [as_bytes(one if i != rank else two) for i in range(2)]
-            )
+        outputs = [two.clone() if (rank, i) == (2, 1) else one.clone() for i in range(3)]
+        with pytest.raises(RuntimeError, match=r"rank 1 of the group sends 4 bytes to rank 2 .* expects 8"):
+            collectives.all_to_all(channel, [as_bytes(t) for t in outputs], [as_bytes(one)] * 3)
+        return rank
 
-    ranks.run(call)
+    assert ranks.run(call) == [0, 1, 2]
 
 
 def test_an_abort_ends_a_wait():

@@ -127,3 +127,12 @@ def test_a_timeout_of_wait_is_obeyed(lane):
         work.wait(timedelta(seconds=0.01))
     gate.set()
     assert work.wait(timedelta(seconds=30))
+
+
+def test_a_call_while_the_lane_is_closed_runs_at_once():
+    """Nothing would ever run it otherwise."""
+    lane, ran = Lane("test", lambda wait: wait()), []
+    lane.submit(lambda: ran.append(1), []).wait()
+    lane.close()
+    assert lane.submit(lambda: ran.append(2), []).wait(timedelta(seconds=10))
+    assert ran == [1, 2]
