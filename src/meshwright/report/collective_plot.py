@@ -48,7 +48,7 @@ def draw_collective(schedule: CollectiveSchedule) -> Figure:
             _draw_state(axes, schedule, states[at], at * ROW)
         for at in range(shown):
             _draw_transfers(axes, schedule, transfers[at], at * ROW)
-        _draw_legend(axes)
+        _draw_legend(axes, schedule)
     return figure
 
 
@@ -107,20 +107,31 @@ def _draw_transfers(axes: Axes, schedule: CollectiveSchedule, transfers: list[Tr
         )  # fmt: skip
 
 
-def _draw_legend(axes: Axes) -> None:
+def _draw_legend(axes: Axes, schedule: CollectiveSchedule) -> None:
+    """What the picture has: added messages and sums of an operation that reduces; labels that are shown."""
     from matplotlib.lines import Line2D  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 
+    combines = {r.combine for row in schedule.rows for step in row for r in step.receives}
+    labelled = schedule.chunks <= MOST_LABELS
+    handles: list[Line2D | Patch] = [
+        Line2D([], [], color=color, label=label)
+        for combine, color, label in (
+            (Combine.REDUCE, REDUCE_COLOR, "message, added"),
+            (Combine.COPY, COPY_COLOR, "message, copied"),
+        )
+        if combine in combines
+    ]
+    one = "data of one rank: its number" if labelled else "data of one rank"
+    handles.append(Patch(facecolor=COLORS[5], alpha=0.45, label=one))
+    if Combine.REDUCE in combines:
+        several = "Σ: sum of that many ranks" if labelled else "sum of ranks; darker: of more"
+        handles.append(Patch(facecolor=COLORS[2], alpha=0.7, label=several))
     axes.legend(
-        handles=[
-            Line2D([], [], color=REDUCE_COLOR, label="message, added"),
-            Line2D([], [], color=COPY_COLOR, label="message, copied"),
-            Patch(facecolor=COLORS[5], alpha=0.45, label="data of one rank: its number"),
-            Patch(facecolor=COLORS[2], alpha=0.7, label="Σ: sum of that many ranks"),
-        ],
+        handles=handles,
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),
-        ncols=4,
+        ncols=len(handles),
         fontsize=7,
         columnspacing=1.0,
         handlelength=1.4,

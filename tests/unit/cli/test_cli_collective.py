@@ -38,8 +38,15 @@ def test_text_lists_each_step(cli):
 def test_picture_has_every_rank_and_step(cli, tmp_path):
     assert cli(*RING, "-o", tmp_path / "ring.svg").status == 0
     drawn = (tmp_path / "ring.svg").read_text(encoding="utf-8")
-    assert all(f">{name}<" in drawn for name in ("rank 4", "start", "step 7", "Σ5"))
+    assert all(f">{name}<" in drawn for name in ("rank 4", "start", "step 7", "Σ5", "message, added"))
     assert ">step 8<" not in drawn
+
+
+def test_legend_of_an_operation_without_a_reduction_names_no_sums(cli, tmp_path):
+    assert cli("schedule", "collective", "--op", "all_gather", "-o", tmp_path / "all.svg").status == 0
+    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    assert ">message, copied<" in drawn
+    assert ">message, added<" not in drawn
 
 
 def test_long_schedules_are_cut_in_text_and_picture(cli, tmp_path, monkeypatch):
