@@ -136,7 +136,7 @@ class LayoutChange:
 
 @dataclass(frozen=True)
 class EarlierLayout:
-    """What a supervisor takes over from the one of the layout before."""
+    """What a supervisor takes over from the one of the previous layout."""
 
     change: LayoutChange
     plan_files: tuple[str, ...]
@@ -152,9 +152,9 @@ def newest_covering_step(
     """The newest step at which each node has snapshots of the whole state; None if there is none.
 
     Args:
-        kept_by_node: The steps that each node of the new layout has, by ranks of the layout before. A rank
+        kept_by_node: The steps that each node of the new layout has, by ranks of the previous layout. A rank
             reads only from its own node.
-        covers: Whether some ranks of the layout before have the whole state together.
+        covers: Whether some ranks of the previous layout have the whole state together.
     """
     steps = {step for ranks in kept_by_node for kept in ranks.values() for step in kept} - {EMPTY}
     for step in sorted(steps, reverse=True):

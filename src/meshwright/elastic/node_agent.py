@@ -238,7 +238,7 @@ class NodeAgent:
         elif self._hello is not None:
             self._send(self._hello)
         if self._stops_sent:
-            self._ask_to_stop()  # the supervisor before may not have handled it
+            self._ask_to_stop()  # the previous supervisor may not have handled it
 
     def _start_agent(self) -> None:
         self._agent, self._hello = self._do_slowly(self.start_agent), None
@@ -265,10 +265,10 @@ class NodeAgent:
             self._send(one)
         self.setup.notify("a new supervisor has adopted the ranks")
         if self._stops_sent:
-            self._ask_to_stop()  # the supervisor before may not have handled it
+            self._ask_to_stop()  # the previous supervisor may not have handled it
 
     def _list_missed(self) -> list[Message]:
-        """What the supervisor before did not get, or got and may not have handled when it died."""
+        """What the previous supervisor did not get, or got and may not have handled when it died."""
         unsent = {id(message) for message in self._unsent}
         known = self._ranks | self._exits.keys()  # of this layout
         in_flight = [

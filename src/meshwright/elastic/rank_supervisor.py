@@ -339,7 +339,7 @@ class RankSupervisor(SupervisorSettings):
         rank, event = self._ranks[message["rank"]], message["event"]
         rank.last_event = event
         self.saved |= event["event"] in ("checkpoint", "resumed")
-        if not (message.get("again") and event in self._written):  # by the supervisor before
+        if not (message.get("again") and event in self._written):  # by the previous supervisor
             if message["node"] != 0:
                 self._relayed.relay(event)
             self._notify(event)

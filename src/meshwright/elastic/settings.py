@@ -59,4 +59,4 @@ class SupervisorSettings:
     stops: Sequence[int] = ()
     """Signals that came before this supervisor: between two layouts."""
     earlier: EarlierLayout | None = None
-    """The layout before, if this one takes over its agents."""
+    """The previous layout, if this one takes over its agents."""

@@ -35,10 +35,10 @@ class Supervisor(LeavingNodes):
         self._loaded = True
         """Whether all ranks of this layout have loaded their state."""
         self._retired: dict[int, RetiredSteps] = {}
-        """What each node has left of the layout before."""
+        """What each node has left of the previous layout."""
 
     def _begin(self) -> None:
-        """Begin with the agents of the layout before, whose ranks have ended."""
+        """Begin with the agents of the previous layout, whose ranks have ended."""
         if self.earlier is None:
             return
         change, self._loaded = self.earlier.change, False
@@ -49,7 +49,7 @@ class Supervisor(LeavingNodes):
         self._go_on_if_complete()
 
     def _go_on_if_complete(self) -> None:
-        """Until all ranks have loaded their state, collect first what the layout before has left."""
+        """Until all ranks have loaded their state, collect first what the previous layout has left."""
         if self.layouts is not None and not self._has_all_devices():
             return
         if self.earlier is None or self._loaded:
@@ -71,7 +71,7 @@ class Supervisor(LeavingNodes):
     def _on_retired(self, message: Message) -> None:
         """A node has kept the snapshots of a layout before. After the last one, start the ranks."""
         nodes = self._agents.placement.nodes
-        late = message["generation"] != self._first_generation  # the answer to the layout before
+        late = message["generation"] != self._first_generation  # the answer to the previous layout
         if self.earlier is None or self._loaded or late or self.state is not State.WAITING:
             return
         steps = {int(rank): kept for rank, kept in message["steps"].items()}
@@ -98,7 +98,7 @@ class Supervisor(LeavingNodes):
 
     def _note_step(self, event: Event) -> None:
         super()._note_step(event)
-        if self.adopts and not self._dropped:  # the command before may have died while ranks loaded
+        if self.adopts and not self._dropped:  # the previous command may have died while ranks loaded
             self._dropped = True
             self._agents.broadcast({"do": "drop_retired"})
         self._handle_stragglers(self.stragglers.feed(event))

@@ -1,6 +1,6 @@
 """Which events of ranks on other nodes are in ``events.jsonl``, for a supervisor that adopts these ranks.
 
-Their agents send again what the supervisor before may not have handled when it died. Some of it was written.
+Their agents send again what the previous supervisor may not have handled when it died. Some of it is written.
 """
 
 from __future__ import annotations

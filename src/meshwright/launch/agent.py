@@ -106,7 +106,7 @@ class Agent:
     snapshots: dict[int, SnapshotSlots] = field(default_factory=dict)
     """By rank."""
     retired: dict[int, SnapshotSlots] = field(default_factory=dict)
-    """Snapshots of the layout before, by its ranks, until the ranks of the new one have loaded them."""
+    """Snapshots of the previous layout, by its ranks, until the ranks of the new one have loaded them."""
     retired_from: int = 0
     """First generation of the layout that wrote them."""
     layout_generation: int = 0
@@ -447,7 +447,7 @@ class Agent:
         self._report({"is": "retired", **facts})
 
     def _do_drop_retired(self) -> None:
-        """Free the snapshots of the layout before."""
+        """Free the snapshots of the previous layout."""
         for memory in self.retired.values():
             memory.close()
         self.retired = {}

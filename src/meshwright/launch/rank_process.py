@@ -48,7 +48,7 @@ class RankSetup:
     snapshots: str | None = None
     """Memory of in-memory snapshots; None if there are none."""
     retired: dict[str, str] = field(default_factory=dict)
-    """Memory of in-memory snapshots of the layout before, by rank."""
+    """Memory of in-memory snapshots of the previous layout, by rank."""
 
 
 @dataclass(frozen=True)

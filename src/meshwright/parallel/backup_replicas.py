@@ -77,7 +77,7 @@ class SliceBoard:
 
     def begin(self, step: int) -> None:
         """Start a step, by a number that all replicas count alike."""
-        for key in self._own:  # of the step before, which all replicas have left
+        for key in self._own:  # of the previous step, which all replicas have left
             self._ask(partial(self._store.delete_key, key), default=True)
         self._step, self._own = step, []
 

@@ -207,7 +207,7 @@ def ring_attention(
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the output of a step into that of the steps before, in place."""
+    """Merge the output of a step into that of the previous steps, in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part.float(), (part_lse - total).exp_().unsqueeze(-1))

@@ -160,7 +160,7 @@ class HostMemory:
     """Why that does not fit, as a sentence: then checkpoints are synchronous."""
     changing_bytes: int = 0
     """For in-memory snapshots of another layout, which the node holds too while the layout changes: those of
-    the layout before; in the first plan, as much as those of this one. 0 if the layout may not change."""
+    the previous layout; in the first plan, as much as those of this one. 0 if the layout may not change."""
     collective_bytes: int = 0
     """For collectives through shared memory, at most; 0 with another transport."""
 

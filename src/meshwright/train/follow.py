@@ -65,7 +65,7 @@ class DataFollower:
         """The index files when the folder was opened last."""
         self._opened: CorpusState | None = None
         self._proposed = 0.0
-        """In the all-reduce of the step before."""
+        """In the all-reduce of the previous step."""
 
     def vote(self) -> Votes:
         """What this rank says in the next control all-reduce."""

@@ -194,7 +194,7 @@ class _Generation:
     flight: FlightRecorder
     link: RankLink | None
     retired: Mapping[str, str]
-    """Memory of the in-memory snapshots of the layout before, by rank."""
+    """Memory of the in-memory snapshots of the previous layout, by rank."""
 
     def run(
         self, work: Callable[[Trainer], None], stop: StopSignal, store: dist.Store | None
@@ -259,7 +259,7 @@ class _Generation:
         return self.link.aborting(self.order.generation, aborter.abort)
 
     def _open_retired(self) -> RetiredSnapshots | None:
-        """The snapshots of the layout before, if the state is loaded from them."""
+        """The snapshots of the previous layout, if the state is loaded from them."""
         order = self.order
         if order.reshard_from is None or order.restore_step is None:
             return None

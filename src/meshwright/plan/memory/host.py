@@ -50,7 +50,7 @@ def follow_layout(memory: HostMemory, before: HostMemory | None) -> HostMemory:
 
     Args:
         memory: Memory of a node in the next layout.
-        before: In the layout before; None if it is not known.
+        before: In the previous layout; None if it is not known.
     """
     if before is None:
         return memory

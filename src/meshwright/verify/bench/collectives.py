@@ -141,7 +141,7 @@ class _Bench:
 
     @staticmethod
     def _least_s(op: str, size: int, last: tuple[str, int, float] | None) -> float:
-        """Time of the fewest rounds of a size, from the size before; 0 if it is the first."""
+        """Time of the fewest rounds of a size, from the previous size; 0 if it is the first."""
         if last is None or last[0] != op or size * 2 <= BYTES_PER_ROUND:
             return 0.0
         return (LEAST_ROUNDS + 2) * last[2] * min(size / last[1], size / BYTES_PER_ROUND)
