@@ -448,7 +448,7 @@ Engine = Annotated[
     str | None, typer.Option(help="reference, embedded (default), spark, ray or flink.", metavar="NAME")
 ]
 Parallelism = Annotated[int | None, typer.Option(help="Tasks at once; by default the cores of this machine.")]
-Address = Annotated[str | None, typer.Option(help="Of a Spark, Ray or Flink cluster that runs.")]
+Address = Annotated[str | None, typer.Option(help="Address of a running Spark, Ray or Flink cluster.")]
 
 
 @app.command()

@@ -160,7 +160,7 @@ def bench_collectives(
     algorithms: Annotated[
         str | None,
         typer.Option(
-            help="Algorithms of ours beside the backend's; backend: none. "
+            help="Our algorithms, besides that of the backend; `backend`: none. "
             "Default: ring, tree, halving_doubling."
         ),
     ] = None,

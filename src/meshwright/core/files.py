@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Of ``linux/fcntl.h`` and ``linux/fs.h``."""
+"""Constants of ``linux/fcntl.h`` and ``linux/fs.h``."""
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
