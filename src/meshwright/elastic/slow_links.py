@@ -45,7 +45,7 @@ def find_late_link(reports: Mapping[int, LinkTimes], waited_s: float) -> LateLin
     """The slowest link of a step; None if no host is slower than the others.
 
     Args:
-        reports: Of all ranks.
+        reports: Reports of all ranks.
         waited_s: How long a typical rank waited for others: a link that is hidden delays nobody.
     """
     ranks, links = _merge(reports)
