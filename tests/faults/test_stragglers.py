@@ -99,7 +99,7 @@ def test_the_rank_with_a_slow_network_link_is_named(make_nodes, job_file):
     (named,) = slow_links(wait_for_step(nodes, slow_since + 24))
     assert named["host"].endswith("(host-1)")
     assert named["step"] <= slow_since + 21
-    assert named["slowdown"] == pytest.approx(2.0, rel=0.4)
+    assert named["slowdown"] > 1.4, "the other links wait for it, and look faster than they are"
     limit_rate(nodes, 1, 50, "change")
     events = wait_for_step(nodes, slow_since + 60)
     assert any(e["event"] == "straggler_recovered" and e["rank"] == named["rank"] for e in events)

@@ -20,7 +20,7 @@ from meshwright.launch.channel import Message
 
 NODE_LOST = "NodeLost"
 """Kind of the failure of ranks whose agent is gone."""
-SIGNAL_HINTS = {
+SIGNAL_HINTS: dict[int, str] = {
     signal.SIGILL: "A kernel used an instruction that this machine advertises but does not have (AMX on "
     "virtual machines): set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or train.precision=fp32. ",
 }
@@ -125,12 +125,13 @@ class FailureReport:
             problem = report["problems"][0]
             return f"{problem['path']} {problem['rule'].partition(';')[0]}"
         if report is not None:
-            what = f"{report['kind']}: {report['message'].splitlines()[0]}"
+            first_line = report["message"].partition("\n")[0]
+            what = f"{report['kind']}: {first_line}" if first_line else report["kind"]
             return what if status is None else f"exit status {status}: {what}"
         assert status is not None, "a rank without a report has ended"
         if self.rank.replaced and status == -signal.SIGKILL:
             return "a straggler, replaced"
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return f"killed by {_name_signal(-status)}" if status < 0 else f"exit status {status}"
 
     def classify(self) -> Failure:
         """The failure, for the policy."""
@@ -175,5 +176,12 @@ class FailureReport:
         return seen
 
     def _hint(self) -> str:
-        status = self.rank.exit_status or 0
-        return SIGNAL_HINTS.get(signal.Signals(-status), "") if status < 0 else ""
+        return SIGNAL_HINTS.get(-(self.rank.exit_status or 0), "")
+
+
+def _name_signal(number: int) -> str:
+    """The name of a signal; most of the real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
