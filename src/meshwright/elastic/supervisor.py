@@ -121,18 +121,27 @@ class Supervisor(LeavingNodes):
                 rank.replaced = True
                 self._signal(signal.SIGKILL, [rank])
             elif one.action == "exclude" and self.state is State.RUNNING:
-                self._exclude_straggler(rank.rank)
+                self._exclude_straggler(rank.rank, one.fields["phase"])
 
-    def _exclude_straggler(self, rank: int) -> None:
-        """Save a checkpoint and go on without the device of a straggler, if there is a layout."""
+    def _exclude_straggler(self, rank: int, phase: str) -> None:
+        """Save a checkpoint and go on without the device of a straggler, if there is a layout.
+
+        If its network link is slow, without all devices of its node.
+        """
         if self.layouts is None or self.layouts.next is not None or self._stop or self._departing:
             return
-        device = self._agents.placement.devices[rank]
-        self.layouts.devices.exclude(device, time.monotonic())
-        if self.layouts.shrink(self._ready, f"{device} is left out: rank {rank} is a straggler"):
+        device, what = self._agents.placement.devices[rank], ""
+        left_out = [device]
+        if phase == "communication":
+            left_out = [one for one in self.layouts.devices.all if one.node == device.node]
+            what = f"node {device.node}"
+        for one in left_out:
+            self.layouts.devices.exclude(one, time.monotonic())
+        if self.layouts.shrink(self._ready, f"{what or device} is left out: rank {rank} is a straggler"):
             self._stop_after_step()
         else:
-            self.layouts.devices.include(device)
+            for one in left_out:
+                self.layouts.devices.include(one)
 
     def _use_new_devices(self) -> None:
         """If devices came back, let the ranks save a checkpoint and end after this step."""

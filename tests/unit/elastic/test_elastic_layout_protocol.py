@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.elastic.devices import DevicePool
 from meshwright.elastic.layout_change import (
@@ -16,6 +18,7 @@ from meshwright.elastic.layout_change import (
 )
 from meshwright.elastic.policy import Budget
 from meshwright.elastic.recovery import Recovery
+from meshwright.elastic.straggler_policy import StragglerEvent
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.launch.placement import Device
 from played_nodes import FoundPlan, PlayedNodes, exited, ready, starts
@@ -170,3 +173,41 @@ def test_a_signal_between_two_layouts_stops_the_run_before_its_ranks_start(tmp_p
     assert supervisor.run() == [signal.SIGINT]
     assert starts(agents) == []
     assert supervisor.change is None
+
+
+class PlayedStragglers:
+    """Names rank 1 after each step."""
+
+    def __init__(self, phase):
+        self.found = StragglerEvent("straggler", {"rank": 1, "phase": phase}, "exclude")
+
+    def feed(self, event):
+        return [self.found]
+
+
+@pytest.mark.parametrize(
+    ("phase", "left"),
+    [
+        ("compute", {Device(0, 0), Device(1, 1), Device(2, 0)}),
+        ("communication", {Device(0, 0), Device(2, 0)}),
+    ],
+)
+def test_a_straggler_is_left_out_with_its_node_if_its_network_link_is_slow(tmp_path, phase, left):
+    step = {"is": "event", "rank": 0, "node": 0, "event": {"event": "step", "rank": 0, "step": 12}}
+    done = {"is": "event", "rank": 0, "node": 0}
+    done["event"] = {"event": "finished", "rank": 0, "status": "interrupted"}
+    agents = PlayedNodes(
+        [retired(0), retired(1)],
+        [ready(0, GENERATION), ready(1, GENERATION)],
+        [step],
+        [done, exited(0), exited(1)],
+    )
+    supervisor, _ = follow(tmp_path, agents)
+    supervisor.stragglers = PlayedStragglers(phase)
+    devices = DEVICES | {Device(1, 1)}
+    pool = DevicePool(devices, grow_after_s=1e9, retry_s=0.0)
+    supervisor.layouts = LayoutChoice(pool, lambda devices: FoundPlan(), FoundPlan())
+    assert supervisor.run() == []
+    assert supervisor.change is not None
+    assert supervisor.change.next.devices == left
+    assert "rank 1 is a straggler" in supervisor.change.next.reason
