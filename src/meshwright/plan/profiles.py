@@ -61,6 +61,8 @@ class MemoryRules:
     """The unit that ZeRO-3 gathers: a block and the prefetched ones, or one weight (DeepSpeed)."""
     bucket_bytes: float = 0.0
     """Bucket buffers of ZeRO collectives, per rank."""
+    offloads_activations: bool = False
+    """Saved activations wait on the CPU, but for those of two blocks; CPU memory is not checked for them."""
     stale_boundaries: int = 0
     """Stage boundary tensors that are kept per in-flight micro-batch."""
     imbalance: float = 1.0

@@ -9,6 +9,10 @@ LARGEST = 10**8
 """Largest count that a cell may hold; larger numbers are typing errors."""
 MAY_BE_ZERO = ("zero_stage", "shared_experts", "dense_layers")
 YES, NO = ("y", "yes", "true", "1", "on"), ("n", "no", "false", "0", "off")
+OFFLOADED_ACTIVATIONS = re.compile(
+    r"(?<!no )(?<!without )(offload\w* (of )?activations?|activations? (are |is )?offload\w*)"
+)
+"""A note that says that activations wait on the CPU."""
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
 
 

@@ -10,7 +10,7 @@ from meshwright.plan.profiles import PROFILES, Profile
 from meshwright.plan.time.interval import generation_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import DecoderModel
-from meshwright.validation.cells import Cells
+from meshwright.validation.cells import OFFLOADED_ACTIVATIONS, Cells
 from meshwright.validation.devices import device_name
 
 OLD_DEVICES = ("A100", "A800", "V100")
@@ -172,6 +172,7 @@ STATES: tuple[tuple[str, dict[str, object]], ...] = (
     (r"own cuda kernels|fused kernels",
      {"logit_bytes": 2.0, "split_logit_bytes": 2.0, "gathers_logits": False}),
     (r"(bf16|16-bit) grad", {"gradient_bytes": 2.0}),
+    (OFFLOADED_ACTIVATIONS.pattern, {"offloads_activations": True}),
 )  # fmt: skip
 """Types of gradients, optimizer state and logits that notes name."""
 NAMED_NORMS = re.compile(r"^flash_attention2$")

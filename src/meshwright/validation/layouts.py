@@ -15,7 +15,7 @@ from meshwright.plan.time.block import SOFTMAX_BATCH
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 from meshwright.spec.numbers import divisors
-from meshwright.validation.cells import NO, YES, Cells, NotExpressedError
+from meshwright.validation.cells import NO, OFFLOADED_ACTIVATIONS, YES, Cells, NotExpressedError
 
 SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp", "huggingface")
 """Profiles that use ZeRO-3 (FSDP) by default."""
@@ -212,11 +212,11 @@ def _recompute(cells: Cells, profile: Profile) -> Any:
 def _offload(cells: Cells) -> Any:
     note = cells.note
     if not re.search(r"offload|zero-infinity", note) or re.search(
-        r"(no|without) (cpu |optimizer )?offload", note
+        r"(no|without) (cpu |optimizer |activation )?offload", note
     ):
         return "none"
-    if re.search(r"activation offload|offload(ing|ed)? (of )?activation", note):
-        cells.remark("offloaded activations are not modelled")
+    note = OFFLOADED_ACTIVATIONS.sub("", note)
+    if "offload" not in note and "zero-infinity" not in note:
         return "none"
     return "all" if re.search(r"zero-infinity|param\w* (and \w+ )?offload|offload all", note) else "optimizer"
 

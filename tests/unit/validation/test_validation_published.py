@@ -265,6 +265,17 @@ def test_expert_dispatch_is_read_from_the_note(case):
     assert plain.most_nodes == float("inf")
 
 
+def test_offloaded_activations_leave_the_device(read):
+    """They are not offloaded optimizer state; copies that compute does not hide take time."""
+    cells = {"micro_batch": "4", "seq_len": "8192", "recompute": "none"}
+    notes = ("", "no activation offload", "activation offload", "activation offload; optimizer offload")
+    plain, negated, moved, both = (evaluate([read(**cells, note=note)])[0] for note in notes)
+    assert [one.case.layout.offload for one in (plain, negated, moved, both)] == ["none"] * 3 + ["optimizer"]
+    assert negated.predicted_memory_bytes == plain.predicted_memory_bytes
+    assert both.predicted_memory_bytes < moved.predicted_memory_bytes < 0.5 * plain.predicted_memory_bytes
+    assert plain.predicted_step_s < moved.predicted_step_s < both.predicted_step_s
+
+
 def test_a_tensor_mask_is_computed_unless_the_kernel_is_named(case):
     llama = {"framework": "transformers", "model_name": "LLaMA-7B", "tp": "1", "dp": "64", "zero_stage": "3"}
     plain, named = (case(**llama, note=note).workload.profile.time for note in ("", "FA2"))

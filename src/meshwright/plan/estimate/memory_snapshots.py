@@ -7,7 +7,7 @@ all-gathered, and their unreduced gradients). Meshwright's own snapshots are in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,6 +84,8 @@ class GridMemorySnapshot:
 
 SNAPSHOT_LINES = ("activations", "logits", "workspace", "gathered")
 NOTHING = Sum()
+BLOCKS_NOT_OFFLOADED = 2.0
+"""Blocks whose activations stay on the device under offloading: the current one, and one in transfer."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,14 @@ class StageActivations:
     @classmethod
     def of(cls, facts: Facts, stage: Stage) -> StageActivations:
         """Columns of each layout."""
+        found = cls._on_device(facts, stage)
+        if not facts.workload.profile.memory.offloads_activations:
+            return found
+        kept = np.minimum(BLOCKS_NOT_OFFLOADED, stage.in_flight * stage.layers)
+        return replace(found, all=found.saved.times(kept))
+
+    @classmethod
+    def _on_device(cls, facts: Facts, stage: Stage) -> StageActivations:
         dense, full = facts.dense.saved, facts.dense.full
         recompute = (facts.grid.recompute > 0).astype(np.float64)
         if not facts.workload.model.num_experts:

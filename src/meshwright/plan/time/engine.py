@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.plan.estimate.activations import Tokens, block_saved_bytes, sum_saved_bytes
 from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Floats, Grid, Ints
 from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
 from meshwright.plan.estimate.stages import V_SHAPED
@@ -213,8 +214,8 @@ class _Step:
         # Offload and all-gather use different links at the same time: the slower one counts.
         fsdp = dataclasses.replace(
             fsdp,
-            forward=np.maximum(fsdp.forward, self._parameter_streaming_s(forward)),
-            backward=np.maximum(fsdp.backward, self._parameter_streaming_s(back)),
+            forward=np.maximum(fsdp.forward, self._streaming_s(forward)),
+            backward=np.maximum(fsdp.backward, self._streaming_s(back)),
         )
         passes = Passes(
             forward + fsdp.forward, back - work.backward_weight + fsdp.backward, work.backward_weight
@@ -364,13 +365,23 @@ class _Step:
         left = dense / (self.grid.dp_shard * self.grid.cp) + experts / expert_shards(self.grid)
         return self.groups.replicate.all_reduce_s(left * self.rules.reduce_bytes)
 
-    def _parameter_streaming_s(self, passed: Floats) -> Floats:
-        """Offloaded parameters are copied to the device once per pass: the exposed time."""
-        grid = self.grid
+    def _streaming_s(self, passed: Floats) -> Floats:
+        """Exposed copies over the CPU link per pass: offloaded parameters, and offloaded activations."""
+        grid, link = self.grid, self.workload.cluster.host_bytes_per_s
         kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
         moved = (self.shares.block + self.shares.expert_block) / kept * WEIGHT_BYTES
-        arriving = moved / self.workload.cluster.host_bytes_per_s
-        return np.where(grid.offload == OFFLOAD_ALL, np.maximum(arriving - self.rates.overlap * passed, 0), 0)
+        moved = np.where(grid.offload == OFFLOAD_ALL, moved, 0.0)
+        if self.workload.profile.memory.offloads_activations:
+            moved = moved + self._saved_bytes()
+        return np.maximum(moved / link - self.rates.overlap * passed, 0.0)
+
+    def _saved_bytes(self) -> Floats:
+        """Activations that an average block saves."""
+        share = self.model.expert_layers / self.model.num_layers
+        tokens = Tokens.of(self.workload, self.grid)
+        kinds = (block_saved_bytes(self.workload, expert=expert) for expert in (False, True))
+        plain, routed = (sum_saved_bytes(kind, self.grid, tokens).bytes for kind in kinds)
+        return np.asarray((1 - share) * plain + share * routed)
 
     def _slowest_s(self, block: Passes, head: Passes, embedding: Passes, mean: Passes) -> Floats:
         """Work of the slowest pipeline rank on one micro-batch."""
