@@ -27,9 +27,9 @@ EXPERTS = {**LLAMA, "num_layers": 16, "hidden_size": 2048, "num_heads": 16, "num
            "ffn_size": 2048, "vocab_size": 32000, "num_experts": 16, "experts_per_token": 2}  # fmt: skip
 LARGE_VOCABULARY = {"tied_embeddings": True, "num_layers": 36, "hidden_size": 2048, "num_heads": 16,
                     "num_kv_heads": 2, "ffn_size": 11008, "vocab_size": 151936}  # fmt: skip
-GPT2_XL = {"num_layers": 48, "hidden_size": 1600, "num_heads": 25, "ffn_size": 6400, "vocab_size": 50304,
-           "tied_embeddings": True, "positions": "learned", "max_positions": 1024, "norm": "layer",
-           "activation": "gelu", "attention_bias": True, "ffn_bias": True}  # fmt: skip
+GPT2_XL = {"num_layers": 48, "hidden_size": 1600, "num_heads": 25, "num_kv_heads": 25, "ffn_size": 6400,
+           "vocab_size": 50304, "tied_embeddings": True, "positions": "learned", "max_positions": 1024,
+           "norm": "layer", "activation": "gelu", "attention_bias": True, "ffn_bias": True}  # fmt: skip
 JOBS: dict[str, tuple[dict[str, Any], int, int, tuple[str, ...]]] = {
     "experts": (EXPERTS, 4, 4096, ()),
     "gpt2-xl": (GPT2_XL, 16, 1024, ()),
