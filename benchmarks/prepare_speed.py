@@ -5,7 +5,7 @@
     python benchmarks/prepare_speed.py dedup FILE.jsonl [--spark-python PYTHON] [--repeat 3]
     python benchmarks/prepare_speed.py tokenize FILE.jsonl [--vocab 32000] [--characters 20000000]
     python benchmarks/prepare_speed.py loader [--shards-gb 100]
-    python benchmarks/prepare_speed.py memory FILE.jsonl [--tokenizer byte]
+    python benchmarks/prepare_speed.py memory FILE-OR-FOLDER [--tokenizer byte]
 
 ``wordcount`` and ``dedup`` run our embedded engine and our Spark engine (local[2]) in turn, each in a
 process of its own, and print the median of each and their ratio; engine start is part of both. The time of
@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from meshwright.core.files import folder_bytes
 
 CHILD = "--child"
 
@@ -176,13 +178,16 @@ def compare_tokenizing(file: Path, vocab: int, characters: int, repeat: int) -> 
 
     def hf_datasets() -> int:
         import datasets
+        import pyarrow
 
         datasets.disable_progress_bars()
-        rows = datasets.Dataset.from_dict({"text": texts})
+        table = datasets.table.InMemoryTable(pyarrow.table({"text": texts}))
+        rows = datasets.Dataset(table, fingerprint="texts")  # else it pickles the table
         encode = lambda batch: {  # noqa: E731
             "ids": [e.ids for e in inner.encode_batch_fast(batch["text"], add_special_tokens=False)]
         }
-        mapped = rows.map(encode, batched=True, remove_columns=["text"], load_from_cache_file=False)
+        name = f"run-{time.monotonic_ns()}"  # else it pickles the function
+        mapped = rows.map(encode, batched=True, remove_columns=["text"], new_fingerprint=name)
         return sum(mapped.with_format("arrow")[:]["ids"].combine_chunks().value_lengths().to_pylist())
 
     ways = {"ours": ours, "library": library}
@@ -321,7 +326,7 @@ def measure_memory(file: Path, tokenizer: str) -> dict[str, Any]:
         watcher.join()
     report = json.loads(output)
     return {
-        "file_mb": file.stat().st_size / 1e6,
+        "file_mb": (folder_bytes(file) if file.is_dir() else file.stat().st_size) / 1e6,
         "peak_pss_mb": peak / 1e6,
         "tokenizer": tokenizer,
         **{key: report[key] for key in ("documents_out", "duplicates", "tokens", "seconds", "bytes_per_s")},

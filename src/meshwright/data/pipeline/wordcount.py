@@ -7,21 +7,24 @@ brings the counts of a word together; the reduce adds them.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.data.engines.engine import Engine, Show, map_tasks, shuffle_rows
 from meshwright.data.engines.stages import BUCKET, Batches, MapStage, ShuffleStage
 from meshwright.data.engines.work_folder import BATCH_ROWS, WorkFolder, arrow, read_batches
 from meshwright.data.files import BadDataError, file_kind, open_file
+from meshwright.data.order import mix
 from meshwright.data.pipeline.splits import SPLIT_BYTES, FilePart, InputSplit, plan_splits
 from meshwright.data.sources import printable
 
@@ -29,6 +32,20 @@ TOP = 20
 """Words that are named."""
 
 _BLOCK_BYTES = 4 * 1024**2
+_SPACE = 0x20
+_TO_SPACE = bytes(_SPACE if chr(code).isspace() and code < 128 else code for code in range(256))
+"""The separators of ``str.split()`` in ASCII."""
+_WIDE = [chr(code).encode() for code in range(128, 0x10000) if chr(code).isspace()]
+"""The others, in UTF-8."""
+_WIDE_CODES = {
+    size: np.asarray([int.from_bytes(one) for one in _WIDE if len(one) == size]) for size in (2, 3)
+}
+_IS_WIDE_START = np.isin(np.arange(256), [one[0] for one in _WIDE])
+_PACKED = 8
+"""Bytes of a word that is counted as a number, with the space after it."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+Uint64s = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -103,8 +120,9 @@ def count_words(
         counts: Counter[str] = Counter()
         for split in splits:
             _count_into(counts, split)
-        rows: Iterator[tuple[str, int]] = iter(counts.items())
-        return _result("reference", rows, top, started, len(splits))
+        best = heapq.nsmallest(top, counts.items(), key=lambda entry: (-entry[1], entry[0]))
+        took = time.monotonic() - started
+        return WordCount("reference", len(counts), counts.total(), tuple(best), took, len(splits))
     with tempfile.TemporaryDirectory(prefix=".wordcount-", dir=base) as folder:
         work = WorkFolder(Path(folder).absolute())
         buckets = max(4, len(splits) // 4)
@@ -113,87 +131,165 @@ def count_words(
         return _result(engine.name, _rows(summed), top, started, len(splits))
 
 
-def _result(engine: str, rows: Iterator[tuple[str, int]], top: int, started: float, splits: int) -> WordCount:
-    distinct = total = 0
+def _result(engine: str, counts: Iterable[Any], top: int, started: float, splits: int) -> WordCount:
+    """The answer from batches of words, each with all its counts summed."""
+    distinct = total = least = 0
     best: list[tuple[str, int]] = []
-    for word, count in rows:
-        distinct, total = distinct + 1, total + count
-        best.append((word, count))
-        if len(best) > max(1000, 10 * top):
-            best = _most(best, top)
-    return WordCount(engine, distinct, total, tuple(_most(best, top)), time.monotonic() - started, splits)
+    for batch in counts:
+        values = batch.column("count").to_numpy()
+        distinct, total = distinct + values.size, total + int(values.sum())
+        words = batch.column("word")
+        best += [(words[at].as_py(), int(values[at])) for at in np.flatnonzero(values >= least).tolist()]
+        if len(best) > top:
+            best = heapq.nsmallest(top, best, key=lambda entry: (-entry[1], entry[0]))
+            least = best[-1][1] if best else 0
+    best.sort(key=lambda entry: (-entry[1], entry[0]))
+    return WordCount(engine, distinct, total, tuple(best), time.monotonic() - started, splits)
 
 
-def _most(words: list[tuple[str, int]], top: int) -> list[tuple[str, int]]:
-    return heapq.nsmallest(top, words, key=lambda entry: (-entry[1], entry[0]))
-
-
-def _rows(paths: Sequence[Path]) -> Iterator[tuple[str, int]]:
+def _rows(paths: Sequence[Path]) -> Iterator[Any]:
     for path in paths:
-        for batch in read_batches(path):
-            yield from zip(batch.column("word").to_pylist(), batch.column("count").to_pylist(), strict=True)
+        yield from read_batches(path)
 
 
 def count_split(task: CountTask) -> Batches:
     """The words of a split and their counts."""
     pa, schema = arrow(), counts_schema()
-    counts: Counter[str] = Counter()
-    _count_into(counts, task.split)
-    words = list(counts)
-    for begin in range(0, len(words), BATCH_ROWS):
-        part = words[begin : begin + BATCH_ROWS]
-        hashes = [_hash(word) for word in part]
-        columns = {
-            BUCKET: [value % task.buckets for value in hashes],
-            "hash": hashes,
-            "split": [task.split.number] * len(part),
-            "row": range(begin, begin + len(part)),
-            "word": part,
-            "count": [counts[word] for word in part],
-        }
-        yield pa.RecordBatch.from_pydict(columns, schema)
+    short: list[Uint64s] = [np.empty(0, dtype=np.uint64)]
+    long: list[Any] = []
+    for part in task.split.parts:
+        for block in _blocks(part):
+            packed, words = split_block(block)
+            short.append(packed)
+            long.append(words)
+    counted = pa.chunked_array(long, pa.large_string()).value_counts()
+    words = pa.compute.utf8_rtrim(counted.field("values"), characters=" ")
+    long_counts = pa.table({"word": words, "count": counted.field("counts")})
+    counts = pa.concat_tables([count_short(np.concatenate(short)), long_counts])
+    words = pa.concat_arrays(counts.column("word").chunks)
+    hashes = hash_words(words)
+    columns = {
+        BUCKET: (hashes % task.buckets).astype(np.int32),
+        "hash": hashes,
+        "split": np.full(hashes.size, task.split.number, dtype=np.int32),
+        "row": np.arange(hashes.size),
+        "word": words,
+        "count": counts.column("count"),
+    }
+    yield from pa.table(columns, schema).to_batches(BATCH_ROWS)
 
 
 def sum_counts(batches: Batches) -> Batches:
-    """One row per word: the counts of equal words are adjacent, but for words with equal hashes."""
+    """One row per word. Counts of a word are adjacent; two words with equal hashes may be mixed."""
     pa, schema = arrow(), counts_schema()
-    group: dict[str, int] = {}
-    current: int | None = None
-    done: list[tuple[str, int]] = []
+    pending: list[Any] = []
     for batch in batches:
-        columns = [batch.column(name).to_pylist() for name in ("hash", "word", "count")]
-        for hashed, word, count in zip(*columns, strict=True):
-            if hashed != current:
-                done += group.items()
-                group, current = {}, hashed
-            group[word] = group.get(word, 0) + count
-        if len(done) >= BATCH_ROWS:
-            yield _batch(pa, schema, done)
-            done = []
-    done += group.items()
-    if done:
-        yield _batch(pa, schema, done)
+        hashes = batch.column("hash").to_numpy()
+        cut = int(np.searchsorted(hashes, hashes[-1])) if hashes.size else 0  # the last group may go on
+        pending.append(batch.slice(0, cut))
+        if cut and sum(one.num_rows for one in pending) >= BATCH_ROWS:
+            yield from _summed(pa.Table.from_batches(pending, schema))
+            pending = []
+        pending.append(batch.slice(cut))
+    yield from _summed(pa.Table.from_batches(pending, schema))
 
 
-def _batch(pa: Any, schema: Any, words: list[tuple[str, int]]) -> Any:
-    columns: dict[str, list[Any]] = dict.fromkeys((BUCKET, "hash", "split", "row"), [0] * len(words))
-    columns |= {"word": [word for word, _ in words], "count": [count for _, count in words]}
-    return pa.RecordBatch.from_pydict(columns, schema)
+def _summed(table: Any) -> Batches:
+    pa, schema = arrow(), counts_schema()
+    table = table.combine_chunks()
+    hashes, words = (table.column(name) for name in ("hash", "word"))
+    is_first = np.concatenate(([True], np.diff(hashes.to_numpy()) != 0))[: table.num_rows]
+    same = pa.compute.equal(words.slice(1), words.slice(0, max(0, table.num_rows - 1))).to_numpy()
+    if (is_first[1:] | same).all():
+        first = np.flatnonzero(is_first)
+        sums = np.add.reduceat(table.column("count").to_numpy(), first) if first.size else first
+        counts = pa.table({"word": words.take(pa.array(first)), "count": sums})
+    else:  # two words with equal hashes
+        summed = table.group_by("word", use_threads=False).aggregate([("count", "sum")])
+        counts = summed.select(["word", "count_sum"]).rename_columns(["word", "count"])
+    zeros = np.zeros(counts.num_rows, dtype=np.int64)
+    columns = {BUCKET: zeros.astype(np.int32), "hash": zeros, "split": zeros.astype(np.int32), "row": zeros}
+    columns |= {name: counts.column(name) for name in ("word", "count")}
+    yield from pa.table(columns, schema).to_batches(BATCH_ROWS)
 
 
-def _hash(word: str) -> int:
-    hashed = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(hashed, "little", signed=True)
+def split_block(block: bytes) -> tuple[Uint64s, Any]:
+    """The short and the long words of a text in UTF-8, one by one.
+
+    Every separator becomes a space, and a word keeps the space after it. So a word of up to 7 bytes is one
+    number, and the others are slices of the text.
+    """
+    pa = arrow()
+    if not block.isascii():
+        try:
+            block.decode("utf-8")
+        except UnicodeDecodeError:
+            block = block.decode("utf-8", "replace").encode("utf-8")
+    text = bytearray().join((block.translate(_TO_SPACE), b" ", bytes(_PACKED)))
+    data = np.frombuffer(text, dtype=np.uint8)
+    if not block.isascii():
+        _clear_wide_spaces(data)
+    ends = np.flatnonzero(data == _SPACE) + 1
+    starts = np.concatenate(([0], ends[:-1]))
+    sizes = ends - starts
+    is_short = (sizes > 1) & (sizes <= _PACKED)
+    windows = np.ndarray((len(text) - _PACKED,), dtype="<u8", buffer=text, strides=(1,))
+    unused = (8 * (_PACKED - sizes[is_short])).astype(np.uint64)
+    packed = (windows[starts[is_short]] << unused) >> unused
+    offsets = np.concatenate(([0], ends)).astype(np.int64)
+    words = pa.LargeStringArray.from_buffers(ends.size, pa.py_buffer(offsets), pa.py_buffer(text))
+    return packed, words.filter(pa.array(sizes > _PACKED))
+
+
+def _clear_wide_spaces(data: npt.NDArray[np.uint8]) -> None:
+    """Overwrite separators of two and three bytes with spaces; zeros follow the text."""
+    starts = np.flatnonzero(_IS_WIDE_START[data])
+    codes = data[starts].astype(np.int64)
+    for size in (2, 3):
+        codes = (codes << 8) | data[starts + size - 1]
+        found = starts[np.isin(codes, _WIDE_CODES[size])]
+        data[(found[:, None] + np.arange(size)).reshape(-1)] = _SPACE
+
+
+def count_short(packed: Uint64s) -> Any:
+    """Words of up to 7 bytes and their counts, in the order of their numbers."""
+    pa = arrow()
+    packed = np.sort(packed)
+    first = (
+        np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1]))) if packed.size else np.arange(0)
+    )
+    letters = packed[first].astype("<u8").view(np.uint8).reshape(-1, _PACKED)
+    sizes = (letters == _SPACE).argmax(axis=1)
+    offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+    text = letters[np.arange(_PACKED) < sizes[:, None]].tobytes()
+    words = pa.LargeStringArray.from_buffers(sizes.size, pa.py_buffer(offsets), pa.py_buffer(text))
+    return pa.table({"word": words, "count": np.diff(first, append=packed.size)})
+
+
+def hash_words(words: Any) -> npt.NDArray[np.int64]:
+    """A hash of each word, from its UTF-8 bytes eight at a time."""
+    offsets = np.frombuffer(words.buffers()[1], dtype=np.int64)[words.offset : words.offset + len(words) + 1]
+    starts, sizes = offsets[:-1], np.diff(offsets)
+    data = np.concatenate((np.frombuffer(words.buffers()[2], dtype=np.uint8), np.zeros(8, dtype=np.uint8)))
+    hashes = mix(sizes.astype(np.uint64) + _GOLDEN)
+    left = np.arange(sizes.size)
+    at = 0
+    while (left := left[sizes[left] > at]).size:
+        windows = data[starts[left, None] + at + np.arange(8)]
+        windows[np.arange(8) >= (sizes[left] - at)[:, None]] = 0
+        hashes[left] = mix(hashes[left] ^ (windows.view("<u8")[:, 0] + _GOLDEN))
+        at += 8
+    return hashes.view(np.int64)
 
 
 def _count_into(counts: Counter[str], split: InputSplit) -> None:
     for part in split.parts:
-        for text in _texts(part):
-            counts.update(text.split())
+        for block in _blocks(part):
+            counts.update(block.decode("utf-8", "replace").split())
 
 
-def _texts(part: FilePart) -> Iterator[str]:
-    """The lines that start in a part, in blocks that end with a line; broken UTF-8 is replaced.
+def _blocks(part: FilePart) -> Iterator[bytes]:
+    """The lines that start in a part, in blocks that end with a line.
 
     Raises:
         UserError: The file is of a kind without text, or damaged.
@@ -212,7 +308,7 @@ def _texts(part: FilePart) -> Iterator[str]:
             while begin < end and (block := stream.read(min(_BLOCK_BYTES, end - begin))):
                 block += b"" if block.endswith(b"\n") else stream.readline()
                 begin += len(block)
-                yield block.decode("utf-8", "replace")
+                yield block
     except (BadDataError, OSError) as error:
         code = error.code if isinstance(error, BadDataError) else "data-path-unreadable"
         fix = error.fix if isinstance(error, BadDataError) else ""

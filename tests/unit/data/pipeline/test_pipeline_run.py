@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -200,6 +202,53 @@ def test_kill_9_at_any_moment(corpus, tmp_path, kill_in):
     assert report.sha256 == SHA256
     assert before, "nothing was done before the kill"
     assert list(tmp_path.glob(".out.*")) == []
+
+
+@pytest.mark.slow
+def test_kill_9_again_and_again(corpus, tmp_path):
+    """Killed after random times until one run reaches its end: no time is safe, and none does harm."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    settings = json.dumps({**CORPUS, "out": str(tmp_path / "out")})
+    command = [sys.executable, str(script), settings, str(corpus), str(SPLIT_BYTES)]
+    seed = random.SystemRandom().randrange(2**32)
+    draw, kills = random.Random(seed), 0
+    for attempt in range(60):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        child.stdout.readline()  # it has begun
+        timer = threading.Timer(draw.uniform(0, 0.3 * (attempt + 1)), child.kill)
+        timer.start()
+        output = child.stdout.read()
+        timer.cancel()
+        child.wait()
+        child.stdout.close()
+        if "done" in output:
+            break
+        kills += 1
+    assert f"done {SHA256}" in output, f"seed {seed}"
+    assert kills > 2, f"seed {seed}"
+    assert list(tmp_path.glob(".out.*")) == []
+
+
+@pytest.mark.parametrize("engine", [None, EmbeddedEngine(1)], ids=["reference", "embedded"])
+def test_a_line_that_is_too_long_is_quarantined_with_its_place(tmp_path, monkeypatch, engine):
+    """Also where the file is cut into splits, and the line is longer than a split."""
+    monkeypatch.setattr("meshwright.data.records.MAX_LINE_BYTES", 5000)
+    lines = [json.dumps({"text": f"text {number} " * 20}) for number in range(100)]
+    lines[40] = json.dumps({"text": "long " * 3000})
+    lines[70] = "x" * 100_000
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    spec = CorpusSpec(("a.jsonl",), "out")
+    if engine is None:
+        report = prepare_corpus(spec, tmp_path)
+    else:
+        report = prepare_on_engine(spec, tmp_path, engine, split_bytes=3000)
+    assert (report.documents_in, report.documents_out, report.quarantined) == (100, 98, 2)
+    places = [name.partition(": ")[0] for name in report.quarantined_names]
+    assert [place.rpartition(":")[2] for place in places] == ["41", "71"]
+    with pytest.raises(UserError, match="a line of more than") as error:
+        prepare_corpus(replace(spec, out="strict", on_bad_records="error"), tmp_path)
+    assert error.value.problems[0].code == "data-line-long"
 
 
 def test_a_file_that_changes_in_between_is_an_error(tmp_path):

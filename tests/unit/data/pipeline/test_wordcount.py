@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 from collections import Counter
+from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from meshwright.core.errors import UserError
@@ -13,8 +15,18 @@ from meshwright.core.errors import UserError
 pytest.importorskip("duckdb")
 pytest.importorskip("pyarrow")
 
+import pyarrow as pa
+
 from meshwright.data.engines.embedded import EmbeddedEngine
-from meshwright.data.pipeline.wordcount import count_words
+from meshwright.data.pipeline.splits import FilePart, InputSplit
+from meshwright.data.pipeline.wordcount import (
+    CountTask,
+    count_short,
+    count_split,
+    count_words,
+    split_block,
+    sum_counts,
+)
 
 
 @pytest.fixture
@@ -42,6 +54,42 @@ def test_engines_and_splits_give_one_answer(texts):
             assert (counted.distinct, counted.total, counted.top) == (len(expected), expected.total(), top)
     assert counted.splits > 15
     assert sorted(path.name for path in texts.iterdir()) == ["a.txt", "b.txt", "c.txt.gz"]
+
+
+def test_every_separator_and_length_of_a_word():
+    """All characters of the BMP between two words; words around the length that is counted as a number."""
+    separators = [chr(code) for code in range(0x10000) if chr(code).isspace()]
+    assert len(separators) == 29
+    characters = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000]
+    words = ["x" * size for size in range(1, 20)] + [
+        "a\0",
+        "a",
+        "\0",
+        "\0\0",
+        "é" * 4,
+        "é" * 3,
+        "\U0001f600" * 3,
+    ]
+    text = "".join(f"left{character}right-of-it " for character in characters) + " ".join(words * 2)
+    expected = Counter(text.split())
+    packed, long = split_block(text.encode())
+    found = Counter(word.rstrip(" ") for word in long.to_pylist())
+    short = count_short(packed)
+    found.update(dict(zip(short["word"].to_pylist(), short["count"].to_pylist(), strict=True)))
+    assert found == expected
+    assert split_block(b"")[0].size == 0
+
+
+def test_words_with_equal_hashes_are_kept_apart(monkeypatch):
+    monkeypatch.setattr(
+        "meshwright.data.pipeline.wordcount.hash_words", lambda words: np.zeros(len(words), np.int64)
+    )
+    split = InputSplit(0, (FilePart("f", Path(__file__), 0),))
+    rows = pa.Table.from_batches(count_split(CountTask(split, 4)))
+    summed = pa.Table.from_batches(sum_counts(iter(pa.concat_tables([rows, rows]).to_batches(7))))
+    expected = Counter(Path(__file__).read_text().split())
+    found = dict(zip(summed["word"].to_pylist(), summed["count"].to_pylist(), strict=True))
+    assert found == {word: 2 * count for word, count in expected.items()}
 
 
 def test_what_cannot_be_counted_is_named(texts):
