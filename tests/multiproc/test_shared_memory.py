@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -227,6 +228,40 @@ def test_six_thousand_mixed_calls_on_four_ranks(job_file):
     """No call hangs, and no result is wrong."""
     ranks = start_four_ranks(job_file, "run_mixed_calls")
     assert [rank["calls"] for rank in ranks] == [6000] * 4
+
+
+def run_threads(run_dir, listener, calls=2000):
+    """One of four ranks: a thread for each of three groups, all calling at once, synchronously or not."""
+    mesh, _ = join(run_dir, LAYOUT)
+    errors = []
+
+    def call(group, seed):
+        ranks, draw = dist.get_process_group_ranks(group), random.Random(seed)
+        try:
+            for number in range(calls):
+                x = torch.full((draw.choice((1, 13, 1000, 40_001)),), float(mesh.rank + number % 5))
+                work = dist.all_reduce(x, group=group, async_op=draw.random() < 0.5)
+                if work is not None:
+                    work.wait()
+                assert (x == sum(rank + number % 5 for rank in ranks)).all(), f"call {number}"
+        except BaseException as error:
+            errors.append(repr(error))
+
+    groups = (mesh.control, mesh.group("dp_replicate"), mesh.group("tp"))
+    threads = [threading.Thread(target=call, args=(group, 7)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    listener({"event": "operated", "rank": mesh.rank, "errors": errors})
+    destroy_mesh(mesh)
+    return 0
+
+
+@pytest.mark.slow
+def test_six_thousand_calls_from_three_threads_per_rank(job_file):
+    """Threads that call collectives of different groups at once do not wait for each other."""
+    assert [rank["errors"] for rank in start_four_ranks(job_file, "run_threads")] == [[]] * 4
 
 
 def lose_a_rank(run_dir, listener):
