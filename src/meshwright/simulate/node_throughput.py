@@ -124,7 +124,7 @@ class NodePlanner:
             return ()
         tried = [replicas * each for replicas in list_fewer((nodes - 1) // each)]
         for fewer in [*(fewer for fewer in tried if fewer > fewest), fewest]:
-            if step_s := self.step_s(fewer):
+            if fewer < nodes and (step_s := self.step_s(fewer)):
                 found.append((fewer, min(1.0, full_s / step_s)))
             if found and fewer <= nodes - most_missing:
                 break
