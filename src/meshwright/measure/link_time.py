@@ -16,10 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-SCAN_EVERY = 8
-"""Reports between two searches for new connections."""
-MOST_CONNECTIONS = 512
-"""Connections that are looked at; each takes about 2 µs per step."""
+MOST_CONNECTIONS = 128
+"""Connections that are looked at: 6 µs each per step, 18 µs when new ones are searched."""
 MOST_REPORTED = 16
 """Links of a step that are reported: those that sent most."""
 INFO_BYTES = 192
@@ -64,7 +62,7 @@ class LinkMeter:
             one[0] = max(one[0], (now.busy_us - known.busy_us) / 1e6)
             one[1] += now.acked - known.acked
             self._connections[known.inode] = now
-        if self._reports % SCAN_EVERY == 0:
+        if self._reports & (self._reports - 1) == 0:  # 0, 1, 2, 4, 8: most are made in the first steps
             self._scan()
         self._reports += 1
         most = sorted(found, key=lambda link: -found[link][1])[:MOST_REPORTED]
