@@ -101,6 +101,8 @@ class TimeRules:
     """Dropout masks are drawn and applied."""
     fp8_weight_grads: bool = True
     """Under fp8 the GEMMs of weight gradients run in fp8, too."""
+    fused_casts: bool = False
+    """Norms and activations write their fp8 output themselves; other casts are one pass each."""
     loss_bytes: float = 24.0
     """Bytes that the loss moves per logit beyond the GEMM itself, forward and backward."""
     reduce_bytes: float = 4.0
@@ -326,6 +328,7 @@ MESHWRIGHT_COMPILED = dataclasses.replace(
         fused_norms=True,
         fused_rope=True,
         fused_activation=True,
+        fused_casts=True,
         step_s=2e-3,
         loss_bytes=6.0,
         gradient_sum_bytes=2.0,

@@ -4,9 +4,10 @@ The estimate adds launches, partial tiles, attention, memory traffic, communicat
 GEMMs; none of it is negative. So the GEMMs alone, at the highest GEMM rate of the estimate, bound every
 layout on a number of devices.
 
-Only the bubble, uneven stages and transfers of a step depend on the schedule. Without them, the step with
-1F1B bounds the same step with any schedule. Schedules that do not split the backward pass also idle for (pp
-- 1) / virtual_stages micro-batches of work. Tests check that both bounds stay below the estimate.
+Only the bubble, uneven stages and transfers of a step depend on the schedule, and with interleaved stages the
+exposed part of reductions. Without them, the step with 1F1B bounds the same step with any schedule. Schedules
+that do not split the backward pass also idle for (pp - 1) / virtual_stages micro-batches of work. Tests check
+that both bounds stay below the estimate.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from meshwright.plan.time.probed import fastest_gemm
 from meshwright.plan.time.rates import rates_of
 from meshwright.spec.layout import SCHEDULES
 
+INTERLEAVED = SCHEDULES.index("interleaved")
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
 SCHEDULE_PARTS = ("bubble", "uneven stages", "pipeline transfers")
 """Parts of a step that depend on the schedule."""
@@ -62,4 +64,13 @@ def schedule_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows: 
     work = sum((plain.parts[name] for name in WORK_PARTS), none)
     waits = (grid.pp - 1) / (grid.virtual_stages * grid.micro_batches(workload.global_batch))
     bubble = np.where(np.isin(grid.schedule, WITH_BUBBLE), waits * work[rows], 0.0)
-    return np.asarray(fixed[rows] + bubble, dtype=np.float64)
+    fixed = np.where(grid.schedule == INTERLEAVED, (fixed - _hideable_s(workload, plain))[rows], fixed[rows])
+    return np.asarray(fixed + bubble, dtype=np.float64)
+
+
+def _hideable_s(workload: Workload, plain: StepEstimate) -> Floats:
+    """The most of the exposed reductions and all-gathers that other stages could still hide."""
+    exposed, hidden = plain.parts["gradient reduction"], plain.hidden["data parallel"]
+    rates = rates_of(workload)
+    whole = exposed + hidden * (1 - rates.contention)
+    return np.maximum(exposed - (1 - rates.overlap) * whole, 0.0)

@@ -52,6 +52,8 @@ copies of values and outputs to another order of heads."""
 GATE_BYTES, UNFUSED_GATE_BYTES = Moved(6.0, 10.0), Moved(10.0, 18.0)
 """SwiGLU, per element of one half. Unfused: silu, then the multiplication."""
 GELU_BYTES = Moved(4.0, 6.0)
+CAST_ONCE_BYTES, CAST_FUSED_BYTES = 3.0, 1.0
+"""Bytes that a cast moves per element: reads 2 and writes 1; fused with the kernel before it, writes 1."""
 CAST_BYTES = {"delayed": 4.0, "current": 6.0, "rowwise": 10.0, "mxfp8": 4.5, "subchannel": 6.0, "nvfp4": 6.0}
 """Bytes that a cast moves per element, by recipe: reads 2, writes one copy and its transpose; `current` reads
 twice (the maximum first), `rowwise` does so for rows and for columns."""
@@ -187,10 +189,24 @@ class BlockModel:
         none = np.zeros(len(self.grid))
         if self.workload.precision not in ("fp8", "fp4"):
             return Passes(none, none, none)
-        moved = CAST_BYTES.get(self.workload.recipe, CAST_BYTES["current"]) / self.device.bytes_per_s
         rows, columns, depth = (np.asarray(size, float) for size in (rows, columns, depth))
+        if self.rules.fused_casts:
+            return self._fused_casts(rows, columns, depth, count)
+        moved = CAST_BYTES.get(self.workload.recipe, CAST_BYTES["current"]) / self.device.bytes_per_s
         forward = (rows * depth + columns * depth) * count * moved
         return Passes(none + forward, none + rows * columns * count * moved, none)
+
+    def _fused_casts(self, rows: Floats, columns: Floats, depth: Floats, count: Sizes) -> Passes:
+        """Casts of Triton blocks (models/triton_block.py).
+
+        Weights in both passes, gradients, and both operands of an fp8 weight-gradient GEMM.
+        """
+        weights = columns * depth * CAST_ONCE_BYTES
+        forward = rows * depth * CAST_FUSED_BYTES + weights
+        backward = rows * columns * CAST_ONCE_BYTES + weights
+        again = rows * (columns + depth) * CAST_ONCE_BYTES * self.rules.fp8_weight_grads
+        scale = np.asarray(count, float) / self.device.bytes_per_s + np.zeros(len(self.grid))
+        return Passes(forward * scale, backward * scale, again * scale)
 
     def _attention_projections(self) -> Passes:
         """The projections around attention."""

@@ -10,11 +10,13 @@ import pytest
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.weights import count_elements
 from meshwright.plan.time.block import BlockModel
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.rates import rates_of
 from meshwright.spec.layout import SCHEDULES
+from meshwright.validation.devices import known_devices
 
 PROFILES_OF_EACH_KIND = ("meshwright", "megatron-lm", "megatron-bridge", "torchtitan", "deepspeed-zero")
 ZERO_BUBBLE = [SCHEDULES.index(name) for name in ("zb-h1", "zbv", "dualpipe-v")]
@@ -47,6 +49,41 @@ def replace(grid: Grid, **columns: Any) -> Grid:
     return dataclasses.replace(
         grid, **{name: np.broadcast_to(np.asarray(value), (len(grid),)) for name, value in columns.items()}
     )
+
+
+def peak_flops_per_s(given: Any) -> float:
+    """The data sheet's rate in the workload's precision."""
+    cluster = given.cluster
+    if given.precision == "fp8":
+        return float(cluster.peak_fp8_flops_per_s)
+    return float(cluster.peak_bf16_flops_per_s or cluster.bf16_flops_per_s)
+
+
+@pytest.mark.parametrize("model", ["llama", "experts", "latent"])
+@pytest.mark.parametrize("device", sorted(known_devices()))
+def test_no_device_exceeds_its_peak_or_is_faster_with_more_work(make_workload, legal_grid, device, model):
+    """FLOPs of the weights that a token passes: 6 per weight; attention and recomputation are left out."""
+    cluster = known_devices()[device]
+    cluster = dataclasses.replace(
+        cluster, nodes=-(-int(legal_grid.world_size.max()) // cluster.devices_per_node)
+    )
+    for precision in ("bf16", "fp8") if cluster.peak_fp8_flops_per_s else ("bf16",):
+        given = dataclasses.replace(
+            make_workload(model, "megatron-core"), cluster=cluster, precision=precision
+        )
+        made, batch = given.model, given.global_batch
+        idle = (made.num_experts or 0) - (made.experts_per_token or 0)
+        idle *= 3 * made.expert_layers * made.hidden_size * made.expert_width
+        weights = count_elements(made) - idle - made.vocab_size * made.hidden_size
+        least = 6 * weights * batch * given.seq_len / legal_grid.world_size / peak_flops_per_s(given)
+        step, memory = estimate_step(given, legal_grid).step_s, estimate_memory(given, legal_grid).peak_bytes
+        assert np.isfinite(step).all()
+        assert (step >= least).all()
+        longer = dataclasses.replace(given, seq_len=2 * given.seq_len)
+        assert (estimate_step(longer, legal_grid).step_s >= step).all()
+        assert (estimate_memory(longer, legal_grid).peak_bytes >= memory).all()
+        more = dataclasses.replace(given, global_batch=2 * batch)
+        assert (estimate_step(more, legal_grid).step_s >= step).all()
 
 
 @pytest.mark.parametrize("model", ["gpt", "experts", "latent"])
