@@ -159,6 +159,10 @@ def job_schema() -> dict[str, Any]:
     for section in ("DecoderModel", "ResNetModel", "Cluster"):
         schema["$defs"][section].pop("required", None)
     schema["$defs"]["Data"].pop("required")  # a mixture has no path
+    times = schema["$defs"]["OperationTimes"][
+        "properties"
+    ]  # pydantic does not read docstrings of a base class
+    schema["$defs"]["Probed"]["properties"] |= times
     model = schema["properties"]["model"]
     model["anyOf"] = model.pop("oneOf")  # a bare preset may be of either kind
     return schema

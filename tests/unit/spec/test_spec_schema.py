@@ -27,7 +27,7 @@ from meshwright.spec.job import (
 from meshwright.spec.job_keys import section_type
 from meshwright.spec.load import SpecError, build_job, load_job
 from meshwright.spec.model import DecoderModel, ResNetModel
-from meshwright.spec.probed import AttentionTime, CollectiveTime, GemmTime, Probed
+from meshwright.spec.probed import AttentionTime, CollectiveTime, GemmTime, OperationTimes, Probed
 from meshwright.spec.validation_errors import job_schema
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -45,6 +45,7 @@ SECTIONS = (
     Consistency,
     Compression,
     Probed,
+    OperationTimes,
     GemmTime,
     AttentionTime,
     CollectiveTime,
