@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,21 @@ def test_a_slow_rank_is_named_and_replaced(command, train, job_file, tmp_path, s
         assert result["losses"] == train(*OPTIONS, "run_dir=calm").losses
     assert "<h2>Stragglers</h2>" in (run_dir / "report.html").read_text()
     assert any("was a straggler" in note for note in read_report(run_dir).notes())
+
+
+@pytest.mark.parametrize(("fault", "phase"), [("slow_reads", "data"), ("slow_saves", "storage")])
+def test_a_rank_with_slow_data_or_storage_is_named(train, monkeypatch, fault, phase):
+    """Reads are late in each step from step 41 on. The fourth late save in a row names the rank."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "multiproc"))
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", f"injected_faults:{fault}")
+    slow_from = {"data": 41, "storage": 12}[phase]
+    saves = ("checkpoint.every_steps=12", "checkpoint.asynchronous=false", "train.steps=80")
+    trained = train("layout.dp_replicate=3", "data.seq_len=64", *saves, "run_dir=run")
+    events = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
+    found = [e for e in events if e["event"] == "straggler" and e["phase"] == phase]
+    assert [e["rank"] for e in found] == [1]
+    assert slow_from <= found[0]["since_step"]
+    assert found[0]["step"] <= (slow_from + 20 if phase == "data" else 4 * 12 + 1)
 
 
 def test_a_run_goes_on_without_the_device_of_a_slow_rank(command, train, job_file, tmp_path, slow_work):

@@ -22,7 +22,7 @@ from meshwright.models import decoder, decoder_sharding
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import expert
 from meshwright.train import build, loop, worker
-from meshwright.train.batches import Batcher
+from meshwright.train.batches import Batcher, BatchPrefetcher
 from meshwright.train.finite_checks import FiniteChecks
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_rank, run_with_trainer
@@ -500,6 +500,38 @@ def slow_blocks(run_dir, listener):
             return original(block, *args, **kwargs)
 
         decoder.Block.forward = forward
+    return run_rank(run_dir, listener)
+
+
+def slow_reads(run_dir, listener):
+    """Rank 1 waits 60 ms for the data of each step after the first 40."""
+    original = BatchPrefetcher.get
+
+    def get(prefetcher, position):
+        steps = position // prefetcher._global_batch
+        batch = original(prefetcher, position)
+        if os.environ.get("RANK") != "1" or steps < 40:
+            return batch
+        return batch._replace(micro_batches=late(batch.micro_batches))
+
+    def late(micro_batches):
+        time.sleep(0.06)
+        yield from micro_batches
+
+    BatchPrefetcher.get = get
+    return run_rank(run_dir, listener)
+
+
+def slow_saves(run_dir, listener):
+    """Rank 1 takes 0.5 s longer for each checkpoint."""
+    original = saver.CheckpointSaver._save
+
+    def save(self, *args, **kwargs):
+        if os.environ.get("RANK") == "1":
+            time.sleep(0.5)
+        return original(self, *args, **kwargs)
+
+    saver.CheckpointSaver._save = save
     return run_rank(run_dir, listener)
 
 

@@ -287,12 +287,12 @@ class StragglerWatch:
     def _note_late_save(self, step: int, step_s: float, reports: Mapping[int, Spent]) -> None:
         """Note who was late in a save, if a rank was."""
         storage = {rank: spent.get("storage", 0.0) for rank, spent in reports.items()}
-        usual_s = statistics.median_low(storage.values())
+        # Rank 0 commits: it waits for the files of all ranks, so another late rank is the cause.
+        usual_s = statistics.median_low([s for rank, s in storage.items() if rank != 0] or storage.values())
         limit_s = max(usual_s + LATE_SAVE_STEPS * step_s, LATE_SAVE_FACTOR * usual_s)
         late = [rank for rank, seconds in storage.items() if seconds >= limit_s]
         if not late:
             return
-        # Rank 0 commits: it waits for the files of all ranks, so another late rank is the cause.
         causes = [rank for rank in late if rank != 0] or late
         late_s = {rank: storage[rank] - usual_s for rank in causes}
         self._late_saves.append(_LateSave(step, step_s, late_s, usual_s))

@@ -137,9 +137,10 @@ def late_saves(*steps, seconds=0.2):
     return lambda step: {"storage": seconds * (step in steps)}
 
 
-def test_late_saves_name_the_rank_with_slow_storage():
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_late_saves_name_the_rank_with_slow_storage(ranks):
     """Every 25 steps. Rank 0 waits for the files of all ranks, and is not the cause."""
-    cluster = Cluster(noise=0.005)
+    cluster = Cluster([tuple(range(ranks))], noise=0.005)
     saves = late_saves(25, 50, 75, 100, 125)
     (found,) = cluster.run(125, slow={2: saves, 0: saves})
     assert (found.rank, found.phase, found.since_step, found.step) == (2, "storage", 25, 100)
