@@ -75,13 +75,18 @@ class Started:
                 return True
         return False
 
+    def kill_any(self, prefix: str) -> None:
+        """Kill one of the processes with this name that are left."""
+        name = next(name for name in self.processes if name.startswith(prefix))
+        kill_session(self.processes.pop(name))
+
     def end(self) -> None:
         for process in self.processes.values():
             kill_session(process)
 
 
 @contextmanager
-def spark_cluster(folder: Path, workers: int = 2) -> Iterator[tuple[Started, str]]:
+def spark_cluster(folder: Path, workers: int = 3) -> Iterator[tuple[Started, str]]:
     """A master and workers with one core each."""
     import pyspark
 
@@ -107,7 +112,7 @@ def spark_cluster(folder: Path, workers: int = 2) -> Iterator[tuple[Started, str
 
 
 @contextmanager
-def flink_cluster(folder: Path, managers: int = 2) -> Iterator[tuple[Started, str]]:
+def flink_cluster(folder: Path, managers: int = 3) -> Iterator[tuple[Started, str]]:
     """A job manager and task managers with two slots each."""
     import pyflink
 

@@ -1,4 +1,4 @@
-"""Real clusters: a worker is killed with -9 in the middle, and the output is the same to the byte."""
+"""Real clusters: workers are killed with -9 in the middle, and the output is the same to the byte."""
 
 from __future__ import annotations
 
@@ -75,10 +75,26 @@ def run_killed(engine, folder, cluster) -> int:
     return len(list((folder / "attempts").iterdir()))
 
 
-def test_a_killed_spark_worker_changes_nothing(needs, corpus, tmp_path):
-    """A master and two workers; one worker with its executor is killed during a map."""
-    needs("spark")
+def prepare_killed(engine, folder, corpus, cluster, prefix: str) -> None:
+    """Prepare the golden corpus; a worker is killed while documents are tokenized."""
     from meshwright.data.pipeline.run import prepare_on_engine
+
+    killed = threading.Event()
+
+    def on_progress(stage: str, share: float, documents: int) -> None:
+        if stage == "tokenize" and not killed.is_set():
+            killed.set()
+            cluster.kill_any(prefix)
+
+    spec = parse_corpus_spec({**CORPUS, "out": str(folder / "out")})
+    report = prepare_on_engine(spec, corpus, engine, on_progress, SPLIT_BYTES)
+    assert killed.is_set()
+    assert report.sha256 == SHA256
+
+
+def test_killed_spark_workers_change_nothing(needs, corpus, tmp_path):
+    """A master and three workers; one with its executor is killed during a map, one in a preparation."""
+    needs("spark")
 
     with (
         spark_cluster(tmp_path) as (cluster, address),
@@ -86,15 +102,12 @@ def test_a_killed_spark_worker_changes_nothing(needs, corpus, tmp_path):
     ):
         attempts = run_killed(engine, tmp_path, cluster)
         assert attempts > 16, "no task ran again"
-        spec = parse_corpus_spec({**CORPUS, "out": str(tmp_path / "out")})
-        report = prepare_on_engine(spec, corpus, engine, split_bytes=SPLIT_BYTES)
-    assert report.sha256 == SHA256
+        prepare_killed(engine, tmp_path, corpus, cluster, "worker")
 
 
-def test_a_killed_flink_task_manager_loses_and_doubles_nothing(needs, corpus, tmp_path):
-    """A job manager and two task managers; one is killed during a map: 0 lost, 0 duplicated."""
+def test_killed_flink_task_managers_lose_and_double_nothing(needs, corpus, tmp_path):
+    """A job manager and three task managers; one is killed during a map: 0 lost, 0 duplicated; one later."""
     needs("flink")
-    from meshwright.data.pipeline.run import prepare_on_engine
 
     with (
         flink_cluster(tmp_path) as (cluster, address),
@@ -102,6 +115,4 @@ def test_a_killed_flink_task_manager_loses_and_doubles_nothing(needs, corpus, tm
     ):
         attempts = run_killed(engine, tmp_path, cluster)
         assert attempts > 16, "no task ran again"
-        spec = parse_corpus_spec({**CORPUS, "out": str(tmp_path / "out")})
-        report = prepare_on_engine(spec, corpus, engine, split_bytes=SPLIT_BYTES)
-    assert report.sha256 == SHA256
+        prepare_killed(engine, tmp_path, corpus, cluster, "taskmanager")

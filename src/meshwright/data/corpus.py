@@ -246,7 +246,7 @@ class _Rejects:
 
 def bad_record_problem(name: str, error: BadDataError) -> Problem:
     """The problem of a bad file or record, if the job stops at the first one."""
-    fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with data.on_bad_records=skip"
+    fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with on_bad_records=skip"
     return Problem(error.code, f"cannot be used: {error}", path=printable(name), fix=fix)
 
 
@@ -263,7 +263,8 @@ def empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusSta
     """Why a corpus without documents is empty."""
     wanted = "UTF-8 text" if options.template is None else "conversations"
     counts = f"{tally.empty} empty documents and {tally.quarantined} that could not be read as {wanted}"
-    example = f", such as {tally.quarantined_names[0]}" if tally.quarantined_names else ""
+    if tally.quarantined_names:
+        counts += f", such as {tally.quarantined_names[0]}"
     if tally.filtered:
         counts += f"; the filter dropped {tally.filtered}"
     if tally.documents_in == 0 and tally.without_records:
@@ -274,7 +275,7 @@ def empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusSta
     return Problem(
         code="data-corpus-empty",
         path=", ".join(map(printable, sources)),
-        rule=f"has no text: {counts}{example}",
+        rule=f"has no text: {counts}",
         fix=fix,
     )
 

@@ -45,7 +45,6 @@ BATCH_ROWS = 16 * 1024
 def arrow() -> Any:
     """PyArrow with its file format; ``choose`` has checked that it is installed."""
     import pyarrow  # noqa: PLC0415 - optional
-    import pyarrow.compute  # noqa: PLC0415
     import pyarrow.ipc  # noqa: PLC0415
 
     return pyarrow

@@ -76,6 +76,12 @@ class CountTask:
     buckets: int
 
 
+def _compute() -> Any:
+    import pyarrow.compute  # noqa: PLC0415 - optional
+
+    return pyarrow.compute
+
+
 def counts_schema() -> Any:
     """A word of a split, or of all."""
     pa = arrow()
@@ -163,7 +169,7 @@ def count_split(task: CountTask) -> Batches:
             short.append(packed)
             long.append(words)
     counted = pa.chunked_array(long, pa.large_string()).value_counts()
-    words = pa.compute.utf8_rtrim(counted.field("values"), characters=" ")
+    words = _compute().utf8_rtrim(counted.field("values"), characters=" ")
     long_counts = pa.table({"word": words, "count": counted.field("counts")})
     counts = pa.concat_tables([count_short(np.concatenate(short)), long_counts])
     words = pa.concat_arrays(counts.column("word").chunks)
@@ -199,7 +205,7 @@ def _summed(table: Any) -> Batches:
     table = table.combine_chunks()
     hashes, words = (table.column(name) for name in ("hash", "word"))
     is_first = np.concatenate(([True], np.diff(hashes.to_numpy()) != 0))[: table.num_rows]
-    same = pa.compute.equal(words.slice(1), words.slice(0, max(0, table.num_rows - 1))).to_numpy()
+    same = _compute().equal(words.slice(1), words.slice(0, max(0, table.num_rows - 1))).to_numpy()
     if (is_first[1:] | same).all():
         first = np.flatnonzero(is_first)
         sums = np.add.reduceat(table.column("count").to_numpy(), first) if first.size else first
