@@ -110,9 +110,10 @@ def _explain_micro_batch(requested: Job, best: Prediction) -> list[str]:
     if requested.layout.mode != "given" or requested.layout.micro_batch is not None:
         return []
     rule = "largest size that fits with at least 2 micro-batches"
-    rule += " per stage" if best.layout.pp > 1 else ""
+    stages = " per stage" if best.layout.pp > 1 else ""
+    rule += stages
     if best.micro_batches < 2 * best.layout.pp:
-        rule = "smallest size: the batch is too small for 2 micro-batches per stage"
+        rule = f"smallest size: the batch is too small for 2 micro-batches{stages}"
     if best.layout.schedule == "interleaved":
         rule += ", a multiple of layout.pp of them"
     rule += " and divides the samples per rank" if requested.mixes_samples else ""
@@ -144,7 +145,7 @@ def _list_layers(counts: Sequence[int]) -> str:
     if len(counts) <= MOST_LISTED:
         return ", ".join(map(str, counts))
     runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
-    return ", ".join(f"{times} x {count}" for count, times in runs)
+    return ", ".join(f"{count} ({times} stages)" if times > 1 else str(count) for count, times in runs)
 
 
 def _explain_not_built(job: Job) -> list[str]:

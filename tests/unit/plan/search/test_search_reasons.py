@@ -96,6 +96,10 @@ def test_reason_names_the_rule_for_the_micro_batch(make_job):
         reason.endswith("at least 2 micro-batches per stage, a multiple of layout.pp of them")
         for reason in explain(piped)
     )
+    small = make_job(train={"global_batch": 2}, layout={"dp_replicate": 2})
+    assert "micro_batch=1: smallest size: the batch is too small for 2 micro-batches" in explain(small)
+    deep = explain(make_job(cluster={"nodes": 2}, model={"num_layers": 27}, layout={"pp": 13}))
+    assert any("layers per stage 2 (" in reason and " stages)" in reason for reason in deep)
 
 
 def test_sequences_longer_than_max_positions_get_a_warning(make_job):
