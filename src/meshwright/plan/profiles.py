@@ -36,6 +36,11 @@ class MemoryRules:
     selective: Literal["attention", "half", "gemms"] = "gemms"
     """What selective activation checkpointing saves: all but the inside of attention; every second GEMM
     output and the attention output; or every GEMM output."""
+    recomputed_modules: tuple[str, ...] = ()
+    """What selective activation checkpointing recomputes instead of attention: up-projections of latent
+    attention, outputs of norms, outputs of activation functions (Megatron's `recompute_modules`)."""
+    gates_in_fp8: bool = False
+    """Under fp8 the inputs of a gated activation function are saved in fp8."""
     keeps_gathered: bool = True
     """Inputs all-gathered for sequence parallelism are saved (DTensor); otherwise backward gathers them
     again."""
@@ -194,6 +199,9 @@ _BRIDGE = dataclasses.replace(_CORE, overlap_tp=True, reduce_bytes=2.0)
 """The recipes of NeMo and Megatron Bridge; gradients are reduced in 16 bits (`grad_reduce_in_fp32=False`)."""
 _BRIDGE_2026 = dataclasses.replace(_BRIDGE, overlap_ep=True)
 """As of release 26.06, whose recipes set `overlap_moe_expert_parallel_comm` and `delay_wgrad_compute`."""
+_HAI_LLM = dataclasses.replace(_CORE, overlap_ep=True, fp8_dispatch=True, most_nodes=4)
+"""DeepSeek-V3's framework (arXiv 2412.19437, sections 3.2 and 3.3): DualPipe hides dispatch, which is in fp8
+and to at most 4 nodes."""
 _MEGATRON_2021 = MemoryRules(
     master_weights=True,
     blocks="fused",
@@ -214,6 +222,13 @@ _MEGATRON_CORE = dataclasses.replace(
     scratch_gradients=True,
 )
 """With Transformer Engine: fused attention and norms, an in-place cross entropy."""
+_HAI_LLM_MEMORY = dataclasses.replace(
+    _MEGATRON_CORE,
+    moment_bytes=2.0,
+    recomputed_modules=("mla_up_proj", "layernorm", "act"),
+    gates_in_fp8=True,
+)
+"""bf16 moments; norms, up-projections and SwiGLU are recomputed; SwiGLU's inputs are saved in fp8."""
 _MEGATRON_BRIDGE = dataclasses.replace(_MEGATRON_CORE, gradient_bytes=2.0)
 """Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
 _DEEPSPEED = dataclasses.replace(
@@ -361,6 +376,7 @@ PROFILES = {
         Profile("megatron-core", _MEGATRON_CORE, _CORE),
         Profile("megatron-bridge", _MEGATRON_BRIDGE, _BRIDGE),
         Profile("megatron-bridge-2026", _MEGATRON_BRIDGE, _BRIDGE_2026),
+        Profile("hai-llm", _HAI_LLM_MEMORY, _HAI_LLM),
         Profile("megatron-like", _LIKE_MEGATRON_MEMORY, _LIKE_MEGATRON),
         Profile("megatron-deepspeed", _DEEPSPEED, _OLD),
         Profile("torchtitan", _TORCHTITAN, _TITAN),
@@ -390,5 +406,5 @@ PROFILES = {
 }
 """By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023, `megatron-bridge` the
 same with the recipes of NeMo and Megatron Bridge, which overlap more (`-2026`: expert dispatch, too);
-`megatron-like` is any other framework with Megatron's axes; `huggingface` is transformers with DeepSpeed or
-FSDP."""
+`hai-llm` is DeepSeek-V3's; `megatron-like` is any other framework with Megatron's axes; `huggingface` is
+transformers with DeepSpeed or FSDP."""

@@ -36,6 +36,7 @@ Runtime = Literal[
     "megatron-core",
     "megatron-bridge",
     "megatron-bridge-2026",
+    "hai-llm",
     "megatron-like",
     "megatron-deepspeed",
     "torchtitan",

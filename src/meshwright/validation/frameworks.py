@@ -34,7 +34,8 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"meshwright", "meshwright"),
     (r"nanotron|internevo|aa-|aleph|colossal|llmq|like", "megatron-like"),
     (r"bridge|nemo", "megatron-bridge"),
-    (r"megatron-?core|mcore|megascale|pai-|primus|swift|hai-?llm", "megatron-core"),
+    (r"megatron-?core|mcore|megascale|pai-|primus|swift", "megatron-core"),
+    (r"hai-?llm", "hai-llm"),
 )
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
 _LIKENED = re.compile(r"\((?:as )?([^)]*)\)")
@@ -179,6 +180,22 @@ NAMED_NORMS = re.compile(r"^flash_attention2$")
 """A note that lists the kernels of a run, without one for norms."""
 
 
+MODULES = (
+    ("mla_up_proj", r"(mla|kv|latent)?[_ -]?up[_ -]?proj"),
+    ("layernorm", r"norm"),
+    ("act", r"(moe_)?act\b|swiglu|gelu"),
+)
+"""Modules that are recomputed, and how rows name them."""
+_RECOMPUTES = re.compile(r"recomput\w*( modules?| of)? ([^;]*)|([^;]*?)(?: is| are)? recomputed")
+
+
+def _recomputed_modules(cells: Cells) -> tuple[str, ...]:
+    """The modules that a row says are recomputed: in its cell, or in its note."""
+    found = _RECOMPUTES.search(cells.note)
+    text = f"{cells.text('recompute').lower()}; {found[0] if found else ''}"
+    return tuple(name for name, pattern in MODULES if re.search(pattern, text))
+
+
 def _apply_note(profile: Profile, cells: Cells) -> Profile:
     """The profile with the kernels and the overlap that the note names."""
     note = cells.note
@@ -217,6 +234,11 @@ def _apply_states(profile: Profile, cells: Cells) -> Profile:
     for pattern, settings in STATES:
         if re.search(pattern, cells.note):
             changes |= settings
+    if modules := _recomputed_modules(cells):
+        cells.remark("recomputed: " + ", ".join(modules))
+        profile = dataclasses.replace(
+            profile, memory=dataclasses.replace(profile.memory, recomputed_modules=modules)
+        )
     if changes.get("gradient_bytes", 0.0) < profile.memory.gradient_bytes and "16" not in cells.note:
         changes.pop("gradient_bytes", None)  # a float32 sum besides 16-bit gradients
     if not changes:

@@ -19,7 +19,7 @@ from meshwright.validation.cells import NO, OFFLOADED_ACTIVATIONS, YES, Cells, N
 
 SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp", "huggingface")
 """Profiles that use ZeRO-3 (FSDP) by default."""
-DISTRIBUTED_OPTIMIZER_PROFILES = ("megatron-core", "megatron-bridge", "megatron-like")
+DISTRIBUTED_OPTIMIZER_PROFILES = ("megatron-core", "megatron-bridge", "megatron-like", "hai-llm")
 """Profiles of Megatron with a distributed optimizer."""
 LEAST_MICRO_BATCHES_PER_STAGE = 2
 """Least micro-batches per pipeline stage with a micro-batch that we choose."""
@@ -196,14 +196,14 @@ def _recompute(cells: Cells, profile: Profile) -> Any:
             (kind for kind in ("full", "selective") if re.search(rf"{kind}[^;,]{{0,12}}(ac\b|recomp)", note)),
             None,
         )
-        default = told or ("selective" if profile.name.startswith("torchtitan") else "none")
+        default = told or ("selective" if profile.name.startswith(("torchtitan", "hai-llm")) else "none")
         cells.fill("recompute", default, "from the note" if told else f"default of {profile.name}")
         return default
     if text in NO:
         return "none"
     if text in (*YES, "block", "uniform"):
         return "full"
-    if re.search(r"attn|attention|mlp|norm|moe|op\b|partial|core", text):
+    if re.search(r"attn|attention|mlp|norm|moe|op\b|partial|core|proj|act\b", text):
         cells.remark(f"recompute {text}: predicted as selective")
         return "selective"
     raise cells.cell_error("recompute", "is none of none, selective, full")

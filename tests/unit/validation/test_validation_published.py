@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import UserError
 from meshwright.validation.devices import ALIASES, device_name, known_devices
 from meshwright.validation.evaluate import evaluate
-from meshwright.validation.limits import read_failed
+from meshwright.validation.limits import fits, read_failed
 from meshwright.validation.published import COLUMNS, family_of, read_rows
 
 NOTHING_PUBLISHED = {"tp": "", "pp": "", "dp": ""}
@@ -226,7 +226,6 @@ def test_kernels_and_state_are_read_from_the_note(case):
     [
         ("maxtext (as fsdp)", "torchtitan"),
         ("levanter (as megatron-core)", "megatron-like"),
-        ("hai-llm", "megatron-core"),
         ("NeMo 25.02", "megatron-bridge"),
         ("NeMo 26.06.01", "megatron-bridge-2026"),
     ],
@@ -263,6 +262,35 @@ def test_expert_dispatch_is_read_from_the_note(case):
     plain = case(note="DeepEP; experts balanced").workload.profile.time
     assert (plain.overlap_ep, plain.fp8_dispatch) == (False, False)
     assert plain.most_nodes == float("inf")
+
+
+def test_deepseek_v3_s_own_run_is_sensible_and_fits(read):
+    """2.664M H800 hours for 14.8T tokens on 2,048 devices: 19.9 s per step (arXiv 2412.19437)."""
+    row = read(
+        model_name="DeepSeek-V3", params_b="", layers="61", hidden="7168", heads="128", kv_heads="128",
+        ffn_hidden="18432", vocab="129280", experts="256", top_k="8", moe_ffn="2048", shared_experts="1",
+        dense_layers="3", attention="mla", seq_len="4096", gpu="H800-80GB-SXM", num_gpus="2048", tp="1",
+        pp="16", dp="128", ep="64", micro_batch="1", global_batch="15360", recompute="", precision="fp8",
+        framework="hai-llm", note="DualPipe; with MTP", step_time_s="19.9",
+    )  # fmt: skip
+    found = evaluate([row])[0]
+    assert abs(found.step_error) < 0.15
+    assert fits(found.case)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "note", "modules"),
+    [
+        ("mla_up_proj,layernorm", "", ("mla_up_proj", "layernorm")),
+        ("selective", "RMSNorm and MLA up-projection recomputed; bf16", ("mla_up_proj", "layernorm")),
+        ("selective", "recompute of moe_act; fused norms", ("act",)),
+        ("selective", "fused RMSNorm", ()),
+        ("full", "", ()),
+    ],
+)
+def test_recomputed_modules_are_read_from_cell_and_note(case, recompute, note, modules):
+    found = case(recompute=recompute, note=note)
+    assert found.workload.profile.memory.recomputed_modules == modules
 
 
 def test_offloaded_activations_leave_the_device(read):

@@ -91,7 +91,8 @@ def ffn_saved_bytes(workload: Workload, expert: bool) -> SavedBytes:
     model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
     width, gemm_input = model.hidden_size, _gemm_input_bytes(workload)
     gated = model.activation == "swiglu"
-    inner = (2 * low if gated else low) + gemm_input
+    gate = 1.0 if rules.gates_in_fp8 and workload.precision == "fp8" else low
+    inner = (2 * gate if gated else low) + gemm_input
     if rules.blocks != "fused":
         inner = (4 if gated else 2) * low
     norm = norm_input_bytes(workload) + (width if rules.dropout else 0)
@@ -131,6 +132,8 @@ def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, Sav
     attention, ffn = attention_saved_bytes(workload), ffn_saved_bytes(workload, expert)
     residual = FLOAT32 if rules.blocks == "eager" else LOW_BYTES[workload.precision]
     whole, full = attention + ffn, SavedBytes(shared=model.hidden_size * residual)
+    if rules.recomputed_modules and rules.fused_attention:
+        return whole, whole + _recomputed_modules(workload, expert), full
     if rules.selective == "attention":
         lse = FLOAT32 * model.num_heads if rules.fused_attention else 0.0
         return whole, whole + SavedBytes(split=-lse, scores=-attention.scores), full
@@ -138,6 +141,27 @@ def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, Sav
         _saved_half(workload, expert) if rules.selective == "half" else _saved_gemm_outputs(workload, expert)
     )
     return whole, full + outputs, full
+
+
+def _recomputed_modules(workload: Workload, expert: bool) -> SavedBytes:
+    """What recomputing the profile's modules saves, as negative bytes."""
+    model, modules, low = (
+        workload.model,
+        workload.profile.memory.recomputed_modules,
+        LOW_BYTES[workload.precision],
+    )
+    gemm_input, found = _gemm_input_bytes(workload), SavedBytes()
+    if "mla_up_proj" in modules and model.attention == "latent":
+        rotated = model.num_heads * (model.head_size + (model.rope_head_dim or 0))
+        found += SavedBytes(split=-(2 * rotated + model.value_size) * low)
+    if "layernorm" in modules:
+        found += SavedBytes(gathered=-(1 if expert else 2) * model.hidden_size * gemm_input)
+    if "act" in modules and expert:
+        shared = model.shared_experts * model.expert_width
+        found += SavedBytes(split=-shared * gemm_input, routed_inner=-model.expert_width * gemm_input)
+    elif "act" in modules:
+        found += SavedBytes(split=-model.ffn_size * gemm_input)
+    return found
 
 
 def _saved_gemm_outputs(workload: Workload, expert: bool) -> SavedBytes:

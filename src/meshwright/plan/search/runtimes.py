@@ -28,6 +28,7 @@ RUNTIME_SUPPORT = {
     "megatron": RuntimeSupport(("1f1b", "interleaved"), (0, 1)),
     "torchtitan": RuntimeSupport(zeros=(0, 2, 3)),
     "composer": RuntimeSupport((), (0, 2, 3), DATA_AXES),
+    "hai-llm": RuntimeSupport(("1f1b", "dualpipe-v"), (0, 1)),
     "huggingface": RuntimeSupport((), axes=(*DATA_AXES, "cp")),
     "deepspeed": RuntimeSupport((), axes=(*DATA_AXES, "cp", "ep")),
 }

@@ -163,6 +163,14 @@ class BlockModel:
 
     def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
         """Recompute time of selective activation checkpointing."""
+        memory = self.workload.profile.memory
+        if memory.recomputed_modules and memory.fused_attention:
+            found = np.zeros(len(self.grid))
+            if "mla_up_proj" in memory.recomputed_modules and self.model.attention == "latent":
+                found = found + self._up_projections().forward
+            if {"layernorm", "act"} & set(memory.recomputed_modules):
+                found = found + elementwise.forward
+            return found
         if self.rules.selective == "attention":
             return attention.forward
         if self.rules.selective == "half":
@@ -215,17 +223,20 @@ class BlockModel:
         out = self.linear(rows, width, model.value_size / tp)
         if model.attention == "latent":
             rope, latent = model.rope_head_dim or 0, model.latent_size or 0
-            head = model.head_size
-            queries = model.num_heads * (head + rope) / tp
-            made = self.linear(rows, latent + rope, width) + self.linear(
-                rows, (model.num_heads * head + model.value_size) / tp, latent
-            )
+            down = self.linear(rows, latent + rope, width)
             if model.query_latent_size:
-                qk_dim = self.linear(rows, model.query_latent_size, width)
-                return out + made + qk_dim + self.linear(rows, queries, model.query_latent_size)
-            return out + made + self.linear(rows, queries, width)
+                down = down + self.linear(rows, model.query_latent_size, width)
+            return out + down + self._up_projections()
         keys = np.maximum(model.kv_size / tp, model.head_size)
         return out + self.linear(rows, model.query_size / tp + 2 * keys, width)
+
+    def _up_projections(self) -> Passes:
+        """Of latent attention: queries, and keys and values, from their latent vectors."""
+        model, rows, tp = self.model, self.rows, self.tp
+        queries = model.num_heads * (model.head_size + (model.rope_head_dim or 0)) / tp
+        keys = (model.num_heads * model.head_size + model.value_size) / tp
+        depth = model.query_latent_size or model.hidden_size
+        return self.linear(rows, keys, model.latent_size or 0) + self.linear(rows, queries, depth)
 
     def _feed_forward(self, inner: int, split: Floats) -> Passes:
         model = self.model
