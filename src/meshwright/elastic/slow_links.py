@@ -20,7 +20,7 @@ COMPARED = 0.25
 LEAST_USUAL_S = 1e-3
 """No link is expected to take less: shorter times are noise."""
 TIE_S = 1e-9
-"""Of the two hosts of a link, the one that sends is a little later."""
+"""Times that differ by less are equal: the host that sends counts as the later one."""
 
 
 @dataclass(frozen=True)

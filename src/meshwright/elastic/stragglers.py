@@ -134,7 +134,7 @@ class _Rank:
     def __init__(self) -> None:
         self.work, self.own = _Lateness(WORK), _Lateness(OWN)
         self.link = _Lateness(())
-        """Of its network link."""
+        """Lateness of its network link."""
         self.by_kind_s: deque[dict[str, float]] = deque(maxlen=WINDOW)
         """Lateness by kind."""
         self.peers_preempted: deque[float] = deque(maxlen=WINDOW)

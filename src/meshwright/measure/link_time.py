@@ -21,7 +21,7 @@ MOST_CONNECTIONS = 128
 MOST_REPORTED = 16
 """Links of a step that are reported: those that sent most."""
 INFO_BYTES = 192
-"""Of ``struct tcp_info``, up to ``tcpi_sndbuf_limited`` (Linux 4.10)."""
+"""Size of ``struct tcp_info``, up to ``tcpi_sndbuf_limited`` (Linux 4.10)."""
 ACKED_AT, BUSY_AT, UNREAD_AT = 120, 168, 176
 """Offsets of ``tcpi_bytes_acked``, ``tcpi_busy_time`` and ``tcpi_rwnd_limited`` (times in µs)."""
 

@@ -175,7 +175,7 @@ class Trainer:
         self._batch_norm_stats = [(buffer, buffer.clone()) for buffer in buffers]
         """Running statistics of batch norms, and their values before the step: a bad step keeps them."""
         self.links = LinkMeter() if self.job.cluster.nodes > 1 else None
-        """Of the connections to other hosts."""
+        """Meter of the connections to other hosts."""
         self.observer: StepObserver | None = None
         """Observes the running step, if it is audited or proved; ``compute_step`` sets it."""
 
