@@ -128,7 +128,8 @@ class FailureReport:
             first_line = report["message"].partition("\n")[0]
             what = f"{report['kind']}: {first_line}" if first_line else report["kind"]
             return what if status is None else f"exit status {status}: {what}"
-        assert status is not None, "a rank without a report has ended"
+        if status is None:
+            return "fenced"
         if self.rank.replaced and status == -signal.SIGKILL:
             return "a straggler, replaced"
         return f"killed by {_name_signal(-status)}" if status < 0 else f"exit status {status}"

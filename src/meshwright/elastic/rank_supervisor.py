@@ -91,6 +91,9 @@ class RankSupervisor(SupervisorSettings):
         self._recorders = RankWatch(self.heartbeat_timeout_s)
         self._hang: Verdict | None = None
         """The last hang of this generation."""
+        self._silenced: dict[int, Verdict] = {}
+        """Why the process of a rank was fenced or killed in this generation. Another hang may follow before
+        the agent has done it."""
         self._first_generation = self.generation
         """The first generation of this layout."""
 
@@ -198,6 +201,7 @@ class RankSupervisor(SupervisorSettings):
             return
         rank = self._ranks[found.rank]
         if found.cause not in WRONG_CALLS:
+            self._silenced[rank.rank] = found
             if self.keeps_silent:
                 self._agents.send(rank.rank, {"do": "fence", "rank": rank.rank})
             else:
@@ -487,7 +491,6 @@ class RankSupervisor(SupervisorSettings):
         self._snapshots[message["node"]] = message["steps"]
         if not nodes <= self._snapshots.keys() or not nodes <= self._ready:
             return
-        self._hang = None
         steps = {int(rank): kept for node in nodes for rank, kept in self._snapshots[node].items()}
         restore_step = newest_common_step(steps, self.world_size)
         resume_from = self.find_checkpoint() if restore_step is None else None
@@ -496,6 +499,7 @@ class RankSupervisor(SupervisorSettings):
 
     def _join_from(self, source: StateSource) -> None:
         """Let all ranks join the generation and load their state; start those that have no process."""
+        self._hang, self._silenced = None, {}
         self._store.begin(self.generation)
         order = self._join_order(source.snapshot_step, source.checkpoint)
         order = replace(order, reshard_from=source.reshard_from)
@@ -567,7 +571,7 @@ class RankSupervisor(SupervisorSettings):
         node = self._agents.node_of(rank.rank)
         return FailureReport(
             rank,
-            self._hang,
+            self._silenced.get(rank.rank, self._hang),
             self.world_size,
             self.furthest_step,
             node,

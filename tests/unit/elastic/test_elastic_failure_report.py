@@ -49,6 +49,7 @@ def report(hang=None, node=0, saved=False, reason="", **rank):
 
 CASES = [
     (report(exit_status=-9), "killed by SIGKILL", ("exited", "killed by SIGKILL", False)),
+    (report(fenced=True, hang=NO_DATA), "fenced", ("exited", "fenced", False)),
     (report(exit_status=-40), "killed by signal 40", ("exited", "killed by signal 40", False)),
     (report(failure=raised("")), "RuntimeError", ("raised", "RuntimeError: ", False)),
     (report(exit_status=3), "exit status 3", ("exited", "exit status 3", False)),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.events import EVENTS_FILE, read_events
+from meshwright.elastic.hang import Verdict
 from meshwright.elastic.policy import Budget
 from meshwright.elastic.supervisor import Supervisor
 from meshwright.launch.placement import Placement
@@ -87,3 +88,19 @@ def test_a_rank_that_ended_before_adoption_is_named_and_only_it_is_replaced(tmp_
     (lost,) = (event for event in events if event["event"] == "rank_lost")
     assert (lost["failed_rank"], lost["how"]) == (1, "killed by SIGKILL")
     assert [sent for sent in agents.sent if sent[2] == "join"] == [("order", 0, "join"), ("start", 1, "join")]
+
+
+def test_a_fenced_rank_keeps_its_verdict_when_another_one_follows(tmp_path: Path, monkeypatch):
+    """The agent takes a while to fence rank 1. Meanwhile the watch finds that rank 0 waits for data."""
+    stopped = Verdict("stopped", "rank 1 is stopped", 1, since_s=3.8, step=7)
+    verdicts = iter([stopped, Verdict("data", "rank 0 waits for data", 0, since_s=4.0, step=7)])
+    fenced = {"is": "fenced", "rank": 1, "pid": 1, "generation": 0}
+    agents = PlayedAgents([{**ADOPTED, "ranks": [0, 1]}], [], [fenced, LOST_PEER])
+    supervisor = Supervisor("", tmp_path, 2, 0, 10.0, lambda event: None, budget=Budget(restarts=3))
+    supervisor.agents, supervisor.adopts = agents, True
+    monkeypatch.setattr(supervisor._recorders, "poll", lambda: next(verdicts, None))
+    assert supervisor.run() == []
+    assert ("fence", 1, "") in agents.sent
+    events = read_events(tmp_path / EVENTS_FILE).events
+    (lost,) = (event for event in events if event["event"] == "rank_lost")
+    assert (lost["failed_rank"], lost["how"]) == (1, "stopped for 3.8 s, then fenced")

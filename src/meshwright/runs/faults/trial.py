@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -302,7 +303,11 @@ class Trial:
         return {e["pid"] for e in self.view.of("started")} | ({file.pid} if file is not None else set())
 
     def _error(self) -> str:
+        """What the command printed last, as the end of a sentence."""
         found = [str(error["message"]) for error in self.errors()]
+        with contextlib.suppress(OSError):
+            log = self.run_dir.with_suffix(f".err{len(self._commands)}")
+            found += log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
         return f": {found[0]}" if found else ""
 
     def _describe_state(self) -> str:
