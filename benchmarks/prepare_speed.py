@@ -8,9 +8,9 @@
     python benchmarks/prepare_speed.py memory FILE-OR-FOLDER [--tokenizer byte]
 
 ``wordcount`` and ``dedup`` run our embedded engine and our Spark engine (local[2]) in turn, each in a
-process of its own, and print the median of each and their ratio; engine start is part of both. The time of
-DuckDB's own SQL is printed beside it. ``dedup`` is the scan and the shuffle by digest. ``tokenize``
-compares our tokenize stage with ``datasets.map`` where that package is installed, and with a bare loop over
+process of its own, and print the median of each and their ratio; engine start is part of both. DuckDB's and
+Spark's own SQL is timed beside them. ``dedup`` is the scan and the shuffle by digest. ``tokenize`` compares our
+tokenize stage with ``datasets.map`` where that package is installed, and with a bare loop over
 the tokenizers library. ``loader`` reads samples from memory-mapped shards in two processes, and opens
 sparse shards of ``--shards-gb``.
 """
@@ -110,14 +110,34 @@ def duckdb_sql(what: str, file: str) -> float:
     return time.monotonic() - started
 
 
+def child_sql(what: str, file: str) -> dict[str, Any]:
+    """The same question in Spark's SQL, with its own rules for words and hashes."""
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as sql
+
+    started = time.monotonic()
+    session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    ready = time.monotonic()
+    lines = session.read.text(file)
+    if what == "wordcount":
+        words = lines.select(sql.explode(sql.split("value", r"\s+")).alias("word"))
+        words.groupBy("word").count().count()
+    else:
+        lines.select(sql.xxhash64("value")).distinct().count()
+    done = time.monotonic()
+    session.stop()
+    return {"start_s": ready - started, "seconds": done - started}
+
+
 def compare_engines(what: str, file: Path, spark_python: str, repeat: int) -> dict[str, Any]:
     """Our engine and our Spark engine in turn."""
     times: dict[str, list[dict[str, Any]]] = {"embedded": [], "spark": []}
-    native = []
+    native, spark_sql = [], []
     for _ in range(repeat):
         times["embedded"].append(run_child(sys.executable, what, "embedded", str(file.absolute())))
         times["spark"].append(run_child(spark_python, what, "spark", str(file.absolute())))
         native.append(duckdb_sql(what, str(file)))
+        spark_sql.append(run_child(spark_python, f"{what}-sql", "spark", str(file.absolute())))
     answers = [
         {key: value for key, value in run.items() if not key.endswith("_s") and key != "seconds"}
         for runs in times.values()
@@ -135,6 +155,8 @@ def compare_engines(what: str, file: Path, spark_python: str, repeat: int) -> di
         "spark_s": medians["spark"],
         "spark_without_start_s": without_start,
         "duckdb_sql_s": statistics.median(native),
+        "spark_sql_s": statistics.median(run["seconds"] for run in spark_sql),
+        "spark_sql_without_start_s": statistics.median(run["seconds"] - run["start_s"] for run in spark_sql),
         "ratio": medians["spark"] / medians["embedded"],
         "load": os.getloadavg()[0],
     }
@@ -337,7 +359,10 @@ def main() -> int:
     """Run from the command line."""
     if CHILD in sys.argv:
         what, engine, file = sys.argv[2:]
-        result = {"wordcount": child_wordcount, "dedup": child_dedup}[what](engine, file)
+        if what.endswith("-sql"):
+            result = child_sql(what.removesuffix("-sql"), file)
+        else:
+            result = {"wordcount": child_wordcount, "dedup": child_dedup}[what](engine, file)
         print(json.dumps(result))
         return 0
     parser = argparse.ArgumentParser(
