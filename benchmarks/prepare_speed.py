@@ -9,8 +9,8 @@
 
 ``wordcount`` and ``dedup`` run our embedded engine and our Spark engine (local[2]) in turn, each in a
 process of its own, and print the median of each and their ratio; engine start is part of both. DuckDB's and
-Spark's own SQL is timed beside them. ``dedup`` is the scan and the shuffle by digest. ``tokenize`` compares our
-tokenize stage with ``datasets.map`` where that package is installed, and with a bare loop over
+Spark's own SQL is timed beside them. ``dedup`` is the scan and the shuffle by digest. ``tokenize`` compares
+our tokenize stage with ``datasets.map`` where that package is installed, and with a bare loop over
 the tokenizers library. ``loader`` reads samples from memory-mapped shards in two processes, and opens
 sparse shards of ``--shards-gb``.
 """
