@@ -12,15 +12,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.layout.axes import dense_reduce_axis, list_rank_groups, uses_ddp
 from meshwright.layout.ddp_buckets import bucket_stage
 from meshwright.layout.placement import RankPlacement, given_slots
 from meshwright.layout.stages import local_stages
-from meshwright.schedule.collective.build import build_collective
-from meshwright.schedule.collective.phases import Groups, find_phases
-from meshwright.schedule.collective.steps import CollectiveSchedule, split_evenly
 from meshwright.spec.job import Job
+
+if TYPE_CHECKING:  # few jobs need schedules, and every rank imports this module
+    from meshwright.schedule.collective.phases import Groups
+    from meshwright.schedule.collective.steps import CollectiveSchedule
 
 MOST_PIECES = 4
 """Pieces of a bucket: one is exchanged between the nodes while another one is exchanged inside them."""
@@ -55,6 +57,8 @@ class Hierarchy:
 
     def pieces(self, count: int) -> list[tuple[int, int]]:
         """The pieces of a bucket that are pipelined: the parts of a shard, from and to which element."""
+        from meshwright.schedule.collective.steps import split_evenly  # noqa: PLC0415
+
         shard = self.padded(count) // self.ranks_per_node
         pieces = min(MOST_PIECES, max(1, count // LEAST_PIECE_ELEMENTS))
         return list(split_evenly(0, shard, pieces))
@@ -132,6 +136,9 @@ def _list_nodes(job: Job) -> Groups:
 @functools.lru_cache(maxsize=64)
 def _build_hierarchy(nodes: Groups, groups: Groups) -> Hierarchy:
     """The phases of a schedule, with the ranks of each group of the reduction in place of its ranks."""
+    from meshwright.schedule.collective.build import build_collective  # noqa: PLC0415
+    from meshwright.schedule.collective.phases import find_phases  # noqa: PLC0415
+
     schedule = build_collective("all_reduce", "hierarchical", len(groups[0]), groups=nodes)
     phases = find_phases(schedule)
     return Hierarchy(
