@@ -459,6 +459,8 @@ def prepare_corpus(
     if report is not None:
         check_report(Path(report))
     prepared = prepare_with_progress(load_corpus_spec(path), path.parent, reporter, choice)
+    for sentence in prepared.warnings:
+        reporter.warning(sentence)
     if report is not None:
         report_corpus(prepared, Path(report), reporter)
     return prepared

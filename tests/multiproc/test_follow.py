@@ -97,3 +97,24 @@ def test_the_position_survives_restarts_and_other_world_sizes(tmp_path):
     end = json.loads((tmp_path / "two/checkpoints/step-00000120/manifest.json").read_text())
     assert end["position"] == 720
     assert end["position"] > last.begin + last.samples, "another epoch has begun"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_changed_data_end_the_run_with_a_checkpoint_to_resume_from(tmp_path):
+    prepare(tmp_path, 14)
+    good = tmp_path / "good"
+    shutil.copytree(tmp_path / "prepared", good)
+    (tmp_path / "job.toml").write_text(JOB.replace("every_steps = 10", "every_steps = 0"))
+    with commands(tmp_path) as start:
+        running = start("train", tmp_path / "job.toml", "run_dir=run", "layout.dp_replicate=2")
+        running.wait_for(tmp_path / "run", lambda e: e["event"] == "step" and e["step"] == GROWS_AFTER)
+        prepare(tmp_path, 9)
+        status, out, err = running.finish(120)
+    assert status == 4, out + err
+    assert "data-follow-changed" in err
+    (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
+    assert read_manifest(saved).step > GROWS_AFTER
+    shutil.rmtree(tmp_path / "prepared")
+    good.rename(tmp_path / "prepared")
+    assert len(run(tmp_path, "run", "layout.dp_replicate=2", "--resume")) == 120

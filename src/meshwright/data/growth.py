@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from meshwright.core.errors import UserError
 from meshwright.core.units import format_plural
 from meshwright.data.dataset import TokenDataset
 from meshwright.data.epochs import CorpusState, EpochTable
@@ -23,7 +24,7 @@ from meshwright.data.identity import (
     identify_split,
 )
 from meshwright.data.mixture import MixedSource, read_mixture
-from meshwright.data.shards import SPLITS, ShardEntry, ShardFolder
+from meshwright.data.shards import SPLITS, ShardEntry, ShardFolder, ShardIndex
 
 _READ_BYTES = 8 * 1024**2
 
@@ -56,13 +57,32 @@ def identify_corpus(folder: Path, dataset: TokenDataset) -> CorpusState:
     sources = list(zip(read_mixture(folder), dataset.sources, strict=True))
     found = {}
     for (source, shards), counts in zip(sources, dataset.source_counts, strict=True):
-        index = shards.index
-        train, held_out = (identify_split(index.split(split).shards) for split in SPLITS)
-        sha256 = hashlib.sha256(index.to_bytes()).hexdigest()
-        found[source.name] = SourceIdentity(
-            index.tokenizer.sha256, index.dtype, train, held_out, sum(counts), sha256
-        )
+        found[source.name] = _identify_source(shards.index, sum(counts))
     return CorpusState.first(_sha256_of(sources), found)
+
+
+def _identify_source(index: ShardIndex, samples: int) -> SourceIdentity:
+    train, held_out = (identify_split(index.split(split).shards) for split in SPLITS)
+    sha256 = hashlib.sha256(index.to_bytes()).hexdigest()
+    return SourceIdentity(index.tokenizer.sha256, index.dtype, train, held_out, samples, sha256)
+
+
+def warn_of_replacement(earlier: Path, folder: Path) -> list[str]:
+    """A sentence if a prepared folder is not the beginning of the one that takes its place; else nothing.
+
+    Args:
+        earlier: The folder that is replaced; it may be missing or broken.
+        folder: The new one.
+    """
+    try:
+        before = _identify_source(ShardFolder.open(earlier).index, samples=0)
+        check_growth({"": before}, folder)
+    except DataChangedError as error:
+        what = f"the earlier documents of {earlier} are not the first ones any more: {error}"
+        return [f"{what}. A run that follows this folder stops, and its checkpoints need the earlier data"]
+    except UserError:  # there was nothing to read
+        return []
+    return []
 
 
 def check_growth(before: Mapping[str, SourceIdentity], folder: Path) -> None:

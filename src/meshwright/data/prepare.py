@@ -25,6 +25,7 @@ from meshwright.data.corpus import CorpusStats, Document, ReadOptions, iter_corp
 from meshwright.data.corpus_spec import CorpusSpec, load_corpus_spec
 from meshwright.data.encode import Encoded, text_between_markers
 from meshwright.data.encode_pieces import Piece, encode_pieces, split_documents
+from meshwright.data.growth import warn_of_replacement
 from meshwright.data.prepare_report import PrepareReport
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import ShardFolder, is_prepared_folder
@@ -94,9 +95,16 @@ def prepare_corpus(
             index = writer.finish()
             prompt_tokens = writer.prompt_tokens
         sha256 = ShardFolder(folder, index).content_sha256()
-    seconds = time.monotonic() - started
+        warnings = warn_of_replacement(out, folder)
     return PrepareReport.of(
-        "reference", tally, index, prompt_tokens=prompt_tokens, sha256=sha256, seconds=seconds, out=out
+        "reference",
+        tally,
+        index,
+        prompt_tokens=prompt_tokens,
+        sha256=sha256,
+        seconds=time.monotonic() - started,
+        out=out,
+        warnings=warnings,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class PrepareReport:
     bytes_per_s: float
     """UTF-8 bytes of kept text per second."""
     out: str
+    warnings: tuple[str, ...] = ()
+    """Sentences about what may not be meant."""
 
     @classmethod
     def of(
@@ -61,6 +64,7 @@ class PrepareReport:
         sha256: str,
         seconds: float,
         out: Path,
+        warnings: Sequence[str] = (),
     ) -> PrepareReport:
         """The report of a preparation that is complete.
 
@@ -72,6 +76,7 @@ class PrepareReport:
             sha256: Hash of the shards.
             seconds: Since its start.
             out: The prepared folder.
+            warnings: About what may not be meant.
         """
         train, held_out = index.splits.train, index.splits.eval
         return cls(
@@ -93,6 +98,7 @@ class PrepareReport:
             seconds=seconds,
             bytes_per_s=tally.text_bytes / max(seconds, 1e-9),
             out=str(out),
+            warnings=tuple(warnings),
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 Rank 0 looks for another ``index.json`` after each step, checks that the data have only grown, and puts the
 name of the new index into the control all-reduce of the next steps. A rank that has opened an index of this
 name says so there. All ranks see the same sums, so they change at the end of the same step, when all are
-ready. Folders on several nodes may be copied one after the other; until the last one has grown, the run goes
-on with the old data.
+ready. If the data did not only grow, rank 0 asks all ranks to stop, and reports the error after the last
+checkpoint. Folders on several nodes may be copied one after the other; until the last one has grown, the
+run goes on with the old data.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class DataFollower:
         self._opened: CorpusState | None = None
         self._proposed = 0.0
         """In the all-reduce of the previous step."""
+        self.refused: UserError | None = None
+        """On rank 0: the data changed, and did not only grow. The run saves a checkpoint and ends."""
 
     def vote(self) -> Votes:
         """What this rank says in the next control all-reduce."""
@@ -79,9 +82,6 @@ class DataFollower:
 
         Args:
             sums: Sums of the votes of all ranks in this step.
-
-        Raises:
-            UserError: On rank 0: the data changed, and did not only grow.
         """
         opened, proposed = self._opened, self._proposed
         self._proposed = sums.proposed
@@ -105,21 +105,28 @@ class DataFollower:
         if found.sha256 == self._current.sha256:
             self._opened = None
             return
-        if self._rank == 0:
-            self._require_growth()
+        if self._rank == 0 and self._find_change():
+            return
         self._opened = found
 
     def _stamp(self) -> Stamp:
         files = [(Path(one.folder) / PREPARED_INDEX).stat() for one in read_mixture(self._folder)]
         return tuple((file.st_ino, file.st_mtime_ns, file.st_size) for file in files)
 
-    def _require_growth(self) -> None:
+    def _find_change(self) -> bool:
+        """Whether the data did not only grow; keeps the error."""
         try:
             check_growth(self._current.sources, self._folder)
         except DataChangedError as error:
             rule = f"was replaced during the run by other data: {error}"
-            fix = "Restore its data, and resume; only add documents after the others while a run follows"
-            raise UserError(Problem("data-follow-changed", rule, path=str(self._folder), fix=fix)) from None
+            fix = (
+                "Prepare the old documents again, with new ones only after them, and resume from the "
+                "checkpoint that the run saved; or start a new run"
+            )
+            self.refused = UserError(Problem("data-follow-changed", rule, path=str(self._folder), fix=fix))
+            self._opened = None
+            return True
+        return False
 
 
 def build_follower(job: Job, folder: Path, current: CorpusState, mesh: Mesh) -> DataFollower | None:

@@ -49,6 +49,8 @@ def train(trainer: Trainer) -> None:
         trainer.flight.enter("checkpoint")
         trainer.saver.after_step(last, eval_loss, result.save_requested, step_s)
         commit_counts(trainer, evaluations, replicas.checks)
+    if stopping:
+        trainer.raise_changed_data()
     report_end(trainer, evaluations, stopping, replicas.checks)
 
 

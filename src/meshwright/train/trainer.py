@@ -317,6 +317,15 @@ class Trainer:
             notes = describe_growth(before.sources, grown.sources, state.corpus.epochs)
             self.events.write("data_grew", step=self.step, position=counters.position, notes=notes)
 
+    def raise_changed_data(self) -> None:
+        """Report on rank 0 that followed data changed, after the last checkpoint was saved.
+
+        Raises:
+            UserError: They did.
+        """
+        if self.follower is not None and self.follower.refused is not None:
+            raise self.follower.refused
+
     def restore_forward_state(self) -> None:
         """Undo what forward passes of a bad step changed: batch norm statistics, counts of expert load."""
         for buffer, before in self._batch_norm_stats:
@@ -343,7 +352,8 @@ class Trainer:
         """Sum verdict, loss, targets and flags over all ranks; the gradient norm is read back beside them."""
         limit = spike_limit(self.state.grad_norms, self.job.train.spike_factor)
         bad = is_bad(local_loss, grad_norm, limit, self.amp.is_scaled)
-        flags = [float(self.stop.requested)]
+        refused = self.follower is not None and self.follower.refused is not None
+        flags = [float(self.stop.requested or refused)]
         if self.saver.needs_all_ranks:  # rank 0 decides when
             flags.append(float(self.mesh.rank == 0 and self.saver.is_due_by_time()))
         if self.job.data.follow:

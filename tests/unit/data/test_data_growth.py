@@ -9,7 +9,13 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
-from meshwright.data.growth import DataChangedError, check_growth, describe_growth, identify_corpus
+from meshwright.data.growth import (
+    DataChangedError,
+    check_growth,
+    describe_growth,
+    identify_corpus,
+    warn_of_replacement,
+)
 from meshwright.data.mixture import MixedSource, write_mixture
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
 
@@ -164,3 +170,12 @@ def test_each_source_of_a_mixture_has_its_own_epochs(prepare, tmp_path):
     was_read = open_train(tmp_path / "old").order(7).samples_at(np.arange(2 * size))
     other, other_before = samples[samples >= total] - total, was_read[was_read >= size] - size
     assert other[:size].tolist() == other_before[:size].tolist()
+
+
+def test_prepare_warns_when_the_earlier_documents_are_not_the_first_ones(prepare, tmp_path):
+    old, grown = prepare(texts(OLD), 10**6), prepare(texts(NEW), 10**6)
+    changed = prepare(["text before", *texts(OLD)], 10**6)
+    for earlier, folder in ((old, old), (old, grown), (tmp_path / "missing", old)):
+        assert warn_of_replacement(earlier, folder) == []
+    (sentence,) = warn_of_replacement(old, changed)
+    assert "are not the first ones any more: the shard" in sentence

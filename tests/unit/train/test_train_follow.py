@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
 from meshwright.data.growth import identify_corpus
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
@@ -93,8 +92,10 @@ def test_a_folder_that_is_missing_for_a_moment_is_looked_at_again(ranks):
 
 
 @pytest.mark.parametrize("texts", [TEXTS[::-1], TEXTS[:5]], ids=["other documents", "fewer"])
-def test_other_data_stop_the_run(ranks, texts):
+def test_other_data_are_refused_by_rank_0(ranks, texts):
     prepare(ranks.folders[0], texts)
-    with pytest.raises(UserError, match="replaced during the run by other data") as error:
-        ranks.step()
-    assert error.value.problems[0].code == "data-follow-changed"
+    assert [ranks.step() for _ in range(3)] == [[None, None]] * 3, "the run goes on until its checkpoint"
+    (problem,) = ranks.followers[0].refused.problems
+    assert problem.code == "data-follow-changed"
+    assert "replaced during the run by other data" in problem.rule
+    assert ranks.followers[1].refused is None

@@ -22,6 +22,7 @@ from meshwright.data.corpus_spec import CorpusSpec
 from meshwright.data.engines.engine import ENGINE_FAILED, Engine, engine_problem, map_tasks, shuffle_rows
 from meshwright.data.engines.work_folder import WorkFolder, read_batches, remove_other_folders
 from meshwright.data.files import BadDataError
+from meshwright.data.growth import warn_of_replacement
 from meshwright.data.pipeline.assignment import Assignment, Census, assign_sides, take_census
 from meshwright.data.pipeline.duplicates import (
     BandTask,
@@ -102,6 +103,7 @@ def prepare_on_engine(
         with _errors_of_stages(work, out):
             result = _Preparation(spec, base, engine, work, splits, progress).run()
             sha256 = ShardFolder(work.path / "shards", result.index).content_sha256()
+        warnings = warn_of_replacement(out, work.path / "shards")
         publish_folder(work.path / "shards", out, is_prepared_folder)
         work.remove()
     return PrepareReport.of(
@@ -112,6 +114,7 @@ def prepare_on_engine(
         sha256=sha256,
         seconds=time.monotonic() - started,
         out=out,
+        warnings=warnings,
     )
 
 
