@@ -330,7 +330,7 @@ def test_a_broken_connection_is_repaired(make_nodes, train, job_file):
 @pytest.mark.slow
 def test_three_nodes_train(make_nodes, train, job_file):
     """Ranks of three machines; one of them dies."""
-    layout = ("layout.dp_replicate=3", *STEPS)
+    layout = ("layout.dp_replicate=3", "train.transport=gloo", *STEPS)  # sums as between nodes
     alone = train(*layout, "run_dir=alone")
     nodes = make_nodes(3)
     running = nodes.train(job_file, *layout, "cluster.devices_per_node=1")
