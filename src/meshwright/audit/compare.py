@@ -124,7 +124,7 @@ class Audit:
     state: tuple[StateRow, ...]
     collectives: tuple[CollectiveRow, ...]
     differences: tuple[str, ...]
-    """One sentence per value that does not match."""
+    """One sentence per value that does not match; the last one is ``incomplete``, if there is one."""
     load: tuple[str, ...] = ()
     """Sentences about ranks with uneven expert load."""
     generations: int = 1
@@ -133,11 +133,24 @@ class Audit:
     """Sentences about what earlier generations did not report."""
     placement: tuple[PlacementRow, ...] = ()
     """Where ranks ran, in every generation."""
+    incomplete: str = ""
+    """What a run that did not finish, or not its audited step, did not measure; empty for others. Whatever
+    was measured is compared all the same."""
 
     @property
     def ok(self) -> bool:
         """Whether everything matches the plan."""
         return not self.differences
+
+    @property
+    def real_differences(self) -> tuple[str, ...]:
+        """Values that were measured, or should have been, and do not match."""
+        return tuple(text for text in self.differences if text != self.incomplete)
+
+    @property
+    def matches_so_far(self) -> bool:
+        """Whether something was measured, and all of it matches."""
+        return (self.measured or bool(self.collectives)) and not self.real_differences
 
     @property
     def measured(self) -> bool:
@@ -149,6 +162,7 @@ class Audit:
         return {
             "audit_ok": self.ok,
             "differences": list(self.differences),
+            "incomplete": self.incomplete,
             "load": list(self.load),
             "generations": self.generations,
             "coverage": list(self.coverage),
@@ -198,6 +212,7 @@ def audit_run(
         len(audited),
         tuple(coverage),
         tuple(placement),
+        incomplete,
     )
 
 

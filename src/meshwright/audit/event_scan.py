@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshwright.audit.backup_slices import SliceLog
 from meshwright.audit.record import RunRecord, feed_checked, reading_events
 from meshwright.core.events import EVENTS_FILE, EVENTS_VERSION, Event, parse_event
 
@@ -25,10 +26,12 @@ _STEP_S = re.compile(rb'"step_s":([0-9.eE+-]+)[,}]')
 
 @dataclass
 class Scan:
-    """Counts lines that are not events."""
+    """What is counted of lines that are not parsed."""
 
     unreadable: int = 0
     """Lines that are truncated, not JSON, or of another version."""
+    slices: SliceLog | None = None
+    """Counts the slices that all ranks gave, if there is one."""
 
 
 StepReader = Callable[[re.Match[bytes], bytes], bool]
@@ -47,6 +50,8 @@ def scan_events(path: Path, scan: Scan, read_step: StepReader | None = None) -> 
         for line in file:
             head = _HEAD.match(line)
             if head is not None and line.endswith(b"}\n"):
+                if scan.slices is not None:
+                    scan.slices.read(int(head[2]), line)
                 if head[2] != b"0" or (read_step is not None and read_step(head, line)):
                     continue
             elif not line.strip():
@@ -54,7 +59,10 @@ def scan_events(path: Path, scan: Scan, read_step: StepReader | None = None) -> 
             event = parse_event(line)
             if event is None:
                 scan.unreadable += 1
-            elif event["event"] != "step" or event.get("rank") == 0:
+                continue
+            if scan.slices is not None and head is None and event["event"] == "step" and "slice" in event:
+                scan.slices.add(event["rank"], event["slice"])
+            if event["event"] != "step" or event.get("rank") == 0:
                 yield event
 
 
@@ -89,9 +97,16 @@ class Attempt:
     last_step: int = 0
     steps: int | None = None
     """The last step of the job."""
-    errors: list[str] = field(default_factory=list)
-    """Error messages of ranks; the likely cause comes first."""
+    causes: list[str] = field(default_factory=list)
+    """Error messages of ranks."""
+    consequences: list[str] = field(default_factory=list)
+    """Those of ranks that ended because another one had failed."""
     record: RunRecord = field(default_factory=RunRecord)
+
+    @property
+    def errors(self) -> list[str]:
+        """Error messages of ranks that failed by themselves; without one, those of the other ranks."""
+        return self.causes or self.consequences
 
     @property
     def status(self) -> str:
@@ -123,9 +138,9 @@ class Attempt:
         message = str(event.get("message") or event.get("kind") or "unknown").splitlines()[0]
         sentence = f"rank {event.get('rank')}: {message}"
         if event.get("peer_lost"):  # another rank failed before
-            self.errors.append(sentence)
+            self.consequences.append(sentence)
         else:
-            self.errors.insert(0, sentence)
+            self.causes.insert(0, sentence)
 
 
 class RunScan:

@@ -9,6 +9,11 @@ from meshwright.core.events import Event
 from meshwright.core.units import format_seconds
 
 
+def name_phase(phase: str, preempted: bool) -> str:
+    """The phase of a straggler, and whether it had no core when it was late."""
+    return f"{phase} (preempted: other processes used its core)" if preempted else phase
+
+
 @dataclass(frozen=True)
 class StragglerSpan:
     """A rank that was named as a straggler, until it recovered."""
@@ -25,16 +30,23 @@ class StragglerSpan:
     since_step: int
     step: int
     """Step after which it was found."""
+    preempted: bool = False
+    """Whether other processes used its core when it was late."""
     action: str = "none"
     """``none``, ``replace`` or ``exclude``."""
     recovered_step: int | None = None
     """None if it did not recover."""
 
+    @property
+    def phase_text(self) -> str:
+        """The phase, and whether the rank had no core."""
+        return name_phase(self.phase, self.preempted)
+
     def sentence(self) -> str:
         """For the notes of a report."""
         until = "the end" if self.recovered_step is None else f"step {self.recovered_step}"
         late = f"{format_seconds(self.lateness_s)} per {'save' if self.phase == 'storage' else 'step'}"
-        took = f"{self.slowdown:.2f} times as long as its peers in {self.phase}, {late}"
+        took = f"{self.slowdown:.2f} times as long as its peers in {self.phase_text}, {late}"
         return (
             f"rank {self.rank} on {self.host} was a straggler from step {self.since_step} to {until}: {took}"
         )

@@ -113,8 +113,11 @@ def describe_verdict(output: Output, run: Run) -> None:
     if verdict.ok:
         output.print(f"Audit: ok. {describe_match(plan)}{_describe_placement(run)}")
         return
-    for difference in verdict.differences:
+    for difference in verdict.real_differences:
         output.print(f"Audit: {difference} [audit-differs]")
+    if verdict.incomplete:
+        matches = "; what was measured matches the plan" if verdict.matches_so_far else ""
+        output.print(f"Audit: {verdict.incomplete}{matches} [audit-incomplete]")
 
 
 def _describe_times(output: Output, run: Run) -> None:

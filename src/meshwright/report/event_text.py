@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from meshwright.audit.stragglers import name_phase
 from meshwright.core.events import Event
 from meshwright.core.units import format_bytes, format_plural, format_seconds, format_throughput
 from meshwright.spec.execution import uses_torch_compile
@@ -249,7 +250,8 @@ class EventText:
         late = f"{format_seconds(event['lateness_s'])} ({event['share']:.0%} of a step)"
         who = f"rank {event['rank']} on {event['host']} is a straggler since step {event['since_step']}"
         then = "; another process takes its rank" if event["action"] == "replace" else ""
-        return f"warning: {who}: {late} later than its peers in every {per}, by {event['phase']}{then}"
+        phase = name_phase(event["phase"], event["preempted"])
+        return f"warning: {who}: {late} later than its peers in every {per}, by {phase}{then}"
 
     def _describe_straggler_recovered(self, event: Event) -> str:
         how = "was replaced" if event.get("replaced") else "is as fast as its peers again"

@@ -8,12 +8,13 @@ from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshwright.audit.backup_slices import SliceLog
 from meshwright.audit.event_scan import Attempt, Scan, scan_events
 from meshwright.audit.record import RunRecord, feed_checked, reading_events
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.report.plot import Series
 
-NOT_CURVES = frozenset({"v", "event", "time", "rank", "generation", "step", "tokens", "step_s"})
+NOT_CURVES = frozenset({"v", "event", "time", "rank", "generation", "step", "tokens", "step_s", "slice"})
 """Fields of a step event that are not drawn as curves."""
 MISSING = float("nan")
 
@@ -62,6 +63,8 @@ class History:
     curves: list[Curves] = field(default_factory=list)
     """One per generation."""
     unreadable: int = 0
+    slices: SliceLog = field(default_factory=SliceLog)
+    """Slices that all ranks gave, in a run with backup replicas."""
 
     @property
     def newest(self) -> Attempt:
@@ -124,7 +127,8 @@ def as_number(value: object) -> float:
 def read_history(run_dir: Path) -> History:
     """Read a run's events once."""
     path = run_dir / EVENTS_FILE
-    history, scan = History(), Scan()
+    history = History()
+    scan = Scan(slices=history.slices)
     with reading_events(run_dir):
         for event in scan_events(path, scan):
             _take(history, event)

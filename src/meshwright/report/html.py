@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from meshwright.audit.backup_slices import GivenSlices
 from meshwright.audit.compare import CollectiveRow, StateRow
 from meshwright.audit.record import LayoutChanged, Recovery
 from meshwright.audit.stragglers import StragglerSpan
@@ -62,6 +63,7 @@ figure, svg, tr { break-inside: avoid; } h2 { break-after: avoid; } .wide, pre {
 pre { white-space: pre-wrap; } details::details-content { content-visibility: visible; display: block; } }
 """
 
+OTHER_TIME = "other: in-memory snapshots, writing events, and the end of the run after its last step."
 NO_PLOTS = (
     "Curves need matplotlib: install <code>meshwright[plots]</code>, then run <code>meshwright report</code>."
 )
@@ -88,6 +90,7 @@ def draw_page(report: RunReport) -> str:
         *_memory(report),
         *_audit(report),
         *_goodput(report),
+        *_slices(report.slices),
         *_notes(report),
         f"<h2>Job</h2><pre>{escape(report.job_text())}</pre>",
         f"<footer>Written by meshwright {escape(__version__)} from {escape(str(report.run_dir))}</footer>",
@@ -143,6 +146,8 @@ def _head(report: RunReport, name: str) -> str:
         if not report.verdict.measured:
             word, kind = "not measured", "open"
         badge += f' <span class="badge {kind}">{word}</span>'
+    elif report.verdict.real_differences:
+        badge += ' <span class="badge bad">audit differs</span>'
     pairs = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in report.facts())
     return f"<h1>{escape(name)} {badge}</h1>\n<dl>{pairs}</dl>"
 
@@ -249,13 +254,13 @@ def _collapsible_table(
 def _audit(report: RunReport) -> list[str]:
     """Every prediction with its verdict."""
     parts = ["<h2>Audit</h2>", f"<p>{escape(report.verdict_text())}</p>"]
-    rows = [_state_cells(row, report.audited and row.measured is not None) for row in report.verdict.state]
+    rows = [_state_cells(row) for row in report.verdict.state]
     columns = ("rank", "kind", "predicted bytes", "measured bytes", "tolerance", "verdict")
     # Rows that differ come first, so that none is collapsed.
     rows.sort(key=lambda cells: "differs" not in cells[-1])
     parts += _collapsible_table(columns, rows, (0, 2, 3))
     parts.append("<h2>Collectives</h2>")
-    moved = [_collective_cells(row, report.audited) for row in report.verdict.collectives]
+    moved = [_collective_cells(row) for row in report.verdict.collectives]
     if moved:
         heads = (
             "axis",
@@ -278,22 +283,21 @@ def _audit(report: RunReport) -> list[str]:
     return parts
 
 
-def _state_cells(row: StateRow, audited: bool) -> list[str]:
+def _state_cells(row: StateRow) -> list[str]:
     measured = "not measured" if row.measured is None else f"{row.measured:,}"
     allowed = f"{row.tolerance:.0%}" if row.tolerance else "equal"
+    verdict = "-" if row.measured is None else _verdict(row.ok)
     kind = row.kind if row.generation is None else f"{row.kind}, generation {row.generation}"
-    return [str(row.rank), kind, f"{row.predicted:,}", measured, allowed, _verdict(row.ok, audited)]
+    return [str(row.rank), kind, f"{row.predicted:,}", measured, allowed, verdict]
 
 
-def _collective_cells(row: CollectiveRow, audited: bool) -> list[str]:
+def _collective_cells(row: CollectiveRow) -> list[str]:
     counts = (row.ranks, row.predicted_calls, row.calls, row.predicted_bytes, row.bytes)
     axis = row.axis if row.pp_rank is None else f"{row.axis}, pp rank {row.pp_rank}"
-    return [axis, row.op, row.phase, *(f"{n:,}" for n in counts), _verdict(row.equal, audited)]
+    return [axis, row.op, row.phase, *(f"{n:,}" for n in counts), _verdict(row.equal)]
 
 
-def _verdict(ok: bool, audited: bool) -> str:
-    if not audited:
-        return "not audited"
+def _verdict(ok: bool) -> str:
     return _badge("ok", "good") if ok else _badge("differs", "bad")
 
 
@@ -315,6 +319,7 @@ def _goodput(report: RunReport) -> list[str]:
     rows = [("steps that count", goodput.steps_s), *goodput.lost_s.items()]
     cells = [(name, f"{seconds:.2f}", f"{seconds / goodput.wall_s:.1%}") for name, seconds in rows]
     parts = ["<h2>Goodput</h2>", table(("", "seconds", "share"), cells, numbers=(1, 2))]
+    parts.append(f"<p>{OTHER_TIME}</p>")
     stragglers = _stragglers(record.stragglers.spans)
     changes = _layout_changes(record.layout_changes)
     return [*parts, *_recoveries(record.recoveries), *changes, *stragglers, *_attempts(report)]
@@ -329,7 +334,7 @@ def _stragglers(spans: Sequence[StragglerSpan]) -> list[str]:
         (
             str(one.rank),
             one.host,
-            one.phase,
+            one.phase_text,
             f"{one.slowdown:.2f}",
             format_seconds(one.lateness_s),
             f"{one.share:.1%}",
@@ -340,6 +345,25 @@ def _stragglers(spans: Sequence[StragglerSpan]) -> list[str]:
         for one in spans
     ]
     return ["<h2>Stragglers</h2>", *_collapsible_table(columns, rows, (0, 3, 4, 5, 6, 7))]
+
+
+def _slices(rows: Sequence[GivenSlices]) -> list[str]:
+    """Whose gradients were used, with backup replicas."""
+    if not rows:
+        return []
+    columns = ("rank", "role", "steps", "gave its slice", "gave another rank's slice", "was not used")
+    cells = [
+        (
+            str(row.rank),
+            "backup" if row.backup else f"slice {row.rank}",
+            str(row.steps),
+            "-" if row.backup else str(row.own),
+            str(row.taken_over),
+            str(row.unused),
+        )
+        for row in rows
+    ]
+    return ["<h2>Backup replicas</h2>", *_collapsible_table(columns, cells, (0, 2, 3, 4, 5))]
 
 
 def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import tomli_w
 
+from meshwright.audit.backup_slices import GivenSlices, describe_slices, list_slices
 from meshwright.audit.compare import Audit, audit_run, describe_match
 from meshwright.audit.goodput import Goodput
 from meshwright.audit.record import RunRecord
@@ -62,7 +63,7 @@ class RunReport:
 
     @property
     def audited(self) -> bool:
-        """Whether the run finished, so that the audit applies."""
+        """Whether the run finished, so that the audit is complete."""
         return self.status in FINISHED
 
     @functools.cached_property
@@ -92,12 +93,20 @@ class RunReport:
             rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
         if record.recoveries:
             rows.append(("Recoveries", self._recoveries()))
+        if self.slices:
+            rows.append(("Backup replicas", describe_slices(self.slices)))
         if record.goodput is not None:
             rows.append(("Goodput", describe_goodput(record.goodput)))
         if record.experts:
             rows.append(("Experts", record.experts.sentence()))
         rows += self._where_and_when()
         return rows
+
+    @functools.cached_property
+    def slices(self) -> list[GivenSlices]:
+        """Whose gradients were used; empty without backup replicas."""
+        layout = self.plan.job.layout
+        return self.history.slices.list_ranks(layout.dp_replicate, layout.backup_replicas)
 
     def _recoveries(self) -> str:
         recoveries, steps = self.history.run.recoveries, self.history.run.steps
@@ -198,8 +207,7 @@ class RunReport:
         if self.history.unreadable:
             torn = format_plural(self.history.unreadable, "line")
             found.append(f"{torn} of events.jsonl truncated or of another version: skipped")
-        if self.audited:
-            found += self.verdict.differences
+        found += self.verdict.differences if self.audited else self.verdict.real_differences
         return found
 
     def notes(self) -> list[str]:
@@ -215,7 +223,13 @@ class RunReport:
     def verdict_text(self) -> str:
         """The audit in one sentence."""
         if not self.audited:
-            return f"Not audited: the run's status is {self.status}."
+            found = "nothing was measured"
+            if self.verdict.real_differences:
+                count = format_plural(len(self.verdict.real_differences), "difference")
+                found = f"what was measured does not match the plan: {count}"
+            elif self.verdict.matches_so_far:
+                found = "what was measured matches the plan"
+            return f"Audit: incomplete: the run's status is {self.status}; {found}."
         if self.verdict.ok:
             return f"Audit: ok. {describe_match(self.plan)}"
         if not self.verdict.measured:
@@ -257,6 +271,7 @@ class RunReport:
             "layout_changes": [asdict(change) for change in record.layout_changes],
             "replayed_steps": record.steps.replayed,
             "stragglers": record.stragglers.as_list(),
+            "backup_replicas": list_slices(self.slices),
             "goodput": None if record.goodput is None else record.goodput.as_dict(),
             "checkpoints": record.saves.as_dict(),
             "loss": record.target_losses[-1] if record.target_losses else None,
@@ -301,8 +316,11 @@ def describe_audited(verdict: Audit, record: RunRecord) -> str:
 
 def describe_goodput(goodput: Goodput) -> str:
     """The share of the time of steps that count, and what the rest was spent on."""
+    words = {"other": "other (snapshots, events, end of the run)"}
     lost = [
-        f"{cause} {seconds / goodput.wall_s:.1%}" for cause, seconds in goodput.lost_s.items() if seconds > 0
+        f"{words.get(cause, cause)} {seconds / goodput.wall_s:.1%}"
+        for cause, seconds in goodput.lost_s.items()
+        if seconds > 0
     ]
     return f"{goodput.share:.1%} of {format_seconds(goodput.wall_s)}; {', '.join(lost)}"
 

@@ -106,6 +106,7 @@ class Layout:
         return max(1, self.dp_replicate - self.backup_replicas) * self.dp_shard
 
     def named_degrees(self) -> str:
-        """The degrees above one, as overrides; `one process` if there are none."""
+        """The degrees above one and the backup replicas, as overrides; `one process` if there are none."""
         named = [f"layout.{axis}={getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
+        named += [f"layout.backup_replicas={self.backup_replicas}"] if self.backup_replicas else []
         return " ".join(named) or "one process (layout.dp_replicate=1)"

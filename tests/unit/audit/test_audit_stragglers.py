@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.audit.record import RunRecord
+from meshwright.report.event_text import EventText
 from meshwright.report.html import _stragglers
 
 
@@ -36,6 +37,19 @@ def test_a_straggler_ends_with_its_recovery():
     assert record.stragglers.as_list()[1]["action"] == "replace"
     page = "".join(_stragglers(spans))
     assert page.count("node&lt;1&gt;") == 3
+
+
+def test_a_preempted_straggler_says_so(plan):
+    """Not the rank, but the machine is to blame."""
+    record, event = RunRecord(), named(0, 40) | {"preempted": True}
+    record.feed(event)
+    (span,) = record.stragglers.spans
+    says = "compute (preempted: other processes used its core)"
+    assert says in span.sentence()
+    assert says in "".join(_stragglers([span]))
+    line = EventText(plan.job).describe(event)
+    assert line is not None
+    assert line.endswith(f"by {says}")
 
 
 def test_a_run_without_stragglers_has_no_table():

@@ -118,7 +118,9 @@ def test_a_run_without_measurements_has_one_difference(cli, run_dir, status, say
     log.write_text("".join(json.dumps({**e, "status": status} if "status" in e else e) + "\n" for e in kept))
     ran = cli("audit", run_dir)
     assert ran.status == 3
-    assert [t for t in ran.out.splitlines() if t.startswith("Audit: ")] == [f"Audit: {says} [audit-differs]"]
+    assert [t for t in ran.out.splitlines() if t.startswith("Audit: ")] == [
+        f"Audit: {says} [audit-incomplete]"
+    ]
     assert "DIFFERS" not in ran.out
     assert f"  {word}  " in cli("runs", run_dir).out
 
@@ -151,3 +153,18 @@ def test_a_plan_of_another_version_exits_2(cli, run_dir):
     plan.write_text(plan.read_text().replace("meshwright_plan = 1", "meshwright_plan = 9"))
     ran = cli("audit", run_dir)
     assert (ran.status, ran.codes) == (2, ["plan-version"])
+
+
+def test_a_failed_run_that_matches_so_far_is_incomplete_and_not_different(cli, run_dir):
+    """The report says the same: rows that were measured have a verdict."""
+    log = run_dir / "events.jsonl"
+    lines = [line for line in log.read_text().splitlines() if '"finished"' not in line]
+    log.write_text("\n".join(lines) + "\n")
+    ran = cli("audit", run_dir)
+    assert ran.status == 3
+    says = "the run did not finish; what was measured matches the plan [audit-incomplete]"
+    assert [t for t in ran.out.splitlines() if t.startswith("Audit: ")] == [f"Audit: {says}"]
+    assert "equal" in ran.out
+    assert cli("audit", run_dir, "--json").json["incomplete"] == "the run did not finish"
+    assert "what was measured matches the plan" in cli("report", run_dir).out
+    assert "not audited" not in (run_dir / "report.html").read_text().replace("(not audited)", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.plan.contract import PLAN_FILE, write_plan
+from meshwright.plan.contract import PLAN_FILE, read_plan, write_plan
 from meshwright.report.history import read_history
 from meshwright.report.html import draw_page, write_page
 from meshwright.report.run_report import read_report
@@ -166,7 +167,7 @@ def test_unfinished_run_is_reported_without_a_verdict(matching_events, run_folde
     assert report.as_dict()["audit"] is None
     page = read_page(draw_page(report)).text
     assert "No step was completed" in page
-    assert "not audited" in page
+    assert "Audit: incomplete" in page
 
 
 def test_non_finite_loss_is_reported(matching_events, run_folder):
@@ -224,3 +225,39 @@ def test_report_without_matplotlib_has_a_note_instead_of_curves(monkeypatch):
     assert "svg" not in page.tags
     assert "Curves need matplotlib: install meshwright[plots]" in page.text
     assert "Collectives" in page.text
+
+
+def test_the_report_names_backup_replicas_and_counts_their_slices(matching_events, run_folder):
+    """A slice is no curve. Ranks other than 0 count too, though their steps are not read otherwise."""
+    events = matching_events()
+    given = {0: [0, None, None, 0], 1: [None, 0, 0, None]}
+    steps = [event for event in events if event["event"] == "step" and event["rank"] == 0]
+    for event in steps:
+        event["slice"] = given[0][event["step"] - 1]
+        events.append({**event, "rank": 1, "slice": given[1][event["step"] - 1]})
+    folder = run_folder(events)
+    plan = read_plan(folder / PLAN_FILE)
+    layout = dataclasses.replace(plan.job.layout, tp=1, dp_replicate=2, backup_replicas=1)
+    job = dataclasses.replace(plan.job, layout=layout)
+    report = dataclasses.replace(read_report(folder), plan=dataclasses.replace(plan, job=job))
+    assert "slice" not in report.history.fields()
+    facts = dict(report.facts())
+    assert "layout.backup_replicas=1" in facts["Layout"]
+    assert facts["Backup replicas"] == "gave 2 of 4 slices; rank 0 was late most often, in 2 of 4 steps"
+    assert report.as_dict()["backup_replicas"] == [
+        {"rank": 0, "backup": False, "own": 2, "taken_over": 0, "unused": 2},
+        {"rank": 1, "backup": True, "own": 0, "taken_over": 2, "unused": 2},
+    ]
+    assert "gave another rank's slice" in read_page(draw_page(report)).text
+    assert read_report(run_folder(matching_events())).slices == []
+
+
+def test_an_error_that_follows_from_another_is_no_warning(matching_events, run_folder):
+    head = {"v": 1, "time": 1.0, "generation": 0, "event": "error", "kind": "Error", "problems": []}
+    closed = {**head, "rank": 1, "message": "Connection closed by peer", "peer_lost": True}
+    cause = {**head, "rank": 0, "message": "the data differ", "peer_lost": False}
+    both = read_report(run_folder([*matching_events(), closed, cause])).warnings()
+    assert "rank 0: the data differ" in both
+    assert not any("closed by peer" in text for text in both)
+    alone = read_report(run_folder([*matching_events(), closed])).warnings()
+    assert "rank 1: Connection closed by peer" in alone, "better than no reason at all"
