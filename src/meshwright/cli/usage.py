@@ -49,7 +49,7 @@ def describe_usage(error: Any) -> Problem:
 def _name(parameter: Any) -> str:
     """``--top``, or the argument as the usage line has it."""
     options = [name for name in parameter.opts if name.startswith("--")]
-    return options[0] if options else str(parameter.metavar or parameter.name).upper()
+    return options[0] if options else str(parameter.metavar or parameter.name.upper())
 
 
 def _describe_value(said: str) -> str:

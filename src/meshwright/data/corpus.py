@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_plural
 from meshwright.data.chat import RECORD_FIELDS, Span, Template, holds_conversation, read_conversation
 from meshwright.data.digests import DigestSet
 from meshwright.data.files import BadDataError, FileKind, decode_chunks, file_kind, open_file
 from meshwright.data.records import iter_records
 from meshwright.data.sources import STDLIB, iter_files, printable, source_problem
 from meshwright.data.steps.examine import StepOptions, TextFacts, examine_text
+from meshwright.data.steps.filters import describe_rules
 from meshwright.data.steps.normalize import normalize_text
 
 MAX_NAMED = 1000
@@ -246,7 +248,8 @@ class _Rejects:
 
 def bad_record_problem(name: str, error: BadDataError) -> Problem:
     """The problem of a bad file or record, if the job stops at the first one."""
-    fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with on_bad_records=skip"
+    skip = "on_bad_records=skip (in a job: data.on_bad_records)"
+    fix = f"{error.fix or 'Correct it'}, or leave bad files and records out with {skip}"
     return Problem(error.code, f"cannot be used: {error}", path=printable(name), fix=fix)
 
 
@@ -261,17 +264,23 @@ def _ignore(name: str, reason: str) -> None:
 
 def empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusStats) -> Problem:
     """Why a corpus without documents is empty."""
-    wanted = "UTF-8 text" if options.template is None else "conversations"
-    counts = f"{tally.empty} empty documents and {tally.quarantined} that could not be read as {wanted}"
-    if tally.quarantined_names:
-        counts += f", such as {tally.quarantined_names[0]}"
-    if tally.filtered:
-        counts += f"; the filter dropped {tally.filtered}"
-    if tally.documents_in == 0 and tally.without_records:
-        counts = tally.without_records
+    example = f", such as {tally.quarantined_names[0]}" if tally.quarantined_names else ""
+    unreadable = "unreadable" if options.template is None else "that could not be read as conversations"
+    rules = describe_rules(options.steps.filter)
+    reasons = [
+        (tally.filtered, f"the filter dropped {tally.filtered} ({rules})"),
+        (tally.empty, f"{tally.empty} empty"),
+        (tally.quarantined, f"{tally.quarantined} {unreadable}{example}"),
+    ]
+    counts = f"of {format_plural(tally.documents_in, 'document')}, "
+    counts += ", ".join(text for count, text in reasons if count)
+    if tally.documents_in == 0:
+        counts = tally.without_records or "there are no files"
     fix = "Use files with UTF-8 text, or records with text in the field that text_field names"
     if options.template is not None:
         fix = "Use records with messages, or with prompt and answer; or leave the template out"
+    if tally.filtered:
+        fix = "Relax the rules of [filter], or add other documents"
     return Problem(
         code="data-corpus-empty",
         path=", ".join(map(printable, sources)),
@@ -416,10 +425,11 @@ def _record_text(record: dict[str, Any], text_field: str) -> str:
         if holds_conversation(record):
             reason, fix = (
                 f"a conversation, which needs a template ({reason})",
-                "Set data.template: tokenizer for that of model.hf, or a built-in one such as chatml",
+                "Set template (in a job: data.template): tokenizer for that of model.hf, or chatml",
             )
             raise BadDataError("data-needs-template", reason, fix)
-        raise BadDataError("data-field-missing", reason, "Set data.text_field to the field with the text")
+        fix = "Set text_field (in a job: data.text_field) to the field with the text"
+        raise BadDataError("data-field-missing", reason, fix)
     text = record[text_field]
     if not isinstance(text, str):
         kind = "null" if text is None else f"of type {type(text).__name__}"

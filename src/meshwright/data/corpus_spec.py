@@ -16,8 +16,9 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.data.shards import SHARD_TOKENS
 from meshwright.data.steps.filters import FILTER_KEYS, STOP_WORDS, FilterSpec, unknown_languages
 from meshwright.data.tokenizer import parse_tokenizer_name
+from meshwright.spec.fields import Flag
 
-# Strict: a quoted number is a mistake, because TOML has types.
+# Strict: a quoted number or truth value is a mistake, because TOML has types.
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$", strict=True)]
 
 
@@ -62,13 +63,13 @@ class CorpusSpec:
     """Maximum tokens per shard, unless one document is longer."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     """Seed of the split (which documents are held out) and of the shuffle."""
-    normalize: bool = False
+    normalize: Flag = False
     """Normalise text: Unicode NFC, line feeds, no control characters, no spaces at the end of a line."""
     filter: FilterSpec | None = None
     """Rules that drop documents; see ``steps.filters``."""
-    near_duplicates: bool = False
+    near_duplicates: Flag = False
     """Drop a document that shares a MinHash band with an earlier one; see ``steps.near_duplicates``."""
-    shuffle: bool = False
+    shuffle: Flag = False
     """Order the documents by a keyed hash of their text, not as they were read."""
 
 
@@ -98,17 +99,17 @@ def load_corpus_spec(path: Path) -> CorpusSpec:
                 code="corpus-bad-toml", path=str(path), rule=f"is not TOML: {error}", fix="Correct its syntax"
             )
         ) from error
-    return parse_corpus_spec(content)
+    return parse_corpus_spec(content, path.name)
 
 
-def parse_corpus_spec(content: dict[str, Any]) -> CorpusSpec:
-    """Check the content of a ``CORPUS.toml``; see :func:`load_corpus_spec`."""
+def parse_corpus_spec(content: dict[str, Any], file_name: str = "CORPUS.toml") -> CorpusSpec:
+    """Check the content of a ``CORPUS.toml``, which errors call by its name; see :func:`load_corpus_spec`."""
     problems: list[Problem] = []
     spec: CorpusSpec | None = None
     try:
         spec = _SPEC.validate_python(content)
     except ValidationError as error:
-        problems += [_problem(dict(detail)) for detail in error.errors()]
+        problems += [_problem(dict(detail), file_name) for detail in error.errors()]
     if isinstance(name := content.get("tokenizer"), str) and name:
         try:
             parse_tokenizer_name(name, key="tokenizer")
@@ -139,7 +140,7 @@ def _fields_without_use(content: dict[str, Any]) -> list[Problem]:
     ]
 
 
-def _problem(detail: dict[str, Any]) -> Problem:
+def _problem(detail: dict[str, Any], name: str) -> Problem:
     """A problem from one of pydantic's error details."""
     path = ".".join(map(str, detail["loc"]))
     in_filter = path.startswith("filter.")
@@ -147,13 +148,13 @@ def _problem(detail: dict[str, Any]) -> Problem:
     if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         near = difflib.get_close_matches(path, known, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"The keys are {', '.join(known)}"
-        return Problem("corpus-unknown-key", f"Unknown key {path} in CORPUS.toml", path=path, fix=fix)
+        return Problem("corpus-unknown-key", f"Unknown key {path} in {name}", path=path, fix=fix)
     if detail["type"] in ("missing", "missing_argument"):
         fix = {
             "sources": 'Add, for example, sources = ["builtin:python-stdlib"]',
             "out": 'Add, for example, out = "prepared"',
         }[path]
-        return Problem(code="corpus-missing-key", path=path, rule="is missing from CORPUS.toml", fix=fix)
+        return Problem(code="corpus-missing-key", path=path, rule=f"is missing from {name}", fix=fix)
     message = re.sub(r"^\w+ should ", "", str(detail["msg"]))
     if detail["type"] == "tuple_type":
         message = 'be a list, such as ["text/"]'

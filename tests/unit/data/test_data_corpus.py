@@ -185,7 +185,7 @@ def test_corpus_without_text_is_refused(content, tmp_path):
     with pytest.raises(UserError) as error:
         list(iter_corpus(["only.txt"], tmp_path))
     assert codes(error) == ["data-corpus-empty"]
-    assert "only.txt has no text" in str(error.value)
+    assert "only.txt has no text: of 1 document, " in str(error.value)
 
 
 def test_empty_folder_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0, strict=True)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 
 _FREQUENT = {
     "de": "der die das und ist nicht ein eine zu mit den von im auf für sich",
@@ -118,6 +118,13 @@ def unknown_languages(spec: dict[str, Any]) -> list[str]:
     """Languages of a ``[filter]`` table that have no list of frequent words."""
     named = spec.get("languages", ())
     return [name for name in named if isinstance(name, str) and name not in STOP_WORDS]
+
+
+def describe_rules(spec: FilterSpec | None) -> str:
+    """The rules that are set, as ``key=value``."""
+    set_rules = {} if spec is None else {one.name: getattr(spec, one.name) for one in fields(spec)}
+    defaults = FilterSpec()
+    return ", ".join(f"{key}={value}" for key, value in set_rules.items() if value != getattr(defaults, key))
 
 
 FILTER_KEYS = tuple(entry.name for entry in fields(FilterSpec))
