@@ -5,6 +5,8 @@ from __future__ import annotations
 from meshwright.api import count_words
 from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
+from meshwright.core.units import format_plural
+from meshwright.data.prepare_report import MOST_NAMED
 
 
 def count_files(
@@ -26,9 +28,14 @@ def count_files(
     )
     for word, count in counted.top:
         output.print(f"{count:>12,}  {word}")
+    for name in counted.left_out[:MOST_NAMED]:
+        output.print(f"  left out: {name}")
+    if (more := len(counted.left_out) - MOST_NAMED) > 0:
+        output.print(f"  and {more} more; --json names them")
+    words = "word" if counted.total == 1 else "words"
     output.print(
-        f"{counted.total:,} words, {counted.distinct:,} different, in {counted.seconds:.1f} s "
-        f"({counted.engine}, {counted.splits} input splits)"
+        f"{counted.total:,} {words}, {counted.distinct:,} different, in {counted.seconds:.1f} s "
+        f"({counted.engine}, {format_plural(counted.splits, 'input split')})"
     )
     output.result(counted.as_dict())
     return 0

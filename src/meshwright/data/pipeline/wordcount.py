@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.data.engines.engine import Engine, Show, map_tasks, shuffle_rows
 from meshwright.data.engines.stages import BUCKET, Batches, MapStage, ShuffleStage
 from meshwright.data.engines.work_folder import BATCH_ROWS, WorkFolder, arrow, read_batches
-from meshwright.data.files import BadDataError, file_kind, open_file
+from meshwright.data.files import BadDataError, FileKind, file_kind, open_file
 from meshwright.data.order import mix
 from meshwright.data.pipeline.splits import SPLIT_BYTES, FilePart, InputSplit, plan_splits
 from meshwright.data.sources import printable
@@ -62,6 +62,8 @@ class WordCount:
     seconds: float
     splits: int
     """Input splits, each one task of the map."""
+    left_out: tuple[str, ...] = ()
+    """``name: reason`` of files that are of a kind without lines of text, or cannot be listed."""
 
     def as_dict(self) -> dict[str, Any]:
         """The result for ``--json``."""
@@ -118,23 +120,64 @@ def count_words(
         split_bytes: Size of an input split.
 
     Raises:
-        UserError: A source is missing, or a file has no text.
+        UserError: A source is missing, no file has text, or one is damaged.
     """
     started = time.monotonic()
-    splits = plan_splits(sources, base, (), split_bytes=split_bytes, cut_text=True)
+    planned = plan_splits(sources, base, (), split_bytes=split_bytes, cut_text=True)
+    splits, left_out = _keep_text(planned)
     if engine is None:
         counts: Counter[str] = Counter()
         for split in splits:
             _count_into(counts, split)
         best = heapq.nsmallest(top, counts.items(), key=lambda entry: (-entry[1], entry[0]))
         took = time.monotonic() - started
-        return WordCount("reference", len(counts), counts.total(), tuple(best), took, len(splits))
+        return WordCount("reference", len(counts), counts.total(), tuple(best), took, len(splits), left_out)
     with tempfile.TemporaryDirectory(prefix=".wordcount-", dir=base) as folder:
         work = WorkFolder(Path(folder).absolute())
         buckets = max(4, len(splits) // 4)
         counted = map_tasks(engine, work, count_stage(), [CountTask(s, buckets) for s in splits], show)
         summed = shuffle_rows(engine, work, sum_stage(), counted, show)
-        return _result(engine.name, _rows(summed), top, started, len(splits))
+        found = _result(engine.name, _rows(summed), top, started, len(splits))
+        return replace(found, left_out=left_out)
+
+
+def _keep_text(planned: Sequence[InputSplit]) -> tuple[list[InputSplit], tuple[str, ...]]:
+    """The splits without files that have no lines of text, and the names of these files.
+
+    Raises:
+        UserError: No file is left; with the reason of the first.
+    """
+    errors: list[tuple[str, BadDataError]] = []
+    splits = []
+    for split in planned:
+        kept = []
+        for part in split.parts:
+            try:
+                _text_kind(part)
+            except BadDataError as refusal:
+                errors.append((printable(part.name), refusal))
+            else:
+                kept.append(part)
+        if kept:
+            splits.append(replace(split, parts=tuple(kept)))
+    if errors and not splits:
+        name, error = errors[0]
+        raise UserError(Problem(error.code, f"cannot be counted: {error}", path=name, fix=error.fix))
+    return splits, tuple(f"{name}: {why}" for name, why in errors)
+
+
+def _text_kind(part: FilePart) -> FileKind:
+    """The kind of a file with lines of text.
+
+    Raises:
+        BadDataError: It has none, or cannot be listed.
+    """
+    if part.unreadable is not None:
+        raise BadDataError("data-path-unreadable", part.unreadable)
+    kind = file_kind(part.path)
+    if kind.kind == "parquet":
+        raise BadDataError("data-file-kind", "a Parquet file has no lines", "Convert it to text")
+    return kind
 
 
 def _result(engine: str, counts: Iterable[Any], top: int, started: float, splits: int) -> WordCount:
@@ -301,11 +344,7 @@ def _blocks(part: FilePart) -> Iterator[bytes]:
         UserError: The file is of a kind without text, or damaged.
     """
     try:
-        if part.unreadable is not None:
-            raise BadDataError("data-path-unreadable", part.unreadable)
-        kind = file_kind(part.path)
-        if kind.kind == "parquet":
-            raise BadDataError("data-file-kind", "a Parquet file has no lines", "Convert it to text")
+        kind = _text_kind(part)
         begin, end = part.part or (0, 2**63)
         with open_file(part.path, kind.compression) as (stream, _):
             if begin > 0:
