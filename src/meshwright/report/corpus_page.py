@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
-from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
+from meshwright.core.units import format_bytes, format_count, format_plural, format_rate, format_seconds
 from meshwright.core.version import __version__
 from meshwright.data.corpus_summary import CorpusSummary
 from meshwright.data.prepare_report import PrepareReport
@@ -99,23 +99,31 @@ def write_corpus_page(report: PrepareReport, summary: CorpusSummary, path: Path)
 
 
 def _histogram(summary: CorpusSummary) -> str:
-    """Bars as SVG: one per power of two."""
+    """Bars as SVG with their counts: one per power of two, at its own size."""
     most = max((count for _, count in summary.lengths), default=1)
-    step, height = 34, 120
+    step, height, top = 44, 120, 14
     bars = []
     for number, (least, count) in enumerate(summary.lengths):
         tall = max(1.0, height * count / most)
         at = number * step
-        title = f"{least:,} to {2 * least - 1:,} tokens: {count:,} documents"
+        title = f"{least:,} to {2 * least - 1:,} tokens: {format_plural(count, 'document')}"
         bars.append(
-            f'<rect x="{at}" y="{height - tall:.1f}" width="{step - 6}" height="{tall:.1f}" fill="#3a6ea5">'
+            f'<rect x="{at}" y="{top + height - tall:.1f}" width="{step - 6}" height="{tall:.1f}" '
+            f'fill="#3a6ea5">'
             f"<title>{title}</title></rect>"
-            f'<text x="{at + (step - 6) / 2}" y="{height + 14}" font-size="9" text-anchor="middle" '
-            f'fill="currentColor">{format_count(least)}</text>'
+            f"{_label(at + (step - 6) / 2, top + height - tall - 3, format_count(count))}"
+            f"{_label(at + (step - 6) / 2, top + height + 12, format_count(least))}"
         )
-    width = max(1, len(summary.lengths)) * step
-    frame = f'viewBox="0 0 {width} {height + 20}" style="max-width:{width}px"'
-    return f"<figure><svg {frame}>{''.join(bars)}</svg></figure>"
+    width, total = max(1, len(summary.lengths)) * step, top + height + 18
+    # The page's charts fill its width: a few bars would fill the screen.
+    frame = f'viewBox="0 0 {width} {total}" style="width:{width}px;min-width:0;height:{total}px"'
+    axes = "Above a bar: documents. Below it: tokens of a document, at least."
+    return f"<figure><svg {frame}>{''.join(bars)}</svg><figcaption>{axes}</figcaption></figure>"
+
+
+def _label(x: float, y: float, text: str) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="10" text-anchor="middle" fill="currentColor"'
+    return f"<text {place}>{text}</text>"
 
 
 def _quarantine(report: PrepareReport) -> list[str]:

@@ -24,5 +24,8 @@ def test_report_of_a_small_corpus(tmp_path):
     assert report.sha256 in text
     page = draw_corpus_page(report, summary)
     assert "<script" not in page
+    most = max(count for _, count in summary.lengths)
+    assert f">{most}</text>" in page, "the counts are shown without a pointer"
+    assert "min-width:0" in page, "a few bars do not fill the screen"
     assert "a.jsonl:32" in page
     assert "&lt;b&gt;bold&lt;/b&gt;" in page
