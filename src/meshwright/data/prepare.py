@@ -26,7 +26,7 @@ from meshwright.data.corpus_spec import CorpusSpec, load_corpus_spec
 from meshwright.data.encode import Encoded, text_between_markers
 from meshwright.data.encode_pieces import Piece, encode_pieces, split_documents
 from meshwright.data.growth import warn_of_replacement
-from meshwright.data.prepare_report import PrepareReport
+from meshwright.data.prepare_report import PrepareReport, warn_of_vocabulary
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import ShardFolder, is_prepared_folder
 from meshwright.data.sources import locate
@@ -104,7 +104,7 @@ def prepare_corpus(
         sha256=sha256,
         seconds=time.monotonic() - started,
         out=out,
-        warnings=warnings,
+        warnings=[*warnings, *warn_of_vocabulary(spec, index)],
     )
 
 

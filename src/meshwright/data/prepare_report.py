@@ -9,10 +9,20 @@ from typing import Any
 
 from meshwright.core.units import format_count, format_plural, format_rate
 from meshwright.data.corpus import CorpusStats
+from meshwright.data.corpus_spec import CorpusSpec
 from meshwright.data.shards import ShardIndex
+from meshwright.data.tokenizer import parse_tokenizer_name
 
 MOST_NAMED = 5
 """Unreadable documents that are named; ``--json`` has all."""
+
+
+def warn_of_vocabulary(spec: CorpusSpec, index: ShardIndex) -> list[str]:
+    """A sentence if BPE found fewer tokens than were asked for; else nothing."""
+    choice, reached = parse_tokenizer_name(spec.tokenizer), index.tokenizer.vocab_size
+    if choice.kind != "bpe" or reached >= choice.vocab_size:
+        return []
+    return [f"{spec.tokenizer} reached a vocabulary of {reached}: the corpus has no more pairs to merge"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ class PrepareReport:
     """A single document is split: then train and eval have one each."""
     tokens: int
     """Tokens of both splits, including end-of-document tokens."""
+    vocab_size: int
+    """Vocabulary size of the tokenizer."""
     prompt_tokens: int
     """Tokens of prompts; 0 without a template."""
     shards: int
@@ -92,6 +104,7 @@ class PrepareReport:
             train_documents=train.documents,
             eval_documents=held_out.documents,
             tokens=train.tokens + held_out.tokens,
+            vocab_size=index.tokenizer.vocab_size,
             prompt_tokens=prompt_tokens,
             shards=len(index.shards),
             sha256=sha256,
@@ -111,17 +124,22 @@ class PrepareReport:
         splits = f"{self.train_documents} to train on, {self.eval_documents} held out"
         if not self.train_documents:
             splits = "all for evaluation"
-        near = f"{self.near_duplicates} near-duplicates, " if self.near_duplicates else ""
-        filtered = f"{self.filtered} by the filter, " if self.filtered else ""
         done = (
             f"prepared {format_plural(self.documents_out, 'document')} ({splits}; "
-            f"left out: {self.duplicates} duplicates, {near}{filtered}"
-            f"{self.quarantined} unreadable) as {format_count(self.tokens)} tokens "
+            f"left out: {self._left_out()}) as {format_count(self.tokens)} tokens "
             f"{prompts}in {self.out}, "
             f"{format_rate(self.bytes_per_s, 'B')}"
         )
         named = self.quarantined_names[:MOST_NAMED]
         lines = [done, *(f"  left out: {name}" for name in named)]
         if self.quarantined > len(named):
-            lines.append(f"  and {self.quarantined - len(named)} more")
+            lines.append(f"  and {self.quarantined - len(named)} more; --json names them")
         return "\n".join(lines)
+
+    def _left_out(self) -> str:
+        """Counts by reason; duplicates and what is unreadable also if there are none."""
+        near = format_plural(self.near_duplicates, "near-duplicate")
+        parts = [format_plural(self.duplicates, "duplicate"), near if self.near_duplicates else ""]
+        parts.append(f"{self.filtered} by the filter" if self.filtered else "")
+        parts.append(f"{self.empty} empty" if self.empty else "")
+        return ", ".join(filter(None, [*parts, f"{self.quarantined} unreadable"]))

@@ -25,7 +25,24 @@ def test_prepare_names_the_first_quarantined_documents_and_counts_the_others(cli
     shown = cli("prepare", "corpus.toml").out.splitlines()
     named = [line for line in shown if line.startswith("  left out: text/a.jsonl:")]
     assert [line.split(":")[2] for line in named] == ["21", "22", "23", "24", "25"]
-    assert shown[-1] == "  and 3 more"
+    assert shown[-1] == "  and 3 more; --json names them"
+    assert "left out: 0 duplicates, 8 unreadable" in shown[0]
+
+
+def test_prepare_counts_empty_documents_and_names_a_small_vocabulary(cli, tmp_path):
+    for name, text in (("a", "to be or not to be"), ("b", ""), ("c", "to be or not to be"), ("d", "or not")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    (tmp_path / "own.toml").write_text('sources = ["*.txt"]\nout = "shards"\ntokenizer = "bpe:32000"\n')
+    ran = cli("prepare", "own.toml")
+    assert "left out: 1 duplicate, 1 empty, 0 unreadable" in ran.out
+    assert "bpe:32000 reached a vocabulary of" in ran.err
+    (tmp_path / "own.toml").write_text(
+        'sources = "*.txt"\nout = "shards"\nnear_duplicates = "yes"\nseeds = 1\n'
+    )
+    ran = cli("prepare", "own.toml")
+    assert "Unknown key seeds in own.toml" in ran.err
+    assert "near_duplicates" in ran.err
+    assert "CORPUS.toml is missing" in cli("prepare").err
 
 
 def test_prepare_reports_all_errors_of_a_corpus_file(cli, tmp_path):
@@ -69,6 +86,9 @@ def test_wordcount_prints_the_top_words(cli, tmp_path):
     assert ran.status == 0
     assert (ran.json["distinct"], ran.json["total"], ran.json["top"]) == (4, 240, [["be", 80], ["to", 80]])
     assert "          80  be" in cli("wordcount", "a.txt", "--engine", "reference").out
+    (tmp_path / "b.png").write_bytes(b"\x89PNG")
+    assert "  left out: b.png: files of the kind .png" in cli("wordcount", "?.*", "--engine", "reference").out
+    assert cli("wordcount", "b.png", "--engine", "reference", "--json").codes == ["data-file-kind"]
     ran = cli("wordcount", "a.txt", "--engine", "dask", "--json")
     assert ran.status == 2
     assert ran.json["errors"][0]["path"] == "--engine"

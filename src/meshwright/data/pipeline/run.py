@@ -41,7 +41,7 @@ from meshwright.data.pipeline.tokenize import (
     tokenize_stage,
 )
 from meshwright.data.pipeline.write import ShardTask, bound_shards, order_stage, write_stage
-from meshwright.data.prepare_report import PrepareReport
+from meshwright.data.prepare_report import PrepareReport, warn_of_vocabulary
 from meshwright.data.shard_writer import token_dtype, write_index
 from meshwright.data.shards import ShardEntry, ShardFolder, ShardIndex, is_prepared_folder
 from meshwright.data.sources import locate
@@ -114,7 +114,7 @@ def prepare_on_engine(
         sha256=sha256,
         seconds=time.monotonic() - started,
         out=out,
-        warnings=warnings,
+        warnings=[*warnings, *warn_of_vocabulary(spec, result.index)],
     )
 
 
