@@ -6,7 +6,6 @@ from meshwright.api import count_words
 from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.units import format_plural
-from meshwright.data.prepare_report import MOST_NAMED
 
 
 def count_files(
@@ -28,10 +27,8 @@ def count_files(
     )
     for word, count in counted.top:
         output.print(f"{count:>12,}  {word}")
-    for name in counted.left_out[:MOST_NAMED]:
-        output.print(f"  left out: {name}")
-    if (more := len(counted.left_out) - MOST_NAMED) > 0:
-        output.print(f"  and {more} more; --json names them")
+    for line in counted.describe_left_out():
+        output.print(line)
     words = "word" if counted.total == 1 else "words"
     output.print(
         f"{counted.total:,} {words}, {counted.distinct:,} different, in {counted.seconds:.1f} s "

@@ -104,7 +104,7 @@ def prepare_corpus(
         sha256=sha256,
         seconds=time.monotonic() - started,
         out=out,
-        warnings=[*warnings, *warn_of_vocabulary(spec, index)],
+        warnings=[*warnings, *warn_of_vocabulary(spec.tokenizer, index)],
     )
 
 

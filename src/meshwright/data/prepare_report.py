@@ -9,7 +9,6 @@ from typing import Any
 
 from meshwright.core.units import format_count, format_plural, format_rate
 from meshwright.data.corpus import CorpusStats
-from meshwright.data.corpus_spec import CorpusSpec
 from meshwright.data.shards import ShardIndex
 from meshwright.data.tokenizer import parse_tokenizer_name
 
@@ -17,12 +16,26 @@ MOST_NAMED = 5
 """Unreadable documents that are named; ``--json`` has all."""
 
 
-def warn_of_vocabulary(spec: CorpusSpec, index: ShardIndex) -> list[str]:
+def describe_left_out(names: Sequence[str], count: int) -> list[str]:
+    """A line for each of the first names, and one for the others.
+
+    Args:
+        names: Of files or records that were left out, with reasons.
+        count: How many there are.
+    """
+    named = names[:MOST_NAMED]
+    lines = [f"  left out: {name}" for name in named]
+    if count > len(named):
+        lines.append(f"  and {count - len(named)} more; --json names them")
+    return lines
+
+
+def warn_of_vocabulary(tokenizer: str, index: ShardIndex) -> list[str]:
     """A sentence if BPE found fewer tokens than were asked for; else nothing."""
-    choice, reached = parse_tokenizer_name(spec.tokenizer), index.tokenizer.vocab_size
+    choice, reached = parse_tokenizer_name(tokenizer), index.tokenizer.vocab_size
     if choice.kind != "bpe" or reached >= choice.vocab_size:
         return []
-    return [f"{spec.tokenizer} reached a vocabulary of {reached}: the corpus has no more pairs to merge"]
+    return [f"{tokenizer} reached a vocabulary of {reached}: the corpus has no more pairs to merge"]
 
 
 @dataclass(frozen=True)
@@ -130,11 +143,7 @@ class PrepareReport:
             f"{prompts}in {self.out}, "
             f"{format_rate(self.bytes_per_s, 'B')}"
         )
-        named = self.quarantined_names[:MOST_NAMED]
-        lines = [done, *(f"  left out: {name}" for name in named)]
-        if self.quarantined > len(named):
-            lines.append(f"  and {self.quarantined - len(named)} more; --json names them")
-        return "\n".join(lines)
+        return "\n".join([done, *describe_left_out(self.quarantined_names, self.quarantined)])
 
     def _left_out(self) -> str:
         """Counts by reason; duplicates and what is unreadable also if there are none."""

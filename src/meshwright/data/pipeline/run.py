@@ -114,7 +114,7 @@ def prepare_on_engine(
         sha256=sha256,
         seconds=time.monotonic() - started,
         out=out,
-        warnings=[*warnings, *warn_of_vocabulary(spec, result.index)],
+        warnings=[*warnings, *warn_of_vocabulary(spec.tokenizer, result.index)],
     )
 
 

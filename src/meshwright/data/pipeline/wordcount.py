@@ -26,6 +26,7 @@ from meshwright.data.engines.work_folder import BATCH_ROWS, WorkFolder, arrow, r
 from meshwright.data.files import BadDataError, FileKind, file_kind, open_file
 from meshwright.data.order import mix
 from meshwright.data.pipeline.splits import SPLIT_BYTES, FilePart, InputSplit, plan_splits
+from meshwright.data.prepare_report import describe_left_out
 from meshwright.data.sources import printable
 
 TOP = 20
@@ -68,6 +69,10 @@ class WordCount:
     def as_dict(self) -> dict[str, Any]:
         """The result for ``--json``."""
         return asdict(self)
+
+    def describe_left_out(self) -> list[str]:
+        """Lines about files that were left out."""
+        return describe_left_out(self.left_out, len(self.left_out))
 
 
 @dataclass(frozen=True)
