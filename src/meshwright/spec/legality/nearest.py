@@ -41,6 +41,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "offload": ("none",),
     "prefetch": (1,),
     "placement": ("auto",),
+    "backup_replicas": (1, 0),
 }
 """Replacement values of a setting, in order of preference."""
 
@@ -105,7 +106,7 @@ class _Search:
 
     def worlds(self) -> Iterator[int]:
         """World sizes to try: the requested one, capped by the devices, then smaller ones."""
-        cluster, world = self.job.cluster, self.job.layout.world_size
+        cluster, world = self.job.cluster, self._requested().world_size
         shared = cluster.device == "cpu" and cluster.preset == "local"  # CPU cores can be shared, GPUs not
         if not shared or world > MAX_RANKS_PER_CORE * cluster.world_size:
             world = min(world, cluster.world_size)
@@ -113,7 +114,7 @@ class _Search:
 
     def closest(self, world: int) -> Layout | None:
         """The nearest legal layout of a world size."""
-        requested = self.job.layout
+        requested = self._requested()
         tries = [dataclasses.replace(requested, mode="given", **degrees) for degrees in self._degrees(world)]
         # At equal distance prefer replicas, which are the simplest.
         tries.sort(key=lambda t: (round(_degree_distance(requested, t), 9), t.pp, t.cp, t.tp, t.dp_shard))
@@ -126,6 +127,14 @@ class _Search:
             if fixed is not None and (best is None or layout_distance(requested, fixed) < best[0]):
                 best = layout_distance(requested, fixed), fixed
         return best[1] if best else None
+
+    def _requested(self) -> Layout:
+        """The job's layout; a list of slots without degrees asks for as many replicas."""
+        layout = self.job.layout
+        slots = layout.placement
+        if isinstance(slots, str) or layout.mode == "given" or not slots:
+            return layout
+        return dataclasses.replace(layout, mode="given", dp_replicate=len(slots))
 
     def _degrees(self, world: int) -> Iterator[dict[str, Any]]:
         requested = self.job.layout

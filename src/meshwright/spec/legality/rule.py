@@ -143,6 +143,8 @@ def not_built(path: str, built: tuple[Any, ...], what: str, planned: bool = True
             return None
         used = "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
         fix = "Leave it out" if built == (None,) else used
+        if path.startswith("model.") and job.model.preset:
+            fix = f"The preset {job.model.preset} can be planned, not trained: choose another model to train"
         return Problem(code, f"needs {what}, which is not implemented yet", path=path, value=value, fix=fix)
 
     return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False, planned=planned)

@@ -153,3 +153,18 @@ def test_nearest_layout_search_scales_to_4096_ranks(tree):
     absurd = build_unchecked(tree(cluster=local, layout={"tp": 10**9 + 7}))
     assert nearest_legal_layout(absurd).world_size == 2
     assert time.process_time() - started < 20, "CPU seconds; the bound has a wide margin"
+
+
+@pytest.mark.parametrize(
+    ("layout", "kept"),
+    [
+        ({"dp_replicate": 3, "backup_replicas": 3}, {"dp_replicate": 3, "backup_replicas": 1}),
+        ({"placement": [1, 0]}, {"dp_replicate": 2, "placement": (1, 0)}),
+    ],
+)
+def test_the_nearest_layout_keeps_what_was_asked_for(tree, layout, kept):
+    """Not one process, though that is legal, too."""
+    tables = tree(layout=layout)
+    tables["layout"] = layout
+    nearest = nearest_legal_layout(build_unchecked(tables))
+    assert {name: getattr(nearest, name) for name in kept} == kept

@@ -532,3 +532,11 @@ def test_illegal_layout_exits_with_status_2(tree):
     with pytest.raises(UserError) as caught:
         build_job(tree(layout={"tp": 3}))
     assert caught.value.exit_status == 2
+
+
+def test_a_preset_that_can_only_be_planned_says_so(tree):
+    """Its window is its own key: without it, it would be another model."""
+    with pytest.raises(SpecError) as refused:
+        build_job(tree(model={"preset": "gpt-oss-120b"}, layout={}), to_run=True)
+    fixes = [p.fix for p in refused.value.problems if p.code == "model-window-not-built"]
+    assert fixes == ["The preset gpt-oss-120b can be planned, not trained: choose another model to train"]
