@@ -46,8 +46,8 @@ def bench_scaling(
 ) -> int:
     """Measure each number of ranks, and print the table and the picture."""
     chosen = None if ranks is None else parse_ranks(ranks)
-    require_picture(out)
     _require_writable(out)
+    require_picture(out)
     job = load_job(source, *overrides)
     result = job.bench_scaling(ranks=chosen, steps=steps, weak=weak, reporter=ConsoleReporter(output))
     _show(output, result, out)
@@ -58,8 +58,8 @@ def bench_scaling(
 def show_collectives(output: Output, request: CollectivesRequest, out: Path | None) -> int:
     """Measure collectives, and print their times, and latency and bandwidth of each curve."""
     if out is not None:
-        require_picture(out)
         _require_writable(out)
+        require_picture(out)
     result = bench_collectives(
         ranks=request.ranks,
         ops=_split(request.ops),
@@ -118,11 +118,13 @@ def _show_collectives(output: Output, result: CollectiveBench) -> None:
                 format_seconds(curve.alpha_s or 0.0),
                 f"{format_bytes(1 / curve.beta_s_per_byte)}/s" if curve.beta_s_per_byte else "-",
                 f"{format_bytes(max(row.busbw_bytes_per_s for row in curve.rows))}/s",
-                f"{curve.worst_error or 0.0:.0%}",
+                "too few sizes" if curve.worst_error is None else f"{curve.worst_error:.0%}",
             )
             for curve in fitted
         ],
     )
+    if "shm" in transports:
+        output.print("shm: the shared-memory transport (train.transport=shared_memory)")
     machine = result.machine
     output.print(
         f"{machine['cores']} cores of {machine['processor']}, load {machine['load']:.1f}; "

@@ -30,20 +30,29 @@ def describe_explanation(output: Output, explanation: LayoutExplanation, verbose
         _compare_table(output, explanation.best, explanation.requested, explanation.against_best_s)
 
 
+def _time(seconds: float) -> str:
+    return format_seconds(seconds) if seconds else "0"
+
+
+def _signed(seconds: float) -> str:
+    """A difference with its sign, in the units of the columns beside it."""
+    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}" if seconds else "0"
+
+
 def _compare_table(
     output: Output, best: Prediction, requested: Prediction, differences: dict[str, float]
 ) -> None:
     rows = [
         (
             name,
-            format_seconds(requested.time.parts.get(name, 0.0)),
-            format_seconds(best.time.parts.get(name, 0.0)),
-            f"{more:+.3g} s",
+            _time(requested.time.parts.get(name, 0.0)),
+            _time(best.time.parts.get(name, 0.0)),
+            _signed(more),
         )
         for name, more in sorted(differences.items(), key=lambda item: -abs(item[1]))
     ]
     step, peak = requested.step_s - best.step_s, requested.needed_bytes - best.needed_bytes
-    rows.append(("step", format_seconds(requested.step_s), format_seconds(best.step_s), f"{step:+.3g} s"))
+    rows.append(("step", format_seconds(requested.step_s), format_seconds(best.step_s), _signed(step)))
     sign = "+" if peak >= 0 else "-"
     rows.append(
         (

@@ -42,6 +42,8 @@ def simulate_failures(
     """Simulate, and print the outcomes, the choices and their reasons."""
     if out is not None:
         require_picture(out)
+    if observed_goodput is not None:
+        FailureSettings.check_goodput(observed_goodput)
     settings = dataclasses.replace(settings, rates=parse_rates(rates))
     job = load_job(request.source, *request.overrides, on=request.on)
     found = job.simulate_failures(request.days, runs=request.runs, seed=request.seed, settings=settings)
@@ -80,6 +82,8 @@ def parse_rates(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _show(output: Output, found: FailureSimulation) -> None:
+    for warning in found.warnings:
+        output.warn(warning)
     model, days = found.model, found.model.wall_s / 86_400
     rows = [
         ("goodput", *(f"{value:.2%}" for value in _values(found.goodput)), ""),
@@ -106,8 +110,6 @@ def _show(output: Output, found: FailureSimulation) -> None:
         output.print(reason)
     for assumption in found.assumptions:
         output.print(f"assumed: {assumption}")
-    for warning in found.warnings:
-        output.warn(warning)
 
 
 def _describe_cost(found: FailureSimulation) -> str:

@@ -70,8 +70,9 @@ def parse_ranks(text: str | None, count: int) -> list[int] | None:
     except ValueError:
         found = [-1]
     if not all(0 <= rank < count for rank in found):
-        rule = f"is not a list of pp ranks: there {'is one' if count == 1 else f'are {count}'}, from 0"
-        fix = "Write, for example, --pp-ranks 0" + ("" if count == 1 else f",{count - 1}")
+        known = "the layout has only pp rank 0" if count == 1 else f"the layout has pp ranks 0 to {count - 1}"
+        rule = f"is not a list of pp ranks: {known}"
+        fix = "Leave it out, or use --pp-ranks 0" if count == 1 else f"Write, for example, 0,{count - 1}"
         raise UserError(Problem("simulate-pp-ranks", rule, path="--pp-ranks", value=text, fix=fix))
     return found
 

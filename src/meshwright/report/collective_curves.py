@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ ROOTED_WHOLE = ("broadcast", "reduce")
 WIDTH, HEIGHT = 920, 300
 """Size of a row of the picture, in pixels."""
 GIGA = 1e9
+UNKNOWNS = 2
+"""Latency and bandwidth: so many sizes are fitted exactly."""
 
 
 def bus_factor(op: str, ranks: int) -> float:
@@ -84,9 +87,9 @@ class CollectiveCurve:
 
     @property
     def worst_error(self) -> float | None:
-        """The largest deviation of the fit from a measured time, relative to it."""
+        """The largest relative error of the fit; None for two sizes, which a line fits exactly."""
         alpha_s, beta = self.alpha_s, self.beta_s_per_byte
-        if alpha_s is None or beta is None:
+        if alpha_s is None or beta is None or len(self.rows) <= UNKNOWNS:
             return None
         return max(abs((alpha_s + row.bytes * beta) / row.time_s - 1) for row in self.rows)
 
@@ -157,11 +160,21 @@ def _draw_curve(times: Axes, bandwidth: Axes, curve: CollectiveCurve, color: str
     bandwidth.plot(sizes, rates, "-o", color=color, markersize=3, label=curve.name)
 
 
+def _label_minor(axes: Axes, value: float) -> str:
+    """The time at a minor tick, 2 and 5 of a decade, if the axis has no more than one major tick."""
+    low, high = axes.get_ylim()
+    majors = math.floor(math.log10(high)) - math.ceil(math.log10(low)) + 1
+    first_digit = round(value / 10 ** math.floor(math.log10(value) + 1e-9))
+    return format_seconds(value) if majors < 2 and first_digit in (2, 5) else ""
+
+
 def _label(axes: Axes, title: str, unit: str, log_y: bool) -> None:
     axes.set_xscale("log", base=2)
     if log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
+        # With less than a decade matplotlib labels minor ticks, too: in TeX, and wider than the margin.
+        axes.yaxis.set_minor_formatter(lambda value, _: _label_minor(axes, value))
     else:
         axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import can_write
 from meshwright.core.packages import has_package, require_packages
 
 if TYPE_CHECKING:
@@ -70,12 +71,15 @@ def require_picture(path: Path) -> None:
     """Check early that a picture can be drawn into this file.
 
     Raises:
-        UserError: The suffix is not a picture's, or matplotlib is missing.
+        UserError: The suffix is not a picture's, matplotlib is missing, or the file cannot be written.
     """
     if path.suffix.lower() not in SUFFIXES:
         rule, fix = f"is not a picture: {', '.join(SUFFIXES)}", f"Use {path.with_suffix('.svg')}"
         raise UserError(Problem("picture-kind", rule, path=str(path), fix=fix))
     require_packages(("matplotlib", "plots"), needed_for="drawing a picture")
+    if not can_write(path):
+        rule, fix = "cannot be written", "Choose another file"
+        raise UserError(Problem("picture-not-written", rule, path=str(path), fix=fix))
 
 
 @contextlib.contextmanager

@@ -67,16 +67,16 @@ def _check_ranges(job: Job, settings: FailureSettings) -> list[tuple[bool, Probl
 
 def _check_combinations(job: Job, settings: FailureSettings) -> list[tuple[bool, Problem]]:
     free = settings.save_s == 0 and settings.every_minutes is None
-    checks = [(not free, _bad_setting("save_s", 0, "needs every_minutes: the best interval would be 0"))]
+    checks = [(not free, _bad_setting("save_s", 0, "needs --every-minutes: the best interval would be 0"))]
     for name in ("min_nodes", "nodes_per_replica"):
         value = getattr(settings, name)
         alone = value is not None and not does_replan(job, settings.replan)
-        checks.append((not alone, _bad_setting(name, value, "has no effect without replan")))
+        checks.append((not alone, _bad_setting(name, value, "has no effect without --replan (replan=True)")))
     alone = settings.snapshot_cost_s is not None and settings.snapshot_minutes is None
-    rule = "has no effect without snapshot_minutes"
+    rule = "has no effect without --snapshot-minutes"
     checks.append((not alone, _bad_setting("snapshot_cost_s", settings.snapshot_cost_s, rule)))
     cheaper = settings.price_factor != 1 and not settings.rates.get("preemption")
-    rule = "needs a rate of preemptions, such as preemption=20"
+    rule = "needs a rate of preemptions, such as --rate preemption=20"
     checks.append((not cheaper, _bad_setting("price_factor", settings.price_factor, rule)))
     return checks
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.core.errors import require_argument
+from meshwright.core.errors import Problem, UserError, require_argument
 from meshwright.schedule.collective.build import SEGMENTED, build_collective, list_algorithms
 from meshwright.schedule.collective.ops import Op
 from meshwright.schedule.collective.steps import CollectiveSchedule
@@ -101,7 +101,9 @@ def compare_algorithms(
     most = min(world, MAX_RANKS)
     require_argument(world > 1, "on", cluster.preset or "cluster", "has one device; a collective needs two")
     for count in chosen:
-        require_argument(1 < count <= most, "ranks", count, f"must be 2 to {most} on this cluster")
+        if not 1 < count <= most:
+            rule = f"must be 2 to {most} on this cluster"
+            raise UserError(Problem("collective-ranks", rule, "ranks", count, is_argument=True))
     for size in sizes:
         require_argument(size > 0, "sizes", size, "must be at least 1 byte")
     for name in algorithms:

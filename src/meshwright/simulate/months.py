@@ -101,18 +101,11 @@ class FailureSimulation:
         Raises:
             UserError: The goodput is not a share, or nothing fails.
         """
-        if not 0 <= goodput <= 1 or not self.model.rate_per_s:
-            rule = "must be between 0 and 1, and failures must happen"
-            fix = "Use a share such as 0.59"
+        FailureSettings.check_goodput(goodput)
+        if not self.model.rate_per_s:
+            rule, fix = "needs failures, and this cluster has none", "Give --rate"
             raise UserError(
-                Problem(
-                    "simulate-goodput",
-                    rule,
-                    path="observed_goodput",
-                    value=goodput,
-                    fix=fix,
-                    is_argument=True,
-                )
+                Problem("simulate-goodput", rule, "observed_goodput", goodput, fix, is_argument=True)
             )
         return (1 - goodput) * self.model.between_s
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshwright.core.errors import Problem, UserError
+
 
 @dataclass(frozen=True)
 class FailureSettings:
@@ -49,3 +51,16 @@ class FailureSettings:
     """From the notice of a preemption until the node is gone."""
     replace_hours: float = 1.0
     """From a preemption until another node is there."""
+
+    @staticmethod
+    def check_goodput(goodput: float) -> None:
+        """Refuse a goodput that is no share.
+
+        Raises:
+            UserError: It is below 0 or above 1.
+        """
+        if not 0 <= goodput <= 1:
+            rule, fix = "must be between 0 and 1", "Use a share such as 0.59"
+            raise UserError(
+                Problem("simulate-goodput", rule, "observed_goodput", goodput, fix, is_argument=True)
+            )

@@ -298,7 +298,17 @@ def _parse_value(text: str) -> Any:
 def apply_on(tree: Tree, on: str) -> Problem | None:
     """Set the cluster from a text such as ``8x8xh100-sxm``; returns the problem, if any."""
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w.-]*)", on.lower())
-    if match is None or "0" in (match[1], match[2]):
+    if match is not None and any(count is not None and int(count) == 0 for count in match.groups()[:2]):
+        rule = "needs at least 1 node" if int(match[1]) == 0 else "needs at least 1 device per node"
+        return Problem(
+            "cluster-bad-on",
+            rule,
+            path="on",
+            value=on,
+            fix="Write, for example, 1x8xh100-sxm",
+            is_argument=True,
+        )
+    if match is None:
         fix = "Write nodes x devices x preset, such as 8x8xh100-sxm, or a preset alone"
         return Problem("cluster-bad-on", "is not a cluster", path="on", value=on, fix=fix, is_argument=True)
     nodes, devices, preset = match.groups()

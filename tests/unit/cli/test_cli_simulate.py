@@ -61,9 +61,11 @@ def test_rates_are_given_by_kind(cli):
         (("--rate", "device=fast"), "simulate-rate"),
         (("--repair-hours", -1), "--repair-hours"),
         (("--repair", "soon"), "is not one of fixed, exponential"),
-        (("--min-nodes", 1), "--min-nodes=1 has no effect without replan"),
+        (("--min-nodes", 1), "--min-nodes=1 has no effect without --replan"),
         (("--price-factor", 0.5), "needs a rate of preemptions"),
-        (("--observed-goodput", 2), "--observed-goodput"),
+        (("--observed-goodput", 2), "--observed-goodput=2.0 must be between 0 and 1"),
+        (("-o", "/nonexistent/x.svg"), "picture-not-written"),
+        (("--price-factor", 0.4), "--rate preemption=20"),
         (("--out", "plot.txt"), "picture-kind"),
     ],
 )
@@ -135,7 +137,7 @@ def test_step_json_is_the_plan(cli):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--pp-ranks", "4"), "there are 4, from 0"),
+        (("--pp-ranks", "4"), "the layout has pp ranks 0 to 3"),
         (("--pp-ranks", "a"), "simulate-pp-ranks"),
         (("-o", "step.txt"), "picture-kind"),
         (("--trace", "no/such/folder/step.json"), "trace-not-written"),

@@ -70,3 +70,24 @@ def test_curves_are_drawn_by_operation(tmp_path):
     drawn = (tmp_path / "curves.svg").read_text()
     for text in ("all_reduce: bus bandwidth", "broadcast: time", "backend, shm", "ring, gloo", "4 ranks"):
         assert text in drawn
+
+
+def test_labels_of_less_than_a_decade_are_times_within_the_margin(tmp_path):
+    """Matplotlib labels minor ticks itself then, in TeX that an SVG shows as it is."""
+    rows = [
+        CollectiveRow("all_reduce", "ring", "shm", 2, size, 1.1e-3 + size * 3e-10, 1e-3, 5) for size in SIZES
+    ]
+    figure = draw_curves(list_curves(rows), "note")
+    save_figure(figure, tmp_path / "curves.svg")
+    assert "mathdefault" not in (tmp_path / "curves.svg").read_text()
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels(which="both")]
+    assert "2.0 ms" in labels
+    assert not any("$" in label for label in labels)
+
+
+def test_two_sizes_have_no_error_of_the_fit():
+    """A line through two points always fits."""
+    curve = CollectiveCurve.of(build_rows()[:2])
+    assert curve.alpha_s is not None
+    assert curve.worst_error is None
