@@ -1,4 +1,7 @@
-"""The default engine: processes of this machine run tasks, DuckDB sorts in bounded memory."""
+"""The default engine: processes of this machine run tasks, DuckDB sorts in bounded memory.
+
+If the rows of each input file are in the order of buckets, processes sort the buckets, without DuckDB.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -17,7 +20,15 @@ from meshwright.core.errors import UserError
 from meshwright.core.processes import without_main
 from meshwright.data.engines.engine import engine_problem
 from meshwright.data.engines.stages import BUCKET, MapStage, ShuffleStage
-from meshwright.data.engines.work_folder import BATCH_ROWS, arrow, result_path, run_buckets, run_task
+from meshwright.data.engines.work_folder import (
+    BATCH_ROWS,
+    arrow,
+    list_buckets,
+    result_path,
+    run_bucket,
+    run_buckets,
+    run_task,
+)
 
 SORT_MEMORY_MB = 128
 """DuckDB's limit; it sorts more on disk."""
@@ -27,6 +38,10 @@ SMALL_TASKS = 4
 """Fewer tasks than this run in this process: starting workers takes longer."""
 _ATTEMPTS = 4
 _ORPHAN_POLL_S = 0.5
+
+
+_RunOne = Callable[[Path, int, Any, Any], None]
+"""Runs the stage on one task, or one bucket, whose number names the result."""
 
 
 class EmbeddedEngine:
@@ -40,14 +55,19 @@ class EmbeddedEngine:
 
     def run_map(self, stage: MapStage, folder: Path, tasks: Sequence[tuple[int, Any]]) -> None:
         """Run tasks in workers; with a parallelism of 1, or very few tasks, in this process."""
+        self._run(run_task, stage, folder, tasks)
+
+    def _run(
+        self, run: _RunOne, stage: MapStage | ShuffleStage, folder: Path, tasks: Sequence[tuple[int, Any]]
+    ) -> None:
         if self.parallelism == 1 or len(tasks) < SMALL_TASKS:
             for number, task in tasks:
-                run_task(folder, number, stage, task)
+                run(folder, number, stage, task)
             return
         left = list(tasks)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                self._run_in_pool(stage, folder, left)
+                self._run_in_pool(run, stage, folder, left)
             except BrokenProcessPool:  # a worker was killed, perhaps for its memory: its tasks run again
                 self._pool = None
                 left = [task for task in left if not result_path(folder, task[0]).exists()]
@@ -56,7 +76,9 @@ class EmbeddedEngine:
             else:
                 return
 
-    def _run_in_pool(self, stage: MapStage, folder: Path, tasks: Sequence[tuple[int, Any]]) -> None:
+    def _run_in_pool(
+        self, run: _RunOne, stage: MapStage | ShuffleStage, folder: Path, tasks: Sequence[tuple[int, Any]]
+    ) -> None:
         if self._pool is None:
             # Not forked: a fork copies the locks of the threads of Arrow and of the tokenizers library.
             context = multiprocessing.get_context("spawn")
@@ -64,7 +86,7 @@ class EmbeddedEngine:
                 self.parallelism, context, initializer=_end_with, initargs=(os.getpid(),)
             )
         with without_main():  # submitting starts workers
-            futures = [self._pool.submit(run_task, folder, number, stage, task) for number, task in tasks]
+            futures = [self._pool.submit(run, folder, number, stage, task) for number, task in tasks]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         try:
             for future in done:
@@ -75,7 +97,13 @@ class EmbeddedEngine:
             raise
 
     def run_shuffle(self, stage: ShuffleStage, folder: Path, inputs: Sequence[Path]) -> None:
-        """Sort all rows by bucket and order, in DuckDB, and stream them."""
+        """Sort each bucket in a worker, or all rows by bucket and order in DuckDB."""
+        if stage.bucket_order:
+            self._run(run_bucket, stage, folder, [(number, inputs) for number in list_buckets(inputs)])
+        else:
+            self._sort_all(stage, folder, inputs)
+
+    def _sort_all(self, stage: ShuffleStage, folder: Path, inputs: Sequence[Path]) -> None:
         import duckdb  # noqa: PLC0415 - optional
         import pyarrow.dataset  # noqa: PLC0415
 

@@ -34,3 +34,6 @@ class ShuffleStage:
     """Gets the sorted rows of a bucket, batch by batch."""
     schema_in: Any
     schema: Any
+    bucket_order: bool = False
+    """Whether each input file has its rows in the order of buckets, and a bucket fits into memory. Then an
+    engine may read and sort each bucket alone."""

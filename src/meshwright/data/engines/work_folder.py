@@ -24,7 +24,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -125,6 +125,29 @@ def run_buckets(folder: Path, stage: ShuffleStage, batches: Batches) -> list[int
         write_batches(result_path(folder, bucket), stage.schema, stage.function(rows))
         found.append(bucket)
     return found
+
+
+def run_bucket(folder: Path, bucket: int, stage: ShuffleStage, inputs: Sequence[Path]) -> None:
+    """Run the function of a shuffle on one bucket of files whose rows are in the order of buckets."""
+    rows = (piece for path in inputs for piece in _read_bucket(path, bucket))
+    run_buckets(folder, stage, iter(sorted_table(rows, stage.order, stage.schema_in).to_batches(BATCH_ROWS)))
+
+
+def _read_bucket(path: Path, bucket: int) -> Batches:
+    """The rows of one bucket in a file whose rows are in the order of buckets; others are not read."""
+    with arrow().memory_map(str(path)) as file, arrow().ipc.open_file(file) as reader:
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            buckets = batch.column(BUCKET).to_numpy()
+            begin, end = buckets.searchsorted(bucket), buckets.searchsorted(bucket, side="right")
+            if begin < end:
+                yield batch.slice(begin, end - begin)
+
+
+def list_buckets(inputs: Sequence[Path]) -> list[int]:
+    """The buckets of files, in order."""
+    columns = (batch.column(BUCKET) for path in inputs for batch in read_batches(path))
+    return sorted({bucket for column in columns for bucket in column.unique().to_pylist()})
 
 
 def result_path(folder: Path, number: int) -> Path:

@@ -103,7 +103,8 @@ def count_stage() -> MapStage:
 
 def sum_stage() -> ShuffleStage:
     """Shuffle and reduce."""
-    return ShuffleStage("sum", ("hash", "split", "row"), sum_counts, counts_schema(), counts_schema())
+    schema, order = counts_schema(), ("hash", "split", "row")
+    return ShuffleStage("sum", order, sum_counts, schema, schema, bucket_order=True)
 
 
 def count_words(
@@ -222,6 +223,7 @@ def count_split(task: CountTask) -> Batches:
     counts = pa.concat_tables([count_short(np.concatenate(short)), long_counts])
     words = pa.concat_arrays(counts.column("word").chunks)
     hashes = hash_words(words)
+    by_bucket = np.argsort(hashes % task.buckets, kind="stable")
     columns = {
         BUCKET: (hashes % task.buckets).astype(np.int32),
         "hash": hashes,
@@ -230,7 +232,7 @@ def count_split(task: CountTask) -> Batches:
         "word": words,
         "count": counts.column("count"),
     }
-    yield from pa.table(columns, schema).to_batches(BATCH_ROWS)
+    yield from pa.table(columns, schema).take(by_bucket).to_batches(BATCH_ROWS)
 
 
 def sum_counts(batches: Batches) -> Batches:

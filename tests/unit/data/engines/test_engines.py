@@ -97,6 +97,46 @@ def sort_many(folder, rows):
     return sum(batch.column("value_0")[0].as_py() for path in results for batch in read_batches(path))
 
 
+def keep_or_die(batches):
+    """The rows as they came; the first attempt of bucket 2 kills its process."""
+    rows = list(batches)
+    mark = Path(rows[0].column("mark")[0].as_py())
+    if rows[0].column("bucket")[0].as_py() == 2 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield from rows
+
+
+def test_buckets_that_are_sorted_in_workers_equal_those_of_duckdb(tmp_path):
+    """Buckets go across the batches of a file, miss from some files, and a worker is killed."""
+    schema = pa.schema([("bucket", pa.int32()), ("value", pa.int64()), ("mark", pa.string())])
+    mark, random = tmp_path / "killed", np.random.default_rng(0)
+    inputs = [tmp_path / f"{n}.arrow" for n in range(5)]
+    for number, path in enumerate(inputs):
+        buckets = np.sort(random.choice([0, 2, 3, 7, 9], 100)) if number else np.full(100, 7)
+        columns = {
+            "bucket": buckets,
+            "value": random.permutation(100) + 100 * number,
+            "mark": [str(mark)] * 100,
+        }
+        write_batches(path, schema, pa.table(columns, schema).to_batches(max_chunksize=16))
+    found = []
+    for bucket_order in (True, False):
+        work = WorkFolder(tmp_path / f"work-{bucket_order}")
+        work.path.mkdir()
+        stage = ShuffleStage("sort", ("value",), keep_or_die, schema, schema, bucket_order)
+        engine = EmbeddedEngine(2)
+        try:
+            results = shuffle_rows(engine, work, stage, inputs, lambda *done: None)
+        finally:
+            engine.close()
+        assert mark.exists()
+        found.append({path.name: pa.Table.from_batches(read_batches(path)).to_pydict() for path in results})
+    assert found[0] == found[1]
+    assert list(found[0]) == [f"{n:05d}.arrow" for n in (0, 2, 3, 7, 9)]
+    assert all(rows["value"] == sorted(rows["value"]) for rows in found[0].values())
+
+
 def test_many_workers_sort_within_the_memory_of_duckdb(tmp_path):
     """DuckDB with 32 threads ran out of its 128 MB at 3 million rows."""
     assert sort_many(tmp_path, 3_000_000) == 3_000_000
