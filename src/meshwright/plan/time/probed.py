@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.layout.axes import uses_ddp
 from meshwright.layout.gemms import KINDS, Kind, Linear, is_fp8_gemm, list_linears
 from meshwright.layout.loss_chunks import loss_chunk
 from meshwright.layout.optimizer_state import predict_optimizer
@@ -66,6 +67,9 @@ steps of two models on an H200 (16 Nov 2026, docs/log.md)."""
 HEAD_SIZE_WEIGHT, HEADS_WEIGHT = 4.0, 0.5
 """Weight of a doubling, relative to a doubling of the sequence length. Another head size is another kernel.
 Twice the heads take twice the time once they fill the device."""
+BUCKET_ACCESSES = 4.0
+"""Accesses to each gradient in DDP's buckets, beside those of a gradient of one process: it is set to zero,
+and the new gradient is read and added to it (read, written). One process drops the old gradient instead."""
 LEAST_ELEMENTWISE = 0.05
 """Least value, where real steps leave no time for moved bytes."""
 
@@ -86,12 +90,14 @@ class StepWork:
     """Whether the Triton kernels move those bytes."""
     parameters_s: float = 0.0
     """One pass over the parameters of an eager model, at the bandwidth of a copy."""
+    bucket_s: float = 0.0
+    """Zeroing and accumulation of the gradients in DDP's buckets, at the bandwidth of a copy."""
 
     def compute_s(self, probed: Probed) -> float:
         """All parts but the optimizer step."""
         longer = probed.triton_elementwise if self.uses_triton else probed.elementwise
         device_s = self.gemm_s + self.attention_s + longer * self.moved_s
-        device_s += probed.parameter_passes * self.parameters_s
+        device_s += probed.parameter_passes * self.parameters_s + self.bucket_s
         host_s = self.blocks * probed.block_s
         return (max(device_s, host_s) if self.hides_host else device_s + host_s) + probed.step_s
 
@@ -165,17 +171,18 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> StepWork:
         moved = _compiled_bytes(job, model, micro_batches)
     else:
         moved = micro_batches * touched_bytes * count_passes(job.layout.recompute)
+    on_cpu = job.cluster.device == "cpu"
+    pass_s = FLOAT32_BYTES * count_parameters(model) / probed.copy_bytes_per_s if on_cpu else 0.0
     return StepWork(
         gemm_s=gemm_s,
         attention_s=attention_s,
         moved_s=moved / probed.copy_bytes_per_s,
         update_s=_update_s(job, model, probed),
-        blocks=micro_batches * (model.num_layers + (job.cluster.device == "cpu")),
+        blocks=micro_batches * (model.num_layers + on_cpu),
         hides_host=job.cluster.device == "cuda",
         uses_triton=uses_triton,
-        parameters_s=FLOAT32_BYTES * count_parameters(model) / probed.copy_bytes_per_s
-        if job.cluster.device == "cpu"
-        else 0.0,
+        parameters_s=pass_s,
+        bucket_s=BUCKET_ACCESSES * pass_s if uses_ddp(job) else 0.0,
     )
 
 

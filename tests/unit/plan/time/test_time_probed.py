@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.layout.flops import flops_per_token
 from meshwright.layout.gemms import list_linears
+from meshwright.layout.parameters import count_parameters
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.predict import predict
@@ -257,16 +258,42 @@ def test_probed_cpus_keep_the_communication_time_of_the_engine(make_job):
     assert found.time.total_s == float(estimate_step(Workload.of(placed), Grid.of([layout])).step_s[0])
 
 
-def test_several_ranks_of_a_cpu_have_the_times_of_all_cores(make_job):
-    """One rank has those of a core alone; so have two ranks without measurements of all cores."""
+def constant_rates_of_a_core() -> Probed:
     made = constant_rates()
-    alone = dataclasses.replace(
+    return dataclasses.replace(
         made,
         device="cpu",
         gemms=tuple(dataclasses.replace(entry, precision="fp32") for entry in made.gemms),
         attention=tuple(dataclasses.replace(entry, precision="fp32") for entry in made.attention),
         compiled=False,
     )
+
+
+def test_gradients_in_buckets_of_ddp_are_zeroed_and_accumulated(make_job):
+    """Write zeros, read the new gradient, read and write the bucket: 16 bytes per parameter.
+
+    FSDP's gradients are in no such buckets.
+    """
+    probed = constant_rates_of_a_core()
+    job = with_probed(make_job(cluster={"preset": "local", "device": "cpu", "devices_per_node": 2}), probed)
+    times = {}
+    for name, changes in {
+        "one": {},
+        "ddp": {"dp_replicate": 2},
+        "zero1": {"dp_shard": 2, "zero": 1},
+        "zero3": {"dp_shard": 2, "zero": 3},
+    }.items():
+        layout = dataclasses.replace(job.layout, mode="given", micro_batch=2, **changes)
+        times[name] = count_work(dataclasses.replace(job, layout=layout), 1, 0).compute_s(probed)
+    extra = 16 * count_parameters(job.model) / COPY
+    assert times["ddp"] == pytest.approx(times["one"] + extra)
+    assert times["zero1"] == pytest.approx(times["one"] + extra)
+    assert times["zero3"] == pytest.approx(times["one"])
+
+
+def test_several_ranks_of_a_cpu_have_the_times_of_all_cores(make_job):
+    """One rank has those of a core alone; so have two ranks without measurements of all cores."""
+    alone = constant_rates_of_a_core()
     names = [field.name for field in dataclasses.fields(OperationTimes)]
     slower = OperationTimes(**{name: getattr(alone, name) for name in names} | {"step_s": 1.0})
     cluster = {"preset": "local", "device": "cpu", "devices_per_node": 2}
