@@ -5,13 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from meshwright.core.events import Event
+from meshwright.core.events import Event, name_phase
 from meshwright.core.units import format_seconds
-
-
-def name_phase(phase: str, preempted: bool) -> str:
-    """The phase of a straggler, and whether it had no core when it was late."""
-    return f"{phase} (preempted: other processes used its core)" if preempted else phase
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,11 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+def name_phase(phase: str, preempted: bool) -> str:
+    """The phase of an event ``straggler``, and whether the rank had no core when it was late."""
+    return f"{phase} (preempted: other processes used its core)" if preempted else phase
+
+
 def warn(message: str) -> None:
     """Print to standard error; errors of a closed or full one are ignored."""
     try:

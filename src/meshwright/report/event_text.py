@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from meshwright.audit.stragglers import name_phase
-from meshwright.core.events import Event
+from meshwright.core.events import Event, name_phase
 from meshwright.core.units import format_bytes, format_plural, format_seconds, format_throughput
 from meshwright.spec.execution import uses_torch_compile
 from meshwright.spec.job import Job
