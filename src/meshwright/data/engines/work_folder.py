@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,7 +44,13 @@ BATCH_ROWS = 16 * 1024
 
 
 def arrow() -> Any:
-    """PyArrow with its file format; ``choose`` has checked that it is installed."""
+    """PyArrow with its file format; ``choose`` has checked that it is installed.
+
+    Its own allocator keeps most of the memory that rows have had. So it uses malloc if it is first imported
+    here, and the environment names no allocator.
+    """
+    if "pyarrow" not in sys.modules:
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     import pyarrow  # noqa: PLC0415 - optional
     import pyarrow.ipc  # noqa: PLC0415
 
