@@ -17,7 +17,7 @@ from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.layout.stages import StageSpec, local_parameters, local_stages, pp_rank_of
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PlanContract
-from meshwright.runs.prove import ENTRY, REFERENCE_ENTRY, run_proof_side
+from meshwright.runs.prove import ENTRY, run_proof_side
 from meshwright.runs.reporter import SILENT
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.job import Job
@@ -65,7 +65,7 @@ class Proof:
 class Prover:
     """Runs layouts. The reference of a model and batch is run once, on first use."""
 
-    def __init__(self, folder: Path, data_dir: Path, reference: str = REFERENCE_ENTRY) -> None:
+    def __init__(self, folder: Path, data_dir: Path, reference: str = ENTRY) -> None:
         """Set the folder and the data.
 
         Args:

@@ -11,6 +11,7 @@ from prover import Prover
 from meshwright.cli import prove as command
 from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError
+from meshwright.runs import prove as prove_runs
 from meshwright.runs.prove import ENTRY
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
@@ -105,9 +106,20 @@ def test_a_70b_model_on_many_ranks_is_proved_in_small(prove, tp, key_heads):
     assert "not compared" not in found["messages"]
 
 
+def inject(monkeypatch, bug: str) -> None:
+    """Run the layout of a proof, but not its reference, with a bug of ``parallelism_bugs``."""
+    run_side = prove_runs.run_proof_side
+
+    def run(entry, plan, folder, task, *others):
+        entry = entry if task.reference is None else f"parallelism_bugs:{bug}"
+        return run_side(entry, plan, folder, task, *others)
+
+    monkeypatch.setattr(prove_runs, "run_proof_side", run)
+
+
 def test_an_exception_on_a_rank_fails_the_proof(prove, monkeypatch):
     """Exit status 4. The error names the folder of the ranks' logs and does not suggest to resume."""
-    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:exception_in_step_3")
+    inject(monkeypatch, "exception_in_step_3")
     with pytest.raises(MeshwrightError) as caught:
         prove("layout.dp_replicate=2")
     assert caught.value.exit_status == 4
@@ -118,7 +130,7 @@ def test_an_exception_on_a_rank_fails_the_proof(prove, monkeypatch):
 
 
 def test_a_wrong_layout_exits_with_status_3_and_names_the_module(prove, monkeypatch):
-    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:unreduced_norm")
+    inject(monkeypatch, "unreduced_norm")
     found = prove("layout.dp_replicate=2", expect=3)
     assert not found["equal"]
     assert found["max_grad_diff"] > 0.01
@@ -132,7 +144,7 @@ def test_a_wrong_layout_exits_with_status_3_and_names_the_module(prove, monkeypa
 
 def test_a_nan_loss_is_a_verdict_that_names_the_module(prove, monkeypatch):
     """The reference has a loss and the layout has NaN. The result is "not equal", not a failed run."""
-    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "parallelism_bugs:nan_weight")
+    inject(monkeypatch, "nan_weight")
     found = prove("layout.dp_replicate=2", expect=3)
     assert found["max_rel_diff"] is None
     assert found["losses"] in ([], [None])  # rank 0 may be halted before it reports its step

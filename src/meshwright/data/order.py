@@ -6,10 +6,9 @@ state. Three design decisions:
 *   **Windows.** Samples are shuffled within windows of fixed size, and windows are read in order. Reads stay
     within a part of one memory-mapped file, and the order of old data does not depend on later data. (There
     is no shuffle over the whole corpus; mix files that differ much when you prepare them.)
-*   **Shards.** A window never spans shards, and the last, partial window of a shard is shuffled within
-itself.
-    So appended shards come last and reorder nothing. Appending changes only the length of the epoch, and with
-    it the start of later epochs.
+*   **Shards.** A window never spans shards, and the last, partial window of a shard is shuffled by
+    itself. So appended shards come last and reorder nothing. Appending changes only the length of the epoch,
+    and with it the start of later epochs.
 *   **Own bijection.** A Feistel network is a bijection for any round function; this one mixes like SplitMix64
     (Steele, Lea and Flood, 2014). NumPy may change the streams of its generators between versions, and a run
     must be able to resume after an upgrade.

@@ -1,4 +1,4 @@
-"""The learning rate schedule: a pure function of the step, so a resumed run continues it exactly."""
+"""The learning rate schedule (warmup and decay): a pure function of the step; a resumed run continues it."""
 
 from __future__ import annotations
 

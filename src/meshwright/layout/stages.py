@@ -1,4 +1,4 @@
-"""The pipeline stages of each pp rank: their blocks and parameters.
+"""The stages of pipeline parallel: the blocks and parameters of each pp rank.
 
 A stage is a range of blocks. The first stage also has the token and position embeddings, the last one the
 final norm and the head. A tied head is the embedding. If both ends are on different ranks, each has a copy,

@@ -1,4 +1,4 @@
-"""The local shapes of tensor, sequence and expert parallelism.
+"""The local shapes of tensor parallel, sequence parallel and expert parallel.
 
 A tp rank has a **local model** with fewer heads, a narrower feed-forward and a part of the vocabulary (padded
 to the same size on every rank). Norms, positions and the biases of row-parallel linears are replicated. With

@@ -1,5 +1,7 @@
 """Activation checkpointing (``layout.recompute``): what a block saves for its backward pass.
 
+Other names: gradient checkpointing (Hugging Face), recompute (Megatron).
+
 ``none`` saves everything, ``full`` only the block's input. ``selective`` saves the outputs of GEMMs and of
 attention, which are expensive to recompute, and recomputes norms, RoPE and activation functions, which are
 cheap. The output of a block's last GEMM is not saved: nothing in the block's backward pass reads it. With

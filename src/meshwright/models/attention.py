@@ -3,6 +3,8 @@
 With context parallelism (``layout.cp``) ``parallel.context`` overrides :class:`Context`: the positions of the
 local tokens, the mask, and attention to other ranks' keys and values.
 
+The kernel is that of torch's ``scaled_dot_product_attention`` (FlashAttention, cuDNN).
+
 Shape suffixes: B batch, T tokens of a sequence, H query heads, K key heads, E head size.
 """
 

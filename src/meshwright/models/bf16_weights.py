@@ -1,4 +1,4 @@
-"""bf16 weight copies: 16-bit copies of the weights that persist across steps; GEMMs read them.
+"""bf16 weight copies of mixed precision: 16-bit copies that persist across steps; GEMMs read them.
 
 The parameters stay float32 master weights, which the optimizer updates and checkpoints store. Code that
 changes them sets :attr:`WeightCopies.is_stale`, and the next forward pass starts with new copies. (Torch's

@@ -1,4 +1,4 @@
-"""The tensor-parallel table of a decoder (``layout.tp``): module name to sharding style.
+"""The tensor parallel table of a decoder (``layout.tp``): module name to sharding style.
 
 ``parallel/tensor.py`` explains the styles. A module that is not in the table is replicated.
 """

@@ -1,6 +1,6 @@
-"""Context parallelism: ranks of ``cp`` share each sequence and communicate in attention only.
+"""Context parallel: ranks of ``cp`` share each sequence and communicate in attention only.
 
-``ring``     ``ring_attention``: keys and values are passed around a ring. Positions are in zig-zag order.
+``ring``     ring attention (``ring_attention``): keys and values rotate. Positions are in zig-zag order.
 ``ulysses``  ``ulysses``: all-to-alls swap positions for heads around attention. Positions are contiguous.
 
 All other modules see a rank's own tokens. A gradient is then a part of a sum, which data parallelism

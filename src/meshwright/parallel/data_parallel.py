@@ -1,8 +1,8 @@
 """Data parallelism: which implementation a layout uses, and what the training loop asks of it.
 
-``ddp``: replicas. ``backup_replicas``: replicas of which the fastest count. ``bucket_reducer``: replicas of
-pipeline stages and experts. ``zero1``: ZeRO-1. ``fsdp``:
-ZeRO-2, ZeRO-3 and hybrid sharding (HSDP).
+``ddp``: replicas. ``backup_replicas``: replicas, with backups of slow ones. ``bucket_reducer``: replicas of
+pipeline stages and of experts. ``zero1``: ZeRO-1. ``fsdp``: ZeRO-2, ZeRO-3 and hybrid sharding
+(HSDP).
 """
 
 from __future__ import annotations

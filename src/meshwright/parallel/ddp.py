@@ -1,4 +1,4 @@
-"""Replicated data parallelism: torch's DDP with buckets that are fixed before the first step.
+"""Data parallel (DDP): torch's DistributedDataParallel with buckets that are fixed before the first step.
 
 Every rank holds the whole model and reads other samples. In the backward pass each bucket of gradients is
 all-reduced over ``dp_replicate``: every rank sends its bucket and gets the sum. The loss is already divided

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks of ``ep`` hold different experts, and tokens are sent to their experts and back.
+"""Expert parallel: ranks of ``ep`` hold different experts, and tokens are sent to their experts and back.
 
 A rank sorts its tokens by expert. An all-to-all exchanges the numbers of rows. A second all-to-all sends
 the rows to the ranks of their experts (*dispatch*), a third one sends the outputs back in the same order

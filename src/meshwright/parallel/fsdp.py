@@ -11,9 +11,10 @@ pass. ZeRO-2 keeps it gathered until the last backward pass of the step (``False
 parameters. The root stays gathered from forward to backward in both. With ``dp_replicate`` (hybrid sharding,
 HSDP) gradients are reduce-scattered over the shard axis and all-reduced over the replicas.
 
-Shards are float32 master weights. Blocks are gathered in the autocast dtype, the root in float32, like the
-residual stream and the gradient of the head. Gradients are reduced in float32 or as ``compression.kind``
-says. They are summed, not averaged: the loss is already divided by the global number of target tokens.
+Shards are float32 master weights (mixed precision). Blocks are gathered in the autocast dtype, the root in
+float32, like the residual stream and the gradient of the head. Gradients are reduced in float32 or as
+``compression.kind`` says. They are summed, not averaged: the loss is already divided by the global number of
+target tokens.
 
 The model is built on the meta device. A group gets its weights just before it is sharded, so a rank never
 holds more than its shards and one full group.

@@ -31,7 +31,7 @@ class ExpertShards:
         group = mesh.group(EXPERT_AXIS)
         self.size, self._name = group.size(), group.group_name
         self._experts, self._ep, self._etp = job.model.num_experts or 0, job.layout.ep, job.layout.etp
-        self._ep_rank, self._etp_rank = divmod(group.rank(), self._etp)
+        self._etp_rank = group.rank() % self._etp
 
     def num_shards(self, name: str) -> int:
         """How many shards a parameter has."""

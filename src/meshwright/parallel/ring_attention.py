@@ -1,4 +1,4 @@
-"""Ring attention: ranks share a sequence, and keys and values are passed around a ring.
+"""Ring attention (context parallel): ranks share a sequence, and keys and values are passed around a ring.
 
 Each rank keeps its queries. In every ring step it attends to the keys and values that it has, while it sends
 them to the next rank and receives those of the previous rank. Outputs of the steps are merged by their

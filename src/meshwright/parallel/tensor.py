@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: ranks of ``tp`` shard each weight matrix, and the tokens between blocks.
+"""Tensor parallel and sequence parallel: ``tp`` ranks shard the weights, and the tokens between blocks.
 
 The model is built with the shapes of a shard (``layout.tensor_parallel.shard_decoder``). The table beside it
 (``models.decoder_sharding``) gives modules a style:
@@ -12,8 +12,8 @@ The model is built with the shapes of a shard (``layout.tensor_parallel.shard_de
                    sends its partial sum and gets the sum (sequence parallel: of its tokens). The bias is
                    added after the sum.
 ``vocab``          Rows of the vocabulary. The embedding looks up this rank's tokens and reduces the output.
-                   The head computes the logits of this rank's vocabulary; the loss needs two small
-                   all-reduces.
+                   The head computes the logits of this rank's vocabulary (loss parallel); the loss needs
+                   two small all-reduces.
 ``positions``      Replicated. A rank looks up the positions of its tokens.
 
 Shape suffixes: B batch, T tokens of a sequence, D hidden, V this rank's vocabulary, N = B x T, C chunk of N.

@@ -1,8 +1,8 @@
-"""The ``tp`` group: its collectives with their gradients, and the shards of dense parameters.
+"""The tensor-parallel group: its collectives with their gradients, and the shards of dense parameters.
 
-The collectives are functional: torch.compile and fake tensors can trace them. Sequence parallelism shards
-the tokens of the whole micro-batch into equal runs, not those of each sample. Gathered tokens are then in
-order without a copy.
+The collectives are functional: torch.compile and fake tensors can trace them. Sequence parallelism
+(all-gather, reduce-scatter) shards the tokens of the whole micro-batch into equal runs, not those of each
+sample. Gathered tokens are then in order without a copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ulysses: context parallelism by all-to-alls that swap positions for heads.
+"""Ulysses: context parallel by all-to-alls that swap positions for heads.
 
 Before attention a rank has a contiguous run of positions of all heads. Every rank sends the heads of
 rank s to rank s and gets all positions of its own heads. After attention it goes back the same way.

@@ -1,4 +1,7 @@
-"""ZeRO-1: full parameters and gradients on every rank, the optimizer state sharded by rows."""
+"""ZeRO-1: full parameters and gradients on every rank, the optimizer state sharded by rows.
+
+Megatron calls it the distributed optimizer.
+"""
 
 from __future__ import annotations
 

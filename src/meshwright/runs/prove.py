@@ -44,8 +44,6 @@ from meshwright.verify.shrink import ShrunkJob, shrink_to_fit
 from meshwright.verify.verdict import Verdict, judge
 
 ENTRY = "meshwright.verify.prove:run_rank"
-REFERENCE_ENTRY = ENTRY
-"""Apart from ``ENTRY``, so that tests can plant defects in the layout alone."""
 DIVERGED = ("train-not-finite", "train-grad-spike")
 
 
@@ -151,7 +149,7 @@ def _run_both(
 ) -> Comparison:
     """Run one process and the layout in one precision, and compare them."""
     home = folder / "reference"
-    expected = run_proof_side(REFERENCE_ENTRY, reference, home, task, data_dir, reporter)
+    expected = run_proof_side(ENTRY, reference, home, task, data_dir, reporter)
     against = dataclasses.replace(task, reference=str(home))
     figures = run_proof_side(ENTRY, plan, folder / "layout", against, data_dir, reporter)
     found = [RankFindings.read(folder / "layout", rank) for rank in range(plan.world_size)]

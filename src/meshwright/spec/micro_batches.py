@@ -1,4 +1,4 @@
-"""How many samples and micro-batches a step has on one rank."""
+"""How many samples and micro-batches (gradient accumulation) a step has on one rank."""
 
 from __future__ import annotations
 

@@ -4,10 +4,11 @@ Weights, reductions and optimizer state are float32 in every mode. Gradients are
 ``train.grad_dtype`` keeps them in bf16. With bf16 and fp16, GEMMs read autocast inputs. With fp8 the linears
 of blocks cast their inputs once more, row by row (``models/kernels/fp8.py``), and the rest runs in bf16.
 
-fp16 has a small range. The loss is multiplied by a scale before the backward pass, and the gradients are
-divided by it afterwards. A step whose gradients overflow is skipped and halves the scale; 2,000 good steps
-double it (torch's ``GradScaler``). Gradients are reduced before the check, so all ranks skip the same steps.
-A loss that is not finite is no such overflow: no scale helps, and the step is bad (``bad_steps``).
+fp16 has a small range, so it uses dynamic loss scaling: the loss is multiplied by a scale before the backward
+pass, and the gradients are divided by it afterwards. A step whose gradients overflow is skipped and halves
+the scale; 2,000 good steps double it (torch's ``GradScaler``). Gradients are reduced before the check, so all
+ranks skip the same steps. A loss that is not finite is no such overflow: no scale helps, and the step is bad
+(``bad_steps``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MIN_LOSS_SCALE = 1.0
 
 
 class MixedPrecision:
-    """Autocast, loss scaling and clipping of a rank; one object per run."""
+    """Autocast, loss scaling and gradient clipping of a rank; one object per run."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._device = device.type

@@ -1,4 +1,4 @@
-"""Assigns samples to ranks and splits them into micro-batches of one size.
+"""Assigns samples to ranks and splits them into micro-batches (gradient accumulation) of one size.
 
 The samples of a step depend on the position only. They are split over the data ranks as evenly as possible.
 A rank with fewer samples is padded with zero-weight samples, whose targets are ignored. So every rank runs

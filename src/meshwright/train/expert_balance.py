@@ -1,4 +1,4 @@
-"""Expert load: counted in every step, reported, and balanced by biases if the job asks for it.
+"""Expert load: counted in every step and reported; balanced by biases with ``train.balance_rate`` > 0.
 
 Each rank counts the tokens that it routes. At the end of a step one all-reduce sums the counts of all layers
 over all ranks. The ``step`` event reports them. They also update the biases of expert selection (Wang et al.

@@ -1,4 +1,7 @@
-"""The training loop: train, evaluate, save; top to bottom."""
+"""The training loop: train, evaluate, save; top to bottom.
+
+One step, with gradient accumulation and gradient clipping, is ``trainer.Trainer.train_step``.
+"""
 
 from __future__ import annotations
 

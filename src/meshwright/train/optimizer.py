@@ -1,7 +1,7 @@
-"""Builds the optimizer and its parameter groups.
+"""Builds the optimizer and its parameter groups; it updates float32 master weights.
 
 ``layout.optimizer_state`` says by parameter name which update rule applies, whether the parameter decays, and
-what state it has.
+what state it has. The learning rate schedule is ``layout.lr_schedule``, gradient clipping is in ``amp``.
 """
 
 from __future__ import annotations

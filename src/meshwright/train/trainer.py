@@ -1,7 +1,8 @@
 """The trainer of one rank: model, optimizer and data, and what one step does with them.
 
 ``build.build_trainer`` builds it, ``loop.train`` calls it. A step is ``train_step``: get the batch, compute
-(``forward_backward``, the control all-reduce, ``update``), count the step, write its event.
+(``forward_backward`` with gradient accumulation, the control all-reduce, ``update`` with gradient clipping),
+count the step, write its event. ``layout.lr_schedule`` has the learning rate schedule.
 """
 
 from __future__ import annotations
@@ -402,7 +403,7 @@ class Trainer:
         return (none, 0) if backup.used_slice is None else found[-1]
 
     def _accumulate(self, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
-        """Add the gradients of micro-batches; returns the summed loss and the number of targets."""
+        """Gradient accumulation over micro-batches; returns the summed loss and the number of targets."""
         device, observer = self.mesh.device, self.observer
         if isinstance(self.model, Decoder):
             self.model.set_expected_loss_grad(1 / divisor)

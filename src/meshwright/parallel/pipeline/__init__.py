@@ -1,1 +1,1 @@
-"""Pipeline parallelism: runs the actions of a schedule as they are written."""
+"""Pipeline parallel: runs the actions of a schedule as they are written."""

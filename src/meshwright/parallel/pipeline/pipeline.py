@@ -1,4 +1,4 @@
-"""The pipeline of a rank: its stages, their schedule, and the times of its actions."""
+"""Pipeline parallel on one rank: its stages, their schedule, and the times of its actions."""
 
 from __future__ import annotations
 

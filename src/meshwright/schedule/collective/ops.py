@@ -23,8 +23,6 @@ ROOTED = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})
 """Operations with a root."""
 REDUCING = frozenset({Op.REDUCE, Op.REDUCE_SCATTER, Op.ALL_REDUCE})
 """Operations that add."""
-BLOCKED = frozenset({Op.SCATTER, Op.GATHER, Op.ALL_GATHER, Op.REDUCE_SCATTER})
-"""Operations with one block of the tensor per rank."""
 
 
 def blocks_before(op: Op, rank: int, ranks: int, root: int | None, blocks: int) -> Iterator[int]:
