@@ -74,6 +74,9 @@ class FlightRecorder:
         """The record of a synchronous call whose wait comes next."""
         self._main_thread = threading.get_ident()
         self._stopped = threading.Event()
+        self._measures_memory = False
+        self._progress = b""
+        """Step, phase and number of calls at the last heartbeat."""
         self._wait: Any = None
         self._functional_waits: Any = None
         self._heartbeat: threading.Thread | None = None
@@ -257,16 +260,33 @@ class FlightRecorder:
         while not self._stopped.wait(ring.HEARTBEAT_S):
             self._beat()
 
+    @contextlib.contextmanager
+    def measuring_memory(self) -> Iterator[None]:
+        """While memory is measured, heartbeats look at the stack only if the rank has made no progress.
+
+        A frame that another thread holds outlives its call, and so do the tensors of its variables.
+        """
+        self._measures_memory = True
+        try:
+            yield
+        finally:
+            self._measures_memory = False
+
     def _beat(self) -> None:
         """Write the time, and the line at which the main thread is."""
+        before, self._progress = self._progress, self._memory[ring.PROGRESS_AT : ring.WAIT_AT]
+        name, line = "", 0
+        if not self._measures_memory or before == self._progress:
+            name, line = self._find_line()
+        self._write_text(ring.BEAT_SOURCE_AT, ring.NOTE_BYTES, _shorten(name))
+        ring.BEAT.pack_into(self._memory, ring.BEAT_AT, time.monotonic_ns(), line)
+
+    def _find_line(self) -> tuple[str, int]:
+        """File and line at which the main thread is. On return no frame is held: see ``measuring_memory``."""
         frame: FrameType | None = sys._current_frames().get(self._main_thread)
         while frame is not None and _is_skipped(frame.f_code.co_filename):
             frame = frame.f_back
-        line = 0
-        if frame is not None:
-            name, line = _shorten(frame.f_code.co_filename), _line_of(frame)
-            self._write_text(ring.BEAT_SOURCE_AT, ring.NOTE_BYTES, name)
-        ring.BEAT.pack_into(self._memory, ring.BEAT_AT, time.monotonic_ns(), line)
+        return ("", 0) if frame is None else (frame.f_code.co_filename, _line_of(frame))
 
     def _observe_waits(self) -> None:
         """Write the begin of every wait in Python, and the end of calls that are waited for at once."""

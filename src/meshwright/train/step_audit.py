@@ -84,8 +84,10 @@ class StepAudit:
         self._kept: list[int] = []
         """By forward pass; with a profile, what its allocations are to be corrected by."""
         self._rows = ExpertRowCounter(trainer.model)
+        self._no_other_frames = trainer.flight.measuring_memory()
 
     def __enter__(self) -> StepAudit:
+        self._no_other_frames.__enter__()
         if self._tracker is not None:
             self._tracker.__enter__()
         elif self._profile is not None:
@@ -101,6 +103,7 @@ class StepAudit:
             self._tracker.__exit__(kind, error, trace)
         elif self._profile is not None:
             self._profile.stop()
+        self._no_other_frames.__exit__(kind, error, trace)
 
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass begins."""
