@@ -36,9 +36,14 @@ for batch in range(12):
 
 
 def step_is_done(nodes, step, generation=0):
-    return lambda: any(
-        e["event"] == "step" and e["step"] >= step and e["generation"] == generation for e in nodes.events()
-    )
+    def holds():
+        nodes.require_no_error()
+        return any(
+            e["event"] == "step" and e["step"] >= step and e["generation"] == generation
+            for e in nodes.events()
+        )
+
+    return holds
 
 
 def kill_agent(agent):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.flight_ring import FLIGHT_VARIABLE, FlightMemory
+from meshwright.launch.acceptor import Acceptor
 from meshwright.launch.agent_file import AgentFile
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.collective_memory import CollectiveMemory
@@ -137,6 +138,8 @@ class Agent:
     """Whether all ranks of the run are on other nodes."""
     listener: socket.socket | None = None
     """Accepts a new supervisor."""
+    acceptor: Acceptor | None = None
+    """Of the listener."""
     file: AgentFile | None = None
 
     def run(self) -> None:
@@ -156,7 +159,8 @@ class Agent:
     def _serve(self) -> bool:
         """Handle what has happened; returns whether to go on."""
         timeout = self.deadline - time.monotonic() if self.deadline < math.inf else None
-        if not all(process.pidfd >= 0 for process in self.processes):
+        paused = self.acceptor is not None and self.acceptor.resume_at is not None
+        if paused or not all(process.pidfd >= 0 for process in self.processes):
             timeout = min(timeout or POLL_S, POLL_S)
         try:
             events = self.selector.select(timeout)
@@ -166,6 +170,8 @@ class Agent:
             self._flush()
         except EndedError:
             return False
+        if self.acceptor is not None:
+            self.acceptor.poll()
         waits = self.others_train or any(process.is_rank for process in self.processes)
         if self.supervisor is None and not (self.orphan_s > 0 and waits):
             return False
@@ -244,7 +250,8 @@ class Agent:
         self.listener.bind(path)
         self.listener.listen(4)
         self.file = AgentFile.create(path)
-        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self.listener.setblocking(False)
+        self.acceptor = Acceptor(self.listener, self.selector, self._accept)
         with contextlib.suppress(OSError):
             self.file.write(Path(run_dir))
         with contextlib.suppress(OSError):
@@ -255,9 +262,11 @@ class Agent:
 
     def _accept(self) -> None:
         """Let a new supervisor adopt the ranks, if there is none and it knows the token."""
-        assert self.listener is not None, "it has a connection"
+        assert self.acceptor is not None, "it has a connection"
         assert self.file is not None, "it is written before"
-        connection, _ = self.listener.accept()
+        connection = self.acceptor.accept()
+        if connection is None:
+            return
         connection.settimeout(HELLO_TIMEOUT_S)
         channel = Channel(connection)
         try:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
+from meshwright.launch.acceptor import Acceptor
 from meshwright.launch.channel import Channel, Message
 from meshwright.launch.network import Address, notice_silence
 
@@ -86,7 +87,7 @@ class JoinListener:
         self.refused = 0
         """Connections that did not prove the token."""
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._acceptor = Acceptor(self._listener, self._selector)
         self._pending: dict[int, _Pending] = {}
 
     def fileno(self) -> int:
@@ -96,6 +97,7 @@ class JoinListener:
     def accept(self) -> list[Channel]:
         """Go on with all handshakes, without blocking; returns the channels of agents that have joined."""
         joined = []
+        self._acceptor.poll()
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept_connections()
@@ -108,9 +110,8 @@ class JoinListener:
 
     def _accept_connections(self) -> None:
         for _ in range(MOST_ACCEPTED):
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # none left, or it is gone again
+            connection = self._acceptor.accept()
+            if connection is None:
                 return
             if len(self._pending) >= MOST_PENDING:
                 self.refused += 1

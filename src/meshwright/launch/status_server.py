@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from meshwright.core.events import warn
+from meshwright.launch.acceptor import Acceptor
 from meshwright.launch.network import Address
 
 MOST_REQUEST_BYTES = 8192
@@ -87,7 +88,7 @@ class StatusServer:
         self._token, self._pages = token, dict(pages)
         self._connections: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._acceptor = Acceptor(self._listener, self._selector)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="status-server", daemon=True)
@@ -107,6 +108,7 @@ class StatusServer:
     def _run(self) -> None:
         while not self._closed:
             deadlines = [connection.deadline for connection in self._connections.values()]
+            deadlines += [] if self._acceptor.resume_at is None else [self._acceptor.resume_at]
             timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             for key, _ in self._selector.select(timeout_s):
                 if key.fileobj is self._listener:
@@ -116,11 +118,11 @@ class StatusServer:
             now = time.monotonic()
             for connection in [c for c in self._connections.values() if c.deadline <= now]:
                 self._drop(connection)
+            self._acceptor.poll()
 
     def _accept(self) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:
+        accepted = self._acceptor.accept()
+        if accepted is None:
             return
         if len(self._connections) >= MOST_CONNECTIONS:
             accepted.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from file_limits import no_free_fd
 from meshwright.launch.agent import Agent, _Process
 from meshwright.launch.channel import Channel, connected_pair
 from meshwright.launch.local import LocalAgent
@@ -179,3 +180,26 @@ def test_an_agent_whose_ranks_stop_is_waited_for(agent, tmp_path: Path):
         agent.listener.close()
         assert adopted.result(timeout=30) is None
     assert waits == [True]
+
+
+def test_an_agent_without_free_file_descriptors_keeps_its_ranks(agent, tmp_path: Path):
+    """A new supervisor waits, and adopts the ranks when there is a file descriptor again."""
+    agent, supervisor = agent
+    supervisor.send({"do": "configure", "run_dir": str(tmp_path), "orphan_s": 60})
+    supervisor.send({"do": "begin_layout", "generation": 2, "others_train": True})
+    while not agent.others_train:
+        assert agent._serve()
+    supervisor.close()
+    assert agent._serve()
+    with socket.socket(socket.AF_UNIX) as other:
+        with no_free_fd():
+            other.connect(agent.listener.getsockname())
+            assert agent._serve()
+            assert agent.selector.select(0) == [], "nothing wakes it"
+        other.sendall(b"no token\n")
+        while agent.acceptor.resume_at is not None:
+            assert agent._serve()
+        assert agent._serve()
+        other.settimeout(10)
+        assert other.recv(1) == b"", "it is heard and refused"
+    agent.listener.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from file_limits import no_free_fd
 from meshwright.core.errors import RunFailedError, UserError
 from meshwright.launch import join as join_module
 from meshwright.launch.channel import Channel
@@ -177,6 +178,23 @@ def count_fds():
 
 def rss_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_listener_without_free_file_descriptors_does_not_wake_the_supervisor(listener):
+    """The agent waits, and joins when there is a file descriptor again."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        with socket.socket() as stranger, no_free_fd():
+            stranger.connect(("127.0.0.1", listener.address.port))
+            assert selector.select(10), "a connection waits"
+            assert listener.accept() == []
+            assert selector.select(0) == []
+    thread, found = join_in_thread(listener)
+    channel = accept_one(listener)
+    thread.join()
+    assert channel is not None
+    for one in (channel, *found):
+        one.close()
 
 
 def test_600_hostile_connections_leave_nothing_behind(listener, monkeypatch):

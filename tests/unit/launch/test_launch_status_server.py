@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import time
 from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 
+from file_limits import no_free_fd
 from meshwright.launch import status_server
 from meshwright.launch.network import Address
 from meshwright.launch.status_server import JSON, MOST_CONNECTIONS, Reply, StatusServer
@@ -186,6 +188,21 @@ def test_random_bytes_change_nothing(server):
     for _ in range(100):
         send(server, os.urandom(200) + b"\r\n\r\n")
     assert get(server)[0].status == 200
+
+
+def test_a_server_without_free_file_descriptors_does_not_spin(server, monkeypatch):
+    """The client waits, and gets its reply when there is a file descriptor again."""
+    rounds = []
+    select = server._selector.select
+    monkeypatch.setattr(server._selector, "select", lambda *timeout: rounds.append(1) or select(*timeout))
+    with socket.socket() as client:
+        client.settimeout(10)
+        with no_free_fd():
+            client.connect(("127.0.0.1", server.address.port))
+            client.sendall(HEAD + b"\r\n\r\n")
+            time.sleep(0.3)  # lets a loop that spins do so
+            assert len(rounds) < 10
+        assert status_of(client.recv(4096)) == 200
 
 
 def test_an_address_in_use_is_an_error(server):

@@ -181,6 +181,12 @@ class Nodes:
         """Events of the run so far."""
         return self.commands[0].events(self.run_dir)
 
+    def require_no_error(self) -> None:
+        """The newest command that trains runs, has ended without an error, or was killed."""
+        newest = [command for command in self.commands if command.arguments[0] == "train"][-1]
+        if (status := newest.process.poll() or 0) > 0:
+            require(False, f"the command ended with status {status}: {newest.finish()[2]}")
+
     def rank_pid(self, rank: int) -> int:
         """The newest process of a rank."""
         return int([e["pid"] for e in self.events() if e["event"] == "started" and e["rank"] == rank][-1])

@@ -23,7 +23,7 @@ class Command:
     """A running command; ``wait_for`` waits for an event."""
 
     def __init__(self, arguments: Sequence[str], folder: Path, program: Sequence[str] = PROGRAM) -> None:
-        self.folder = folder
+        self.arguments, self.folder = tuple(arguments), folder
         self.process = subprocess.Popen(
             [*program, *arguments],
             cwd=folder,
