@@ -19,6 +19,7 @@ the ranks before this process loads the planner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from meshwright.collectives import (
     prove_collective,
     validate_collectives,
 )
+from meshwright.core.arguments import as_list
 from meshwright.core.errors import require_argument
 from meshwright.job_files import WrittenJob, find_nearest_legal, job_schema, write_job
 from meshwright.run_folder import Run, find_hang, list_runs, load_run
@@ -175,7 +177,9 @@ class Job:
 
         objectives = get_args(Objective)
         require_argument(by in objectives, "by", by, f"must be one of {', '.join(objectives)}")
-        require_argument(top >= 1, "top", top, "must be at least 1")
+        require_argument(
+            isinstance(top, int) and top >= 1, "top", top, "must be a whole number of at least 1"
+        )
         return Plan(*plan_job(self.loaded, by, top, explain, reporter))
 
     def explain(self, *layout: str, reporter: Reporter = SILENT) -> LayoutExplanation:
@@ -187,6 +191,8 @@ class Job:
         """
         from meshwright.runs.explain import explain_layout  # noqa: PLC0415
 
+        for key in layout:
+            require_argument(isinstance(key, str), "layout", key, "must be a text such as 'layout.tp=4'")
         return explain_layout(self.loaded, layout, reporter)
 
     def size_cluster(
@@ -209,6 +215,8 @@ class Job:
 
         limits = deadline_s is not None or max_cost is not None
         require_argument(limits, "deadline_s", None, "or max_cost must be given")
+        for name, value in (("tokens", tokens), ("deadline_s", deadline_s), ("max_cost", max_cost)):
+            require_argument(value is None or 0 < value < math.inf, name, value, "must be a number above 0")
         return size_job(self.loaded, Goal(tokens, deadline_s, max_cost), reporter)
 
     def train(
@@ -279,7 +287,7 @@ class Job:
     def bench_scaling(
         self,
         *,
-        ranks: Sequence[int] | None = None,
+        ranks: int | Sequence[int] | None = None,
         steps: int = 12,
         weak: bool = False,
         reporter: Reporter = SILENT,
@@ -294,7 +302,7 @@ class Job:
         """
         from meshwright.runs.scaling import bench_scaling  # noqa: PLC0415
 
-        return bench_scaling(self.loaded, ranks, steps, weak, reporter)
+        return bench_scaling(self.loaded, None if ranks is None else as_list(ranks), steps, weak, reporter)
 
     def simulate_failures(
         self,
@@ -467,7 +475,7 @@ def prepare_corpus(
 
 
 def count_words(
-    files: Sequence[str],
+    files: str | Sequence[str],
     *,
     engine: str | None = None,
     parallelism: int | None = None,
@@ -492,7 +500,7 @@ def count_words(
 
     require_argument(top >= 1, "top", top, "is not a number of words; use 1 or more")
     choice = EngineChoice(engine, parallelism, address)
-    return count_words_with_progress(files, Path.cwd(), reporter, choice, top)
+    return count_words_with_progress(as_list(files), Path.cwd(), reporter, choice, top)
 
 
 def join_run(
@@ -559,7 +567,9 @@ def run_faults(
     return run(names, seed, budget_s, None if schedule is None else Path(schedule), reporter)
 
 
-def validate(tables: Sequence[str | Path] = (), *, leave_one_source_out: bool = False) -> Validation:
+def validate(
+    tables: str | Path | Sequence[str | Path] = (), *, leave_one_source_out: bool = False
+) -> Validation:
     """Predict published runs and our own; the package's tables if none is given.
 
     Args:
@@ -571,6 +581,7 @@ def validate(tables: Sequence[str | Path] = (), *, leave_one_source_out: bool = 
     from meshwright.validation.metrics import Validation  # noqa: PLC0415
     from meshwright.validation.published import read_rows  # noqa: PLC0415
 
+    tables = as_list(tables)
     rows = [row for table in tables for row in read_rows(Path(table))]
     own = [] if tables and not leave_one_source_out else [r for t in bundled_tables() for r in read_rows(t)]
     judged = rows if tables else own

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.core.arguments import as_list
 from meshwright.core.errors import CheckFailedError, Problem, UserError, require_argument
 from meshwright.runs.reporter import SILENT, Reporter
 
@@ -69,9 +70,9 @@ def build_collective(
 def bench_collectives(
     *,
     ranks: int | None = None,
-    ops: Sequence[str] = (),
-    algorithms: Sequence[str] | None = None,
-    sizes: Sequence[int] = (),
+    ops: str | Sequence[str] = (),
+    algorithms: str | Sequence[str] | None = None,
+    sizes: int | Sequence[int] = (),
     budget_s: float = 120.0,
     cpu: bool = False,
     reporter: Reporter = SILENT,
@@ -94,7 +95,8 @@ def bench_collectives(
     """
     from meshwright.runs.collective_bench import bench_collectives as bench  # noqa: PLC0415
 
-    return bench(ranks, ops, algorithms, sizes, budget_s, cpu, reporter)
+    ours: list[str] | None = None if algorithms is None else as_list(algorithms)
+    return bench(ranks, as_list(ops), ours, as_list(sizes), budget_s, cpu, reporter)
 
 
 def prove_collective(
@@ -126,9 +128,9 @@ def compare_collectives(
     op: str = "all_reduce",
     on: str = "2x8xh100-sxm",
     *,
-    ranks: Sequence[int] = (),
-    sizes: Sequence[int] = (),
-    algorithms: Sequence[str] = (),
+    ranks: int | Sequence[int] = (),
+    sizes: int | Sequence[int] = (),
+    algorithms: str | Sequence[str] = (),
 ) -> CollectiveComparison:
     """Simulate every algorithm of an operation over sizes and numbers of ranks.
 
@@ -144,7 +146,9 @@ def compare_collectives(
     """
     from meshwright.simulate.collective_choice import SIZES, compare_algorithms  # noqa: PLC0415
 
-    return compare_algorithms(op, _load_cluster(on), ranks, sizes or SIZES, algorithms)
+    return compare_algorithms(
+        op, _load_cluster(on), as_list(ranks), as_list(sizes) or SIZES, as_list(algorithms)
+    )
 
 
 def validate_collectives() -> CollectiveValidation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,7 @@ class SimulatedSchedule:
     schedule: PipelineSchedule
     proof: Proof
     """With the largest number of activations in flight, per rank and per stage."""
-    walk: Walk
+    walk: Walk = field(repr=False)
     """Start and end of each action."""
     times: StageTimes
     transfer_s: StageSeconds

@@ -137,6 +137,10 @@ def test_the_package_exports_the_whole_api():
     [
         lambda job: job.plan(by="speed"),
         lambda job: job.plan(top=0),
+        lambda job: job.plan(top="5"),
+        lambda job: job.explain(["layout.tp=2"]),
+        lambda job: job.size_cluster(-1.0, 10.0),
+        lambda job: job.size_cluster(1e9, float("nan")),
         lambda job: mw.generate("nowhere", tokens=0),
         lambda job: mw.generate("nowhere", temperature=-1.0),
         lambda job: mw.load_job("job.toml", {"train.steps": 3}),
@@ -146,3 +150,28 @@ def test_invalid_argument_is_refused_by_name(job_path, call):
     with pytest.raises(mw.UserError) as caught:
         call(mw.load_job(job_path))
     assert caught.value.problems[0].code == "api-argument"
+
+
+def test_results_have_a_short_repr(job_path):
+    """They are shown in notebooks; some hold every predicted layout."""
+    job = mw.load_job(job_path)
+    big = mw.load_job("llama3-8b", on="8xh100-sxm")
+    plan = job.plan()
+    collective, schedule = mw.build_collective("all_reduce", "ring", 8), mw.build_schedule("zbv", 4, 8)
+    results = [
+        *(job, plan, plan.contract, plan.search, plan.simulate_step(), job.explain("layout.tp=3")),
+        *(big.simulate_failures(3, runs=20), big.size_cluster(1e10, 3e6), collective, schedule),
+        *(mw.prove_collective(collective), mw.simulate_schedule(schedule)),
+    ]
+    assert {type(found).__name__: len(repr(found)) for found in results if len(repr(found)) > 500} == {}
+
+
+def test_one_text_path_or_number_stands_for_a_list_of_one(tmp_path, monkeypatch):
+    (tmp_path / "words.txt").write_text("one two two")
+    monkeypatch.chdir(tmp_path)
+    assert mw.count_words("words.txt").total == 3
+    one = mw.compare_collectives("all_gather", ranks=16, sizes=2**20, algorithms="ring")
+    assert one == mw.compare_collectives("all_gather", ranks=[16], sizes=[2**20], algorithms=["ring"])
+    with pytest.raises(mw.UserError) as caught:
+        mw.validate("nowhere.csv")
+    assert "nowhere.csv" in str(caught.value)

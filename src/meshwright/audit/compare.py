@@ -137,6 +137,10 @@ class Audit:
     """What a run that did not finish, or not its audited step, did not measure; empty for others. Whatever
     was measured is compared all the same."""
 
+    def __repr__(self) -> str:
+        rows = len(self.state) + len(self.collectives)
+        return f"Audit(ok={self.ok}, rows={rows}, differences={list(self.differences)})"
+
     @property
     def ok(self) -> bool:
         """Whether everything matches the plan."""

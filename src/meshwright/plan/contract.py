@@ -214,6 +214,10 @@ class PlanContract:
     placement: Slots = RANK_ORDER
     """The device slot of each rank (``layout.placement``); empty: in rank order."""
 
+    def __repr__(self) -> str:
+        degrees = self.job.layout.named_degrees() or "one rank"
+        return f"PlanContract({degrees}, step_s={self.step_s:.4g}, exact={self.exact})"
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

@@ -78,6 +78,10 @@ class Prediction:
     placement_reason: str = ""
     """Why ranks are placed so; empty on one node."""
 
+    def __repr__(self) -> str:
+        degrees = self.layout.named_degrees() or "one rank"
+        return f"Prediction({degrees}, step_s={self.step_s:.4g}, needed_bytes={self.needed_bytes})"
+
     @property
     def layout(self) -> Layout:
         """The layout."""

@@ -42,6 +42,9 @@ class DryRun:
     process_bytes: int
     """By how much the dry run raised the peak memory of this process."""
 
+    def __repr__(self) -> str:
+        return f"DryRun(rank={self.rank}, ok={self.ok}, plan={self.plan})"
+
     @property
     def ok(self) -> bool:
         """Whether the measured step matches the plan."""

@@ -54,6 +54,10 @@ class LayoutExplanation:
     """The best layout on all devices that has its keys."""
     search: SearchResult
 
+    def __repr__(self) -> str:
+        codes = [problem.code for problem in self.problems]
+        return f"LayoutExplanation(legal={self.legal}, problems={codes}, nearest={list(self.nearest)})"
+
     @property
     def legal(self) -> bool:
         """Whether no rule forbids it."""

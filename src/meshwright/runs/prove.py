@@ -84,6 +84,9 @@ class Proof:
     mixed: Comparison | None
     """In the job's precision: None if that is float32, or float32 differs already."""
 
+    def __repr__(self) -> str:
+        return f"Proof({self.layout_name}, equal={self.equal})"
+
     @property
     def equal(self) -> bool:
         """Whether the layout computes what one process computes, within the tolerances."""

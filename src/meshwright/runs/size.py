@@ -24,6 +24,9 @@ class SizedCluster:
     job: LoadedJob
     """On the cluster that was chosen."""
 
+    def __repr__(self) -> str:
+        return f"SizedCluster({self.answer!r})"
+
     @property
     def answer(self) -> str:
         """The chosen cluster, its time and its cost as text."""

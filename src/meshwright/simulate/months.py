@@ -78,6 +78,9 @@ class FailureSimulation:
     on_demand: FailureSimulation | None = None
     """The same without preemptions at the full price; None if nothing is preempted."""
 
+    def __repr__(self) -> str:
+        return f"FailureSimulation(goodput={self.goodput.mean:.3f}, runs={self.runs}, seed={self.seed})"
+
     @property
     def cost(self) -> float | None:
         """Price of all nodes, spares included, for the whole time, in USD."""

@@ -94,6 +94,9 @@ class StepTimeline:
     for all."""
     walk: Walk | None
 
+    def __repr__(self) -> str:
+        return f"StepTimeline(step_s={self.step_s:.4g}, pp_ranks={len(self.pp_ranks)}, plan={self.plan})"
+
     @classmethod
     def of(cls, plan: PlanContract) -> StepTimeline:
         """The timeline of a planned step."""

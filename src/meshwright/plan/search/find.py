@@ -124,6 +124,9 @@ class SearchResult:
     shortlist: RankedLayouts | None = None
     """Result of the first stage, best first."""
 
+    def __repr__(self) -> str:
+        return f"SearchResult(evaluated={self.evaluated}, checked={self.checked}, best={self.best[:1]})"
+
     def counts(self) -> dict[str, Any]:
         """The counts for ``--json``."""
         return {

@@ -19,7 +19,7 @@ runs it. The rules of a schedule:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ class CollectiveSchedule:
     """Equal blocks of the tensor; of all-to-all: of the inputs of all ranks together."""
     parts: int
     """Chunks per block."""
-    rows: Rows
+    rows: Rows = field(repr=False)
     groups: tuple[tuple[int, ...], ...] = ()
     """Ranks of each node, or row of the grid; of hierarchical and 2-D algorithms."""
 

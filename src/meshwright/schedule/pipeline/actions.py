@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class PipelineSchedule:
     micro_batches: int
     stage_ranks: tuple[int, ...]
     """The rank of each stage, first to last; a rank may have any number of stages."""
-    ranks: Rows
+    ranks: Rows = field(repr=False)
     split_backward: bool
     """Whether weight gradients are separate actions."""
     forward_only: bool = False
