@@ -7,40 +7,16 @@ import tomllib
 
 import pytest
 
-from meshwright.plan.probe_runs import PROBE_SUITES, AttentionShape, GemmShape
+from meshwright.plan.probe_runs import PROBE_SUITES, GemmShape
 from meshwright.runs.probe import choose_block_s
-
-TINY = {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "ffn_size": 64,
-    "vocab_size": 64,
-}
-QUICK = dataclasses.replace(
-    PROBE_SUITES["cpu"],
-    gemms=(GemmShape(32, 64, 32),),
-    fp8_gemms=(GemmShape(32, 16, 16),),
-    attention=(AttentionShape(1, 4, 2, 8, 32),),
-    large_gemm_size=128,
-    copy_elements=2**16,
-    optimizer_elements=2**14,
-    seconds=1e-4,
-    steps=5,
-    models=tuple(
-        {"model": TINY | {"num_layers": layers}, "seq_len": 16, "batch": batch}
-        for layers, batch in ((1, 2), (2, 2), (2, 4))
-    ),
-    all_cores=False,
-    collective_sizes=(),
-)
+from quick_probe import QUICK_PROBE
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Measure with small shapes in a short time. The figures mean nothing for this machine."""
-    monkeypatch.setitem(PROBE_SUITES, "cpu", QUICK)
+    """Measure with small shapes in a short time, one core alone; fp8 too."""
+    suite = dataclasses.replace(QUICK_PROBE, fp8_gemms=(GemmShape(32, 16, 16),), all_cores=False)
+    monkeypatch.setitem(PROBE_SUITES, "cpu", suite)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def read_batches(path: Path) -> Batches:
 
 def count_rows(path: Path) -> int:
     """Rows of a file."""
-    return sum(batch.num_rows for batch in read_batches(path))
+    return sum(batch.num_rows for batch in _map_batches(path))
 
 
 def run_task(folder: Path, number: int, stage: MapStage, task: Any) -> None:
@@ -142,19 +142,24 @@ def run_bucket(folder: Path, bucket: int, stage: ShuffleStage, inputs: Sequence[
 
 def _read_bucket(path: Path, bucket: int) -> Batches:
     """The rows of one bucket in a file whose rows are in the order of buckets; others are not read."""
-    with arrow().memory_map(str(path)) as file, arrow().ipc.open_file(file) as reader:
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            buckets = batch.column(BUCKET).to_numpy()
-            begin, end = buckets.searchsorted(bucket), buckets.searchsorted(bucket, side="right")
-            if begin < end:
-                yield batch.slice(begin, end - begin)
+    for batch in _map_batches(path):
+        buckets = batch.column(BUCKET).to_numpy()
+        begin, end = buckets.searchsorted(bucket), buckets.searchsorted(bucket, side="right")
+        if begin < end:
+            yield batch.slice(begin, end - begin)
 
 
 def list_buckets(inputs: Sequence[Path]) -> list[int]:
-    """The buckets of files, in order."""
-    columns = (batch.column(BUCKET) for path in inputs for batch in read_batches(path))
+    """The buckets of files, in order; other columns are not read."""
+    columns = (batch.column(BUCKET) for path in inputs for batch in _map_batches(path))
     return sorted({bucket for column in columns for bucket in column.unique().to_pylist()})
+
+
+def _map_batches(path: Path) -> Batches:
+    """The batches of a file, mapped: only what is used of them is read."""
+    with arrow().memory_map(str(path)) as file, arrow().ipc.open_file(file) as reader:
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
 
 
 def result_path(folder: Path, number: int) -> Path:
