@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.order import Uint64s, mix
+from meshwright.data.splitmix import GOLDEN, Uint64s, mix
 from meshwright.spec.job import SYNTHETIC_IMAGES
 from meshwright.spec.model import ResNetModel
 
@@ -31,7 +31,6 @@ IMAGES, LABELS = "images.npy", "labels.npy"
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HALF_BYTE = np.float32(127.5)
 _CHECKED_AT_ONCE = 2**24
 """Pixels of float32 images that are checked at once."""
@@ -94,7 +93,7 @@ class SyntheticImages:
         wave = _outer(np.cos(across), np.sin(along)) + _outer(np.sin(across), np.cos(along))
         colours = 0.25 + 0.25 * np.cos(angle[:, None] * 2 + np.arange(shape.channels))
         images: Float32s = colours.astype(np.float32)[:, :, None, None] * wave[:, None]
-        for index, start in enumerate(mix(drawn + _GOLDEN) % np.uint64(_NOISE_STARTS)):
+        for index, start in enumerate(mix(drawn + GOLDEN) % np.uint64(_NOISE_STARTS)):
             images[index] += self._noise[int(start) :][: shape.pixels].reshape(images[index].shape)
         return images, labels
 
@@ -304,7 +303,7 @@ def _outer(rows: npt.NDArray[np.float64], columns: npt.NDArray[np.float64]) -> F
 
 def _draw(numbers: Uint64s) -> Uint64s:
     """64 random bits per number (SplitMix64)."""
-    return mix((numbers + np.uint64(1)) * _GOLDEN)
+    return mix((numbers + np.uint64(1)) * GOLDEN)
 
 
 def _unit(drawn: Uint64s) -> npt.NDArray[np.float64]:

@@ -22,15 +22,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.data.splitmix import GOLDEN, Uint64s, mix
+
 WINDOW = 65536
 """Samples per shuffle window."""
 
 _MAX_WINDOW = 2**48
 _ROUNDS = 8
 _MASK_64 = 2**64 - 1
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-Uint64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 
 
@@ -96,15 +96,8 @@ class SampleOrder:
     def _keys(self, epoch: Int64s, first: Int64s) -> Uint64s:
         """One key per (seed, epoch, window); the first sample identifies a window."""
         seed = np.asarray([self.seed & _MASK_64], dtype=np.uint64)
-        key = mix(mix(seed + _GOLDEN) + epoch.astype(np.uint64) * _GOLDEN)
-        return mix(key ^ mix(first.astype(np.uint64) + _GOLDEN))
-
-
-def mix(x: Uint64s) -> Uint64s:
-    """SplitMix64's finalizer; arrays only, because NumPy warns when a scalar overflows."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+        key = mix(mix(seed + GOLDEN) + epoch.astype(np.uint64) * GOLDEN)
+        return mix(key ^ mix(first.astype(np.uint64) + GOLDEN))
 
 
 def _permute(index: Uint64s, size: Uint64s, key: Uint64s) -> Uint64s:
@@ -130,6 +123,6 @@ def _feistel(value: Uint64s, half: Uint64s, key: Uint64s) -> Uint64s:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = value >> half, value & mask
     for _ in range(_ROUNDS):
-        key = key + _GOLDEN
+        key = key + GOLDEN
         left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << half) | right

@@ -24,10 +24,10 @@ from meshwright.data.engines.engine import Engine, Show, map_tasks, shuffle_rows
 from meshwright.data.engines.stages import BUCKET, Batches, MapStage, ShuffleStage
 from meshwright.data.engines.work_folder import BATCH_ROWS, WorkFolder, arrow, read_batches
 from meshwright.data.files import BadDataError, FileKind, file_kind, open_file
-from meshwright.data.order import mix
 from meshwright.data.pipeline.splits import SPLIT_BYTES, FilePart, InputSplit, plan_splits
 from meshwright.data.prepare_report import describe_left_out
 from meshwright.data.sources import printable
+from meshwright.data.splitmix import GOLDEN, Uint64s, mix
 
 TOP = 20
 """Words that are named."""
@@ -44,9 +44,6 @@ _WIDE_CODES = {
 _IS_WIDE_START = np.isin(np.arange(256), [one[0] for one in _WIDE])
 _PACKED = 8
 """Bytes of a word that is counted as a number, with the space after it."""
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-Uint64s = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -327,13 +324,13 @@ def hash_words(words: Any) -> npt.NDArray[np.int64]:
     offsets = np.frombuffer(words.buffers()[1], dtype=np.int64)[words.offset : words.offset + len(words) + 1]
     starts, sizes = offsets[:-1], np.diff(offsets)
     data = np.concatenate((np.frombuffer(words.buffers()[2], dtype=np.uint8), np.zeros(8, dtype=np.uint8)))
-    hashes = mix(sizes.astype(np.uint64) + _GOLDEN)
+    hashes = mix(sizes.astype(np.uint64) + GOLDEN)
     left = np.arange(sizes.size)
     at = 0
     while (left := left[sizes[left] > at]).size:
         windows = data[starts[left, None] + at + np.arange(8)]
         windows[np.arange(8) >= (sizes[left] - at)[:, None]] = 0
-        hashes[left] = mix(hashes[left] ^ (windows.view("<u8")[:, 0] + _GOLDEN))
+        hashes[left] = mix(hashes[left] ^ (windows.view("<u8")[:, 0] + GOLDEN))
         at += 8
     return hashes.view(np.int64)
 

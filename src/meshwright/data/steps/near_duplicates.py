@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.order import mix
+from meshwright.data.splitmix import GOLDEN, Uint64s, mix
 
 BANDS = 16
 ROWS = 8
@@ -26,10 +26,7 @@ SHINGLE_BYTES = 24
 
 _BINS = BANDS * ROWS
 _EMPTY = np.uint64(2**64 - 1)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SPACE = 0x20
-
-Uint64s = npt.NDArray[np.uint64]
 
 
 class MinHash:
@@ -47,9 +44,9 @@ class MinHash:
         starts = np.concatenate(([0], np.flatnonzero(data[: len(text)] == _SPACE) + 1))
         windows = data[starts[:, None] + np.arange(SHINGLE_BYTES)]
         words = np.ascontiguousarray(windows).view("<u8").astype(np.uint64)
-        hashes = mix(words[:, 0] + _GOLDEN)
+        hashes = mix(words[:, 0] + GOLDEN)
         for column in range(1, words.shape[1]):
-            hashes = mix(hashes ^ (words[:, column] + _GOLDEN))
+            hashes = mix(hashes ^ (words[:, column] + GOLDEN))
         np.minimum.at(self._bins, (hashes & np.uint64(_BINS - 1)).astype(np.int64), hashes)
 
     def bands(self) -> npt.NDArray[np.int64]:
@@ -60,7 +57,7 @@ class MinHash:
         # The next filled bin, cyclically.
         following = filled[np.searchsorted(filled, np.arange(_BINS)) % filled.size]
         signature = self._bins[following].reshape(BANDS, ROWS)
-        hashes = mix(np.arange(1, BANDS + 1, dtype=np.uint64) * _GOLDEN)
+        hashes = mix(np.arange(1, BANDS + 1, dtype=np.uint64) * GOLDEN)
         for row in range(ROWS):
-            hashes = mix(hashes ^ (signature[:, row] + _GOLDEN))
+            hashes = mix(hashes ^ (signature[:, row] + GOLDEN))
         return hashes.view(np.int64)
