@@ -28,7 +28,7 @@ class WrittenJob:
 
     path: Path
     spec: Job
-    """As it was loaded."""
+    """The job, loaded from the file."""
     text_field: str | None
     """Field of the records that has the text; None if the data have no records."""
     note: str

@@ -71,7 +71,7 @@ class SliceLog:
 
 
 def describe_slices(rows: Sequence[GivenSlices]) -> str:
-    """Which share of the gradients came from backups, and whose slices were taken over most."""
+    """Describes the share of gradients from backups, and the rank whose slices were taken over most."""
     used = sum(row.own + row.taken_over for row in rows)
     by_backups = sum(row.taken_over for row in rows if row.backup)
     slowest = max((row for row in rows if not row.backup), key=lambda row: row.unused / max(1, row.steps))

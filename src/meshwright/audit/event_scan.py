@@ -26,7 +26,7 @@ _STEP_S = re.compile(rb'"step_s":([0-9.eE+-]+)[,}]')
 
 @dataclass
 class Scan:
-    """What is counted of lines that are not parsed."""
+    """Counts and errors of an event file, most of whose lines are not parsed."""
 
     unreadable: int = 0
     """Lines that are truncated, not JSON, or of another version."""
@@ -100,7 +100,7 @@ class Attempt:
     causes: list[str] = field(default_factory=list)
     """Error messages of ranks."""
     consequences: list[str] = field(default_factory=list)
-    """Those of ranks that ended because another one had failed."""
+    """Error messages of ranks that ended because another rank had failed."""
     record: RunRecord = field(default_factory=RunRecord)
 
     @property

@@ -18,7 +18,7 @@ class ReplayedLoss:
 
     step: int
     generation: int
-    """The one that did it again."""
+    """The generation that repeated the step."""
     loss: float | None
     before: float | None
     before_generation: int

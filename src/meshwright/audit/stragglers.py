@@ -71,7 +71,7 @@ class StragglerLog:
 
     @property
     def current(self) -> list[StragglerSpan]:
-        """Those that have not recovered."""
+        """The stragglers that have not recovered."""
         return [span for span in self.spans if span.recovered_step is None]
 
     def as_list(self) -> list[dict[str, Any]]:

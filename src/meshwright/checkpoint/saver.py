@@ -170,7 +170,7 @@ class CheckpointSaver:
         self._blocked_s = time.perf_counter() - started + waited_s
 
     def _list_items(self) -> list[WriteItem]:
-        """What this rank writes."""
+        """The tensors that this rank writes."""
         return list_write_items(self.state, self._rank)
 
     def _build_manifest(self, eval_loss: float | None) -> Manifest:

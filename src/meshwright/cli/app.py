@@ -69,7 +69,7 @@ def _root(
 
 
 class RankBy(StrEnum):
-    """What the best layout minimises."""
+    """Objective of the planner."""
 
     time = "time"
     cost = "cost"

@@ -43,7 +43,7 @@ class PlanRequest:
 
 
 class SizingLimits(NamedTuple):
-    """What a cluster must do: the arguments of :meth:`Job.size_cluster`."""
+    """The requirements for a cluster: arguments of :meth:`Job.size_cluster`."""
 
     tokens: float
     deadline_s: float | None

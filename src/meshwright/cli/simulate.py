@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulationRequest:
-    """Which job, on what cluster, and how many runs of how many days."""
+    """The job, its cluster, and the number and length of the simulated runs."""
 
     source: str
     overrides: Sequence[str]

@@ -17,13 +17,13 @@ class DevicePool:
     """The devices of a run over all its layouts."""
 
     all: frozenset[Device]
-    """Those of the first layout: the run never uses others."""
+    """The devices of the first layout: the run never uses others."""
     grow_after_s: float
     """How long a device that came back must stay before it is used."""
     retry_s: float
     """How long a device that was left out is not used; 0: for the rest of the run."""
     planned: frozenset[Device] = frozenset()
-    """Those that the current layout was chosen for; it may use fewer."""
+    """The devices for which the current layout was chosen; it may use fewer."""
     _excluded: dict[Device, float] = field(default_factory=dict)
     """When each device may be used again."""
     _back_since: float = math.inf

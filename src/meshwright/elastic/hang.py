@@ -381,7 +381,7 @@ class _Ranks:
 
 
 def _signature(record: CallRecord) -> Call:
-    """What must be equal on all ranks of a channel. A send meets a receive."""
+    """The part of a call that must be equal on all ranks of a channel. A send matches a receive."""
     op = "send/recv" if record.channel.direction else record.op
     numel, dtype = (0, "") if record.op in ANY_SIZE else (record.numel, record.dtype)
     return record.channel.group, record.channel.direction, op, numel, dtype

@@ -136,7 +136,7 @@ class LayoutChange:
 
 @dataclass(frozen=True)
 class EarlierLayout:
-    """What a supervisor takes over from the one of the previous layout."""
+    """The state that a supervisor takes over from the supervisor of the previous layout."""
 
     change: LayoutChange
     plan_files: tuple[str, ...]

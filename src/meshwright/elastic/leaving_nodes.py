@@ -34,7 +34,7 @@ class LeavingNodes(RankSupervisor):
         self._leaving: set[int] = set()
         """Nodes that are about to be taken away, and still have an agent."""
         self._departing: frozenset[int] = frozenset()
-        """Those of them for which the ranks save a checkpoint and end now."""
+        """Leaving nodes for which the ranks now save a checkpoint and end."""
         self._to_spares = False
         """Whether spare nodes take over from the departing ones."""
         self._leave_at = 0.0

@@ -52,7 +52,7 @@ Result = TypeVar("Result")
 
 
 class NodeSetup(Protocol):
-    """What a node does besides running ranks."""
+    """Callbacks of a node: prepare its run folder, update it for another layout, show a message."""
 
     def prepare(self, order: Message) -> tuple[Path, Sequence[Problem]]:
         """Write the run folder of this node and check what it must reach."""
@@ -268,7 +268,7 @@ class NodeAgent:
             self._ask_to_stop()  # the previous supervisor may not have handled it
 
     def _list_missed(self) -> list[Message]:
-        """What the previous supervisor did not get, or got and may not have handled when it died."""
+        """Messages that the previous supervisor may not have handled when it died."""
         unsent = {id(message) for message in self._unsent}
         known = self._ranks | self._exits.keys()  # of this layout
         in_flight = [

@@ -37,7 +37,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may spend on failures: the settings of ``elastic``."""
+    """Limits on recoveries: the settings of ``elastic``."""
 
     restarts: int = 0
     """Failures in a row without a new step; 0: the first one ends the run."""

@@ -64,7 +64,7 @@ def _count_ticks(thread: Path) -> int:
 
 @dataclass
 class _Seen:
-    """What the last poll saw of a rank."""
+    """State of a rank in the last poll."""
 
     heartbeat_ns: int = 0
     written: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -156,7 +156,7 @@ class RankWatch:
         return max((progress.generation for progress in found), default=0)
 
     def judge(self, limit_s: float = ASKED_LIMIT_S, exits: Mapping[int, str] | None = None) -> Verdict:
-        """What the run waits for now.
+        """The present hang verdict of the run.
 
         Args:
             limit_s: Age at which a rank is silent or stuck.
@@ -243,7 +243,7 @@ class NodeWatch:
         return max(0.0, self._reported_at + HEARTBEAT_S - time.monotonic())
 
     def report(self, whole: Collection[int] = ()) -> dict[str, Any]:
-        """What the watch of the supervisor receives.
+        """The report that this node sends to the watch of the supervisor.
 
         Args:
             whole: Ranks of which all records are sent. Of others they are sent if the rank made no progress.

@@ -59,7 +59,7 @@ class StragglerHandling:
         ]
 
     def _choose(self, found: Straggler) -> Literal["none", "replace", "exclude"]:
-        """What the policy does; ``none`` where it may do no more, or where another process does not help."""
+        """The action of the policy; ``none`` if its limit is reached or another process does not help."""
         if self._policy == "replace" and found.phase == "communication":
             return "none"
         if self._policy == "exclude":

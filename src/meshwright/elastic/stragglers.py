@@ -129,7 +129,7 @@ class _Lateness:
 
 
 class _Rank:
-    """What the detector keeps of a rank."""
+    """The history of a rank: its lateness in the last steps, and its first steps."""
 
     def __init__(self) -> None:
         self.work, self.own = _Lateness(WORK), _Lateness(OWN)
@@ -246,7 +246,7 @@ class StragglerWatch:
         return found
 
     def _expect(self, reports: Mapping[int, Spent]) -> dict[int, dict[str, float]]:
-        """What the time of each rank should be, by kind; without ranks for which it is not known yet."""
+        """The expected time of each rank, by kind; without ranks for which it is not known yet."""
         found: dict[int, dict[str, float]] = {}
         for peers in (peers for peers in self._peers if len(peers) > 1):
             if len(peers) > MANY_PEERS:

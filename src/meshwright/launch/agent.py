@@ -139,7 +139,7 @@ class Agent:
     listener: socket.socket | None = None
     """Accepts a new supervisor."""
     acceptor: Acceptor | None = None
-    """Of the listener."""
+    """Accepts connections of the listener."""
     file: AgentFile | None = None
 
     def run(self) -> None:

@@ -117,7 +117,7 @@ class AgentPool:
             self.send_to_node(node, message)
 
     def wait(self, timeout_s: float) -> list[Message]:
-        """What the agents report within a time, each with its ``node``.
+        """Messages of the agents within a time, each with its ``node``.
 
         The pool adds ``node_joined``, ``node_refused`` or ``node_spare`` for an agent that joins,
         ``spare_lost`` for a spare and ``agent_lost`` for the agent of a node that is gone or silent.

@@ -65,7 +65,7 @@ def is_of_caller(name: str) -> bool:
 
 
 def caller_environment() -> dict[str, str]:
-    """What is passed to ranks of this node explicitly: a fork server has the environment of its start."""
+    """Variables that ranks get from the caller: the fork server has the environment of its start."""
     return {name: value for name, value in os.environ.items() if is_of_caller(name)}
 
 

@@ -40,7 +40,7 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a process needs to become a rank. The paths are those of memory that the agent holds."""
+    """The settings with which a process becomes a rank. Paths name memory that the agent holds."""
 
     environment: dict[str, str]
     log: str
@@ -53,7 +53,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class Order:
-    """What the supervisor tells a rank to do."""
+    """An order of the supervisor to a rank."""
 
     action: Literal["join", "halt", "stop", "fence", "exit", "leave"]
     """``join`` a generation, ``halt`` the current one at once, ``stop`` it after a step with a checkpoint,

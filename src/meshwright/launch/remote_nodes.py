@@ -47,7 +47,7 @@ class RemoteAgent:
 
     @property
     def events(self) -> int:
-        """What to wait for with ``selectors``."""
+        """Events to wait for with ``selectors``."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.has_output else 0)
 
     def send(self, message: Message) -> None:

@@ -53,11 +53,11 @@ class Session:
 
     @property
     def unacknowledged(self) -> list[Message]:
-        """What the other end may not have, or may not have handled."""
+        """Sent messages that the other end has not acknowledged."""
         return list(self._kept)
 
     def missed(self, received: int) -> list[Message] | None:
-        """What the other end has missed; None if it is no longer known."""
+        """Messages that the other end has missed; None if they are no longer kept."""
         if not self._sent - len(self._kept) <= received <= self._sent:
             return None
         return list(self._kept)[len(self._kept) - (self._sent - received) :]

@@ -33,7 +33,7 @@ class SnapshotSlots:
 
     @classmethod
     def open(cls, path: str) -> SnapshotSlots:
-        """That of the agent, in the process of the rank."""
+        """Open the memory of the agent in the process of the rank."""
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property

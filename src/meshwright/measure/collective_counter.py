@@ -64,7 +64,7 @@ class Transport(Protocol):
     def answer(
         self, operator: str, group: dist.ProcessGroup, args: tuple[Any, ...], synchronous: bool
     ) -> Any:
-        """What the operator returns, or None if the backend must run it."""
+        """The return value of the operator, or None if the backend must run it."""
 
     def close(self) -> None:
         """Free its resources."""

@@ -64,7 +64,7 @@ class References(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> References:
-        """Those of a tensor, now."""
+        """The present references to a tensor."""
         storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
         return cls(tensor._use_count(), storage)  # type: ignore[attr-defined]  # not in torch's stubs
 

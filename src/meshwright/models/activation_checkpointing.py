@@ -120,7 +120,7 @@ class _PausableMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As the modes of selective checkpointing do."""
+        """Whether this mode ignores what torch.compile compiles, as the modes of selective checkpointing do."""
         return True
 
     @property

@@ -180,7 +180,7 @@ class Router(nn.Module):
     def _apply_capacity_and_losses(
         self, outputs: _RouterOutputs, learning: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Which pairs are within capacity, and the auxiliary losses' gradient of the logits.
+        """The mask of pairs within capacity, and the gradient of the auxiliary losses.
 
         In training it also adds to :attr:`load`.
         """

@@ -59,7 +59,7 @@ class SliceTakenError(Exception):
 
 
 class SliceBoard:
-    """Which slices of a step are finished, in a store that all replicas see.
+    """The finished slices of a step, in a store that all replicas see.
 
     It only saves time. If the store does not answer, every replica finishes its slice.
     """

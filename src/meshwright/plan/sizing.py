@@ -85,7 +85,7 @@ class ClusterSize:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a cluster must do."""
+    """The requirements for a cluster."""
 
     tokens: float
     """Number of tokens to train on."""
@@ -112,7 +112,7 @@ class Sizing:
 
     goal: Goal
     tried: tuple[ClusterSize, ...]
-    """Those that hold the model, ordered by number of devices."""
+    """Cluster sizes that hold the model, ordered by number of devices."""
     too_small: tuple[int, ...]
     """Numbers of devices on which no layout was found to fit."""
     answer: ClusterSize | None

@@ -280,7 +280,7 @@ class EventText:
 
 
 def _describe_action(event: Event) -> str:
-    """What follows a bad step, as a clause."""
+    """The reaction to a bad step, as a clause."""
     return ACTIONS.get(event.get("action", ""), "")
 
 

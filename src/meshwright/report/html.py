@@ -348,7 +348,7 @@ def _stragglers(spans: Sequence[StragglerSpan]) -> list[str]:
 
 
 def _slices(rows: Sequence[GivenSlices]) -> list[str]:
-    """Whose gradients were used, with backup replicas."""
+    """The replicas whose gradients were used, with backup replicas."""
     if not rows:
         return []
     columns = ("rank", "role", "steps", "gave its slice", "gave another rank's slice", "was not used")

@@ -104,7 +104,7 @@ class RunReport:
 
     @functools.cached_property
     def slices(self) -> list[GivenSlices]:
-        """Whose gradients were used; empty without backup replicas."""
+        """The replicas whose gradients were used; empty without backup replicas."""
         layout = self.plan.job.layout
         return self.history.slices.list_ranks(layout.dp_replicate, layout.backup_replicas)
 
@@ -238,7 +238,7 @@ class RunReport:
         return f"Audit: the run does not match the plan: {count}."
 
     def audited_part(self) -> str:
-        """Which part of the run the collectives were counted over."""
+        """The part of the run over which collectives were counted."""
         return describe_audited(self.verdict, self.history.run)
 
     def job_text(self) -> str:
@@ -306,7 +306,7 @@ def read_report(run_dir: Path, status: str | None = None) -> RunReport:
 
 
 def describe_audited(verdict: Audit, record: RunRecord) -> str:
-    """Which part of a run its collectives were counted over."""
+    """The part of a run over which collectives were counted."""
     if verdict.generations < len(record.generations):
         return f"since the resume at step {record.attempt_step}"
     if record.first_step:

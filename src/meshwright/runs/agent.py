@@ -135,7 +135,7 @@ class _NodeFolder:
 
 
 def check_reach(order: Message, node: str) -> list[Problem]:
-    """What keeps a node from taking part: checkpoints or data that it does not reach."""
+    """Reasons why a node cannot take part: checkpoints or data that it does not reach."""
     problems = []
     for store in order["checkpoints"]:
         if not _reads(parse_location(store["path"]) / store["file"], store["nonce"]):

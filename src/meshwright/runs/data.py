@@ -348,7 +348,7 @@ def list_files(source: str, base: Path) -> list[tuple[str, int, int]]:
 
 
 def _ignore(name: str, reason: str) -> None:
-    """What cannot be listed is reported by the preparation."""
+    """Ignore a file that cannot be listed: the preparation reports it."""
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:

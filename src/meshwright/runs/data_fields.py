@@ -19,7 +19,7 @@ from meshwright.spec.paths import BUILTIN
 
 @dataclass(frozen=True)
 class FoundFields:
-    """What the first records of a source show."""
+    """Fields found in the first records of a source."""
 
     chosen: DataFields | None
     """None if no field is obviously the text."""

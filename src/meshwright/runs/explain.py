@@ -37,7 +37,7 @@ FEWEST_CHECKED, WHY_BUDGET_S = 8, 3.0
 
 @dataclass(frozen=True)
 class LayoutExplanation:
-    """What there is to know about one layout."""
+    """One layout: its problems and the nearest legal layouts, or its plan beside the best one."""
 
     job: Job
     """With that layout."""
@@ -220,7 +220,7 @@ def _explain_filled(
     best: Prediction | None,
     pins: Mapping[str, Any],
 ) -> list[str]:
-    """What the given degrees could do with every device and the best settings."""
+    """The prediction of the given degrees on every device, with the best other settings."""
     devices, reasons = job.cluster.world_size, []
     if requested.layout.world_size < devices:
         reasons.append(f"it leaves {devices - requested.layout.world_size:,} of {devices:,} devices idle")

@@ -24,7 +24,7 @@ ENTRY = "meshwright.verify.bench.scaling:run_rank"
 
 @dataclass
 class MeasuredRun:
-    """What the ranks of one plan reported."""
+    """Reports of the ranks of one plan."""
 
     attempt: Attempt = field(default_factory=lambda: Attempt(0))
     times: dict[int, Event] = field(default_factory=dict)

@@ -140,7 +140,7 @@ def read_files(run_dir: Path, *names: str) -> dict[str, str]:
 
 
 class _NodeOrder:
-    """What an agent gets when it joins: the files of its ranks, and what it must reach."""
+    """The data that an agent gets when it joins: files of its ranks, and the paths that it must reach."""
 
     def __init__(self, plan: PlanContract, assignment: Assignment) -> None:
         self._plan, self._assignment = plan, assignment

@@ -253,7 +253,7 @@ def name_layout(plan: PlanContract) -> str:
 
 
 def _announce(runs: ProofRuns, reporter: Reporter) -> None:
-    """What is run, and what was changed for it."""
+    """Report the layout that is run, and the changes of the job."""
     reporter.message(
         f"Proof: {name_layout(runs.plan)} against one process, {STEPS} steps in float32 on this machine's CPU"
     )

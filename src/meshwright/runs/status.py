@@ -35,7 +35,7 @@ RECOVERING = frozenset({State.HALTING, State.REGROUPING, State.CHANGING, State.F
 
 
 class RunStatus:
-    """What the pages show. ``feed`` is called by the supervisor, the pages by the server's thread."""
+    """The contents of the pages. The supervisor calls ``feed``, the server's thread reads the pages."""
 
     def __init__(self, plan: PlanContract, record: RunRecord, supervisor: Supervisor) -> None:
         self._plan, self._record, self._supervisor = plan, record, supervisor

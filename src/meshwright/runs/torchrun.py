@@ -108,7 +108,7 @@ def train_as_rank(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRu
 
 
 def _problems(failures: list[Event], rank: int) -> list[Problem]:
-    """What this rank wrote when it failed."""
+    """The errors that this rank wrote when it failed."""
     found = [Problem.from_dict(problem) for event in failures for problem in event["problems"]]
     if found or not failures:
         return found or [Problem("run-rank-died", f"rank {rank} ended without an error message")]

@@ -103,7 +103,7 @@ def _bad_rate(value: str | float, rule: str) -> Problem:
 
 
 def find_warnings(job: Job, model: FailureModel, outcomes: Outcomes) -> tuple[str, ...]:
-    """What the user should look at; each ends in a code."""
+    """Warnings about the settings and outcomes; each ends in a code."""
     found = []
     between_s = checkpoint_between_s(model)
     if model.interval_s > between_s:

@@ -97,7 +97,7 @@ def find_downtime(events: Events, model: FailureModel, spares: int) -> Downtime:
 
 
 def _thin(events: Events, model: FailureModel, spares: int) -> tuple[Flags, Ints, Ints]:
-    """Which failures happen, and the nodes that train before and after each event.
+    """Flags of the failures that happen, and the nodes that train before and after each event.
 
     Whether a failure happens depends on earlier ones only. So repeating the pass until nothing changes gives
     the one solution; one or two passes are enough where nodes are rarely missing.

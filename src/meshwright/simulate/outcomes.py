@@ -37,7 +37,7 @@ class Outcomes:
 
 
 def evaluate(downtime: Downtime, model: FailureModel, interval_s: float) -> Outcomes:
-    """What the runs achieve with a checkpoint interval."""
+    """Outcomes of the runs with a checkpoint interval."""
     trained = downtime.train_s
     saves = np.floor(trained / (interval_s + model.save_s))
     rest = trained - saves * (interval_s + model.save_s)

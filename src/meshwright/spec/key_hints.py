@@ -17,7 +17,7 @@ from meshwright.spec.job_keys import list_keys, list_tables
 
 @dataclass(frozen=True)
 class KeyHint:
-    """What to write instead of some names."""
+    """The replacement for some names."""
 
     names: str
     """Names that people know, separated by spaces."""
@@ -248,7 +248,7 @@ BY_NAME = {name: hint for hint in HINTS for name in hint.names.split()}
 
 
 def suggest_key(path: str, owner: Any = None) -> str:
-    """What to write instead of an unknown key: from the table, a key of the same name, or a similar one.
+    """The replacement for an unknown key: from the table, a key of the same name, or a similar one.
 
     Args:
         path: The dotted path that the user wrote.

@@ -111,7 +111,7 @@ class OperationTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Probed(OperationTimes):
-    """What ``meshwright probe`` measured on one device. The times are those of one rank alone."""
+    """Measurements of ``meshwright probe`` on one device, with one rank alone."""
 
     device: Literal["cpu", "cuda"]
     """Device type; steps on another type are predicted from the cluster's rates."""

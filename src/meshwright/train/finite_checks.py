@@ -66,7 +66,7 @@ class Finding:
 
     @property
     def rank_order(self) -> tuple[int, ...]:
-        """As ``order``; of ranks that share an output, the one with the bad weight is first."""
+        """``order``, extended: among ranks that share an output, the one with the bad weight is first."""
         return (*self.order, not self.weights)
 
 

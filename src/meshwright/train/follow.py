@@ -37,7 +37,7 @@ def name_of(corpus: CorpusState) -> float:
 
 @dataclass(frozen=True)
 class Votes:
-    """What a rank says in the control all-reduce, or the sums over all ranks."""
+    """A rank's values in the control all-reduce, or their sums over all ranks."""
 
     proposed: float = 0.0
     """Rank 0's name of the new index; 0 for none."""
@@ -71,7 +71,7 @@ class DataFollower:
         """On rank 0: the data changed, and did not only grow. The run saves a checkpoint and ends."""
 
     def vote(self) -> Votes:
-        """What this rank says in the next control all-reduce."""
+        """The values of this rank for the next control all-reduce."""
         if self._opened is None:
             return Votes()
         name = name_of(self._opened)

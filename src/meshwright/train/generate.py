@@ -34,7 +34,7 @@ ENTRY = "meshwright.train.generate:run_rank"
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """What to generate, from which checkpoint."""
+    """Prompt, checkpoint and settings of a generation."""
 
     checkpoint: str
     """Folder of a checkpoint, or a Hugging Face folder with weights and tokenizer.json."""

@@ -45,7 +45,7 @@ class RoutingDecisions(ABC):
         self._trainer, self._folder = trainer, folder
         self._parts = self._split(trainer.job.train.global_batch)
         self.micro_batch = 0
-        """The one that is running."""
+        """Index of the running micro-batch."""
         self._evaluated: Counter[str] | None = None
         """Micro-batches of a running evaluation that a layer has seen."""
         self._steps = 0
@@ -115,7 +115,7 @@ class RecordedRouting(RoutingDecisions):
         self._used: dict[str, set[int]] = {}
 
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
-        """As chosen; recorded."""
+        """Record the chosen experts, and return them unchanged."""
         part = self._begin(layer)
         if layer not in self._tables:
             job = self._trainer.job
@@ -155,7 +155,7 @@ class ReplayedRouting(RoutingDecisions):
         self._step, self._tables = -1, dict[str, Tensor]()
 
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
-        """As chosen, or as the reference where experts tie."""
+        """The chosen experts; where experts tie, those of the reference."""
         part = self._begin(layer)
         per_token = chosen_NK.shape[1]
         if per_token == scores_NE.shape[1]:

@@ -31,7 +31,7 @@ def compare_tensors(found: Tensor, expected: Tensor) -> TensorDifference:
 
 
 def describe_rows(found: Tensor, expected: Tensor) -> str:
-    """Which rows differ; empty if all do."""
+    """Describe the rows that differ; empty if all do."""
     rows = (
         (found != expected).reshape(len(found), -1).any(1).nonzero().flatten().tolist() if found.ndim else []
     )

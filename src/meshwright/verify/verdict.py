@@ -53,7 +53,7 @@ class Divergence:
     """The term of the update that is wrong, or the state in the checkpoint: `weight` or a moment."""
 
     def sentence(self) -> str:
-        """As a sentence."""
+        """The divergence as a sentence."""
         of = f"{self.parameter} in " if self.parameter else ""
         what = {
             "weight": f"the initial weight {of}".rstrip(),

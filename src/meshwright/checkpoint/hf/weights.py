@@ -31,7 +31,7 @@ class StoredTensor:
 
     file: Path
     name: str
-    """As in the file."""
+    """Its name in the file."""
     facts: TensorInfo
 
 

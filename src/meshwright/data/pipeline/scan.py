@@ -31,7 +31,7 @@ _COUNT_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class CorpusTask:
-    """What every task that reads a split knows."""
+    """The settings of every task that reads a split."""
 
     spec: CorpusSpec
     base: Path

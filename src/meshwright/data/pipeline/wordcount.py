@@ -37,7 +37,7 @@ _SPACE = 0x20
 _TO_SPACE = bytes(_SPACE if chr(code).isspace() and code < 128 else code for code in range(256))
 """The separators of ``str.split()`` in ASCII."""
 _WIDE = [chr(code).encode() for code in range(128, 0x10000) if chr(code).isspace()]
-"""The others, in UTF-8."""
+"""The separators outside of ASCII, in UTF-8."""
 _WIDE_CODES = {
     size: np.asarray([int.from_bytes(one) for one in _WIDE if len(one) == size]) for size in (2, 3)
 }

@@ -18,7 +18,7 @@ _NO_BANDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Which optional steps a corpus has."""
+    """The optional steps of a corpus."""
 
     normalize: bool = False
     filter: FilterSpec | None = None
@@ -27,7 +27,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class TextFacts:
-    """What the steps found about one text."""
+    """Results of the steps for one text."""
 
     digest: bytes
     """BLAKE2b, 16 bytes: equal for exact duplicates."""

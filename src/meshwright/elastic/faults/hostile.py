@@ -40,7 +40,7 @@ PAYLOADS: tuple[Callable[[random.Random], bytes], ...] = (
 
 @dataclass(frozen=True)
 class Attack:
-    """What was done, and what it changed."""
+    """Connections that were made, and their effect on the processes."""
 
     ports: tuple[Port, ...]
     connections: int

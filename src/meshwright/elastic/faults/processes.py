@@ -29,7 +29,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds."""
+    """Memory and open files of a process."""
 
     rss_bytes: int
     files: int

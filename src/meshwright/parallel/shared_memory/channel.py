@@ -155,7 +155,7 @@ class Channel:
             read(rounds - 1, self._slots[(first + rounds - 1) % BUFFERS])
 
     def _signal(self) -> None:
-        """What was written can be read."""
+        """Signal to the other ranks that they may read this rank's slot."""
         count = self._count
         self._words[self._own_at + SIGNATURES_AT + count % BUFFERS] = self._signature
         self._count = count + 1

@@ -25,7 +25,7 @@ from meshwright.spec.job import Job
 
 
 class HostRanks:
-    """What the ranks of a job have announced: their memory and their process."""
+    """Memory and process of each rank of a job, as announced in the store."""
 
     def __init__(self, job: Job, store: dist.Store, rank: int, backend: str) -> None:
         """Announce this rank. Call it before the rank joins: then all have announced after that.

@@ -144,7 +144,7 @@ def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, Sav
 
 
 def _recomputed_modules(workload: Workload, expert: bool) -> SavedBytes:
-    """What recomputing the profile's modules saves, as negative bytes."""
+    """Memory saved by recomputing the profile's modules, as negative bytes."""
     model, modules, low = (
         workload.model,
         workload.profile.memory.recomputed_modules,

@@ -24,7 +24,7 @@ from meshwright.spec.model import DecoderModel
 
 
 def has_unsharded_layers(grid: Grid) -> Flags:
-    """Which layouts have unsharded layers, so that this module describes their compiled steps."""
+    """Flags of layouts with unsharded layers: this module describes their compiled steps."""
     return np.asarray((grid.pp * grid.tp * grid.cp == 1) & (grid.zero < 2))
 
 
@@ -58,7 +58,7 @@ def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) ->
 
 
 def may_keep_bf16_grads(grid: Grid) -> Flags:
-    """Which layouts may keep 16-bit gradients, if their micro-batch is the whole batch."""
+    """Flags of layouts that may keep 16-bit gradients, if their micro-batch is the whole batch."""
     return np.asarray((grid.world_size == 1) & (grid.offload == 0))
 
 

@@ -60,7 +60,7 @@ class MemoryEstimate:
     """CPU memory of a rank's offloaded state."""
 
     def fits(self, workload: Workload) -> Flags:
-        """Which layouts stay within the usable memory of a device, and within its share of CPU memory."""
+        """Flags of layouts within the usable memory of a device and its share of CPU memory."""
         cluster = workload.cluster
         local = self.host_bytes <= (cluster.host_memory_bytes or np.inf)
         return np.asarray((self.peak_bytes <= usable_bytes(cluster)) & local)

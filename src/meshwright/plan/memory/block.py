@@ -46,7 +46,7 @@ class BlockPoint:
 
     name: str
     phase: str
-    """As in a snapshot."""
+    """``MemorySnapshot.phase`` of this point."""
     saved: int
     """Live activations of the block: saved, or recomputed."""
     temporary: int

@@ -62,7 +62,7 @@ class MemoryNeed:
 
     @property
     def limited_by(self) -> str:
-        """Which peak is the largest; of equal ones the steady step."""
+        """The largest peak; if both are equal, the steady step."""
         return max(PEAKS, key=lambda name: self.peaks[name])
 
     @property

@@ -16,7 +16,7 @@ class PersistentGrads:
     """Which gradients live through the whole step: those in DDP buckets, and all under accumulation."""
 
     dense: bool = False
-    """Those of all parameters but routed experts."""
+    """Gradients of all parameters but routed experts."""
     experts: bool = False
 
     def count_bytes(self, parameters: Iterable[Parameter]) -> int:

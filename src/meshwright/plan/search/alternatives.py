@@ -285,7 +285,7 @@ class Alternative:
 
     @property
     def price(self) -> str:
-        """As text."""
+        """Step time and memory as text."""
         return format_price(self.step_s, self.needed_bytes)
 
 
@@ -412,7 +412,7 @@ class NearestLegal:
 
     @property
     def line(self) -> str:
-        """As text."""
+        """Step time and memory as text."""
         kind = "nearest layout that runs" if self.runs else "nearest legal layout"
         fits = "" if self.prediction.fits else f"; {self.prediction.shortage}"
         return f"{kind}: {self.overrides} (predicted {self.prediction.price}{fits})"

@@ -310,7 +310,7 @@ class _Search:
                 self._keep(grid, estimate_step(self.workload, grid), needed[fits])
 
     def _runs(self, grid: Grid) -> Flags:
-        """Which layouts this version trains; all of them if the job is plan-only."""
+        """Flags of layouts that this version trains; all if the job is plan-only."""
         if not self.exact:
             return np.ones(len(grid), dtype=np.bool_)
         several = [axis > 1 for axis in (grid.pp, grid.dp_shard, grid.cp, grid.tp)]

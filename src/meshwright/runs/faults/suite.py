@@ -58,12 +58,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """Its name on the command line."""
         return f"{self.test.name}/{self.layout}" if self.layout else self.test.name
 
     @property
     def violations(self) -> list[str]:
-        """What is wrong, over all runs."""
+        """Violated invariants, over all runs."""
         found = [text for trial in self.trials for text in trial.violations]
         found += [self.broken] if self.broken else []
         return found + [str(figure) for figure in self.figures if not figure.ok]
@@ -305,7 +305,7 @@ class _Suite:
         return self._clock_library if isinstance(self._clock_library, str) else ""
 
     def _expect_s(self, test: FaultTest) -> float:
-        """What one run of a test takes."""
+        """Expected time of one run of a test."""
         return self._start_s + TYPICAL_STEPS * self._step_s + test.seconds
 
     @staticmethod

@@ -303,7 +303,7 @@ class Trial:
         return {e["pid"] for e in self.view.of("started")} | ({file.pid} if file is not None else set())
 
     def _error(self) -> str:
-        """What the command printed last, as the end of a sentence."""
+        """The last output of the command, as the end of a sentence."""
         found = [str(error["message"]) for error in self.errors()]
         with contextlib.suppress(OSError):
             log = self.run_dir.with_suffix(f".err{len(self._commands)}")

@@ -46,7 +46,7 @@ GROUPED = ("hierarchical", "2d")
 
 @dataclass(frozen=True)
 class Request:
-    """What an algorithm is built for."""
+    """Arguments of an algorithm."""
 
     order: tuple[int, ...]
     """All ranks, in the order of the ring; the root first, if there is one."""

@@ -33,7 +33,7 @@ _FORWARD, _BACKWARD, _WEIGHT = (_CODES[kind] for kind in (Kind.FORWARD, Kind.BAC
 
 
 class WeightGrads(IntEnum):
-    """Which gradients of a stage exist when an action starts."""
+    """The gradients of a stage that exist when an action starts."""
 
     NONE = 0
     """No backward pass of the stage has run."""

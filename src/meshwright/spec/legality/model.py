@@ -63,7 +63,7 @@ def check_rope_factors(job: Job) -> Problem | None:
 
 
 def check_latent(job: Job) -> Problem | None:
-    """What latent attention (MLA) needs."""
+    """Check the settings of latent attention (MLA)."""
     model = job.model
     if not isinstance(model, DecoderModel) or model.attention != "latent":
         return None

@@ -34,7 +34,7 @@ def read_preset(kind: Kind, name: str) -> dict[str, Any] | Problem:
 
 
 def suggest_preset(kind: Kind, name: str) -> str:
-    """What to write instead of an unknown name: presets that begin like it or are similar, or all of them."""
+    """Suggest presets for an unknown name: those that begin like it or are similar, or all of them."""
     names = preset_names(kind)
     near = [known for known in names if known.startswith(name.lower())]
     near.sort(key=lambda known: not known.endswith("-sxm"))  # the usual form of a GPU comes first

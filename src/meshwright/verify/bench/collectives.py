@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure."""
+    """The variants to measure."""
 
     algorithms: dict[str, list[str]]
     """By operation, beside the backend's own."""

@@ -136,7 +136,7 @@ class AllCoresTimer:
 
 @dataclass(frozen=True)
 class Task:
-    """What all cores measure."""
+    """The operations that all cores measure."""
 
     operations: Operations
     seconds: float

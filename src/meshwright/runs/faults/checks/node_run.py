@@ -73,7 +73,7 @@ class NodeRun:
         return find()[0]
 
     def commits_between(self, begin: float, end: float, node: int | None = None) -> list[dict[str, Any]]:
-        """What ranks have committed in a time, by their own clocks; of one node, also what only it knows."""
+        """Commits of ranks in a time, by their own clocks; for one node also those that only it has."""
         events = self.nodes.events()
         if node:
             own = self.nodes.folder / f"node-{node}" / "node-runs" / f"run-node-{node}"

@@ -63,7 +63,7 @@ def check_rotation(check: CheckRun, calls: Sequence[str] = ()) -> None:
 
 
 def save_and_rotate(root: Path, step: int, generation: int) -> None:
-    """What rank 0 does: finish the drafts of the previous generation, save, mark the best, rotate."""
+    """The work of rank 0: finish the drafts of the previous generation, save, mark the best, rotate."""
     events: list[tuple[str, dict[str, Any]]] = []
     saver = InlineSaver(root, events, generation, keep_last=2, on_best=True)
     saver.state.counters.step = step

@@ -36,7 +36,7 @@ class Command:
         )
 
     def events(self, run_dir: Path) -> list[dict[str, Any]]:
-        """What the run has written so far."""
+        """The events that the run has written so far."""
         return read_events(run_dir)
 
     def wait_for(
