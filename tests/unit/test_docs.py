@@ -24,6 +24,7 @@ import pytest
 from meshwright.cli.app import app
 from meshwright.core.errors import CheckFailedError, InterruptedRunError, RunFailedError, UserError
 from meshwright.data.corpus_spec import load_corpus_spec
+from meshwright.plan.build import build_plan
 from meshwright.spec.key_hints import HINTS
 from meshwright.spec.legality.table import RULES
 from meshwright.spec.load import load_job
@@ -382,6 +383,17 @@ def test_every_event_and_field_is_documented() -> None:
 
 
 # Examples, links, commands
+
+
+def test_bytes_of_the_example_on_the_plan_page() -> None:
+    """The table of collectives shows a plan of the first job with two replicas."""
+    section = (DOCS / "plan.md").read_text(encoding="utf-8").partition("## Collectives")[2]
+    cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in section.splitlines()[4:8]]
+    shown = {(axis, op, phase): int(found.replace(",", "")) for axis, op, phase, *_, found in cells}
+    sizes = ("data.path=text.txt", "data.seq_len=64", "train.steps=10", "train.global_batch=12")
+    job = load_job("tiny", [*sizes, "layout.dp_replicate=2", "layout.micro_batch=3", "cluster.device=cpu"])
+    plan, _ = build_plan(job)
+    assert shown == {(row.axis, row.op, row.phase): row.bytes for row in plan.collectives}
 
 
 def fenced(path: Path, language: str) -> list[str]:

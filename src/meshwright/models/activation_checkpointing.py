@@ -120,7 +120,7 @@ class _PausableMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether this mode ignores what torch.compile compiles, as the modes of selective checkpointing do."""
+        """Whether torch.compile runs without this mode, as without the modes of selective checkpointing."""
         return True
 
     @property

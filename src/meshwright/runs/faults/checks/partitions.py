@@ -69,7 +69,7 @@ def _started_with_spare(check: CheckRun) -> Iterator[NodeRun]:
 
 
 def _require_majority_goes_on(run: NodeRun) -> None:
-    """Check that the others continue with the spare in time, and the lost node commits nothing and returns."""
+    """Check that the others continue with the spare in time, and the lost node returns without commits."""
     cut_at = now()
     first = run.wait_for_generation(1)
     run.check.limit("next step after", first["time"] - cut_at, GOES_ON_S)
