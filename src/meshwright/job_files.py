@@ -152,7 +152,7 @@ def _explain_devices(job: Job) -> str:
 
 def job_schema() -> dict[str, Any]:
     """The JSON Schema of job files, for editors: the object of ``meshwright schema``."""
-    from meshwright.spec.validation_errors import job_schema as build  # noqa: PLC0415
+    from meshwright.spec.json_schema import job_schema as build  # noqa: PLC0415
 
     return build()
 

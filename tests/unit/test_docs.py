@@ -25,12 +25,12 @@ from meshwright.cli.app import app
 from meshwright.core.errors import CheckFailedError, InterruptedRunError, RunFailedError, UserError
 from meshwright.data.corpus_spec import load_corpus_spec
 from meshwright.plan.build import build_plan
+from meshwright.spec.json_schema import job_schema
 from meshwright.spec.key_hints import HINTS
 from meshwright.spec.legality.table import RULES
 from meshwright.spec.load import load_job
 from meshwright.spec.paths import PATH_KEYS
 from meshwright.spec.presets import preset_names
-from meshwright.spec.validation_errors import job_schema
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,21 +9,19 @@ import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
 from meshwright.data.chat import Template
 from meshwright.data.chat_templates import load_template
-from meshwright.data.corpus import CorpusStats, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
 from meshwright.data.dataset import TokenDataset, no_prompts
 from meshwright.data.epochs import CorpusState
 from meshwright.data.growth import identify_corpus
 from meshwright.data.images import check_images, image_shape, looks_like_images, open_images
 from meshwright.data.mixture import MixedSource, write_mixture
-from meshwright.data.prepare import PrepareReport, Progress, prepare_corpus, train_tokenizer
 from meshwright.data.shards import SPLITS, ShardFolder, looks_prepared
 from meshwright.data.sources import STDLIB, iter_files, locate, source_problem
 from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
@@ -32,6 +30,10 @@ from meshwright.spec.hf_config import find_weights_file
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, EvalSet, Job, Source
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 from meshwright.spec.paths import BUILTIN
+
+if TYPE_CHECKING:
+    from meshwright.data.corpus import CorpusStats, ReadOptions
+    from meshwright.data.prepare import PrepareReport, Progress
 
 PREPARATION_KEYS = (
     "eval_fraction",
@@ -173,6 +175,9 @@ def data_of(data: Data, source: Source | EvalSet) -> Data:
 
 def _train_shared_tokenizer(sources: list[Data], name: str, data: Data, reporter: Reporter) -> Path:
     """Train one BPE tokenizer on all sources; cached like prepared data."""
+    from meshwright.data.corpus import CorpusStats, iter_corpus  # noqa: PLC0415
+    from meshwright.data.prepare import train_tokenizer  # noqa: PLC0415
+
     base = Path.cwd()
     if problems := [problem for d in sources if (problem := source_problem(d.path, base))]:
         raise UserError(*problems)
@@ -214,6 +219,8 @@ def _train_shared_tokenizer(sources: list[Data], name: str, data: Data, reporter
 
 def read_options(data: Data, template: Template | None) -> ReadOptions:
     """How the files of one source are read."""
+    from meshwright.data.corpus import ReadOptions  # noqa: PLC0415
+
     return ReadOptions(
         data.text_field or "text",
         template,
@@ -362,6 +369,8 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 def prepare_in_process(spec: CorpusSpec, base: Path, reporter: Reporter) -> PrepareReport:
     """Prepare a corpus in this process and report how far it is."""
+    from meshwright.data.prepare import prepare_corpus  # noqa: PLC0415  (most data are prepared already)
+
     names = ", ".join(Path(source).name or source for source in spec.sources)
     with reporter.bar(100) as show:
         return prepare_corpus(spec, base, show_percentages(names, show))

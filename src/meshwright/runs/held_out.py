@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.first_records import starts_with_conversation
 from meshwright.data.hf_tokenizer import hf_tokenizer_text
 from meshwright.data.images import has_eval_split
 from meshwright.data.shards import looks_prepared
@@ -68,6 +67,8 @@ def prepare_held_out(job: Job, one: EvalSet, tokenizer: Path, reporter: Reporter
 
 def _holds_conversations(data: Data) -> bool:
     """Whether a set has conversations, which the template of ``[data]`` renders; otherwise it is text."""
+    from meshwright.data.first_records import starts_with_conversation  # noqa: PLC0415
+
     return starts_with_conversation(data.path, Path.cwd(), read_options(data, None))
 
 

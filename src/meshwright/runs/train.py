@@ -26,8 +26,6 @@ from meshwright.launch.local import LocalAgent
 from meshwright.launch.lock import RunLock
 from meshwright.launch.network import ListenOptions
 from meshwright.plan.contract import PLAN_FILE, PlanContract, read_earlier_plans, read_plan
-from meshwright.report.html import write_page
-from meshwright.report.run_report import PAGE_FILE, read_report
 from meshwright.report.tensorboard import TensorBoardSink
 from meshwright.report.trackers import RunOutcome, build_trackers
 from meshwright.runs.layouts import FindCheckpoint, RunLayouts, stores_of
@@ -318,8 +316,11 @@ def finish_run(
 
 def write_run_page(run_dir: Path, status: str, reporter: Reporter) -> Path | None:
     """Write the page of a run that has just ended; an error is a warning, it does not fail the run."""
-    page = run_dir / PAGE_FILE
     try:
+        from meshwright.report.html import write_page  # noqa: PLC0415  (the ranks start before)
+        from meshwright.report.run_report import PAGE_FILE, read_report  # noqa: PLC0415
+
+        page = run_dir / PAGE_FILE
         write_page(read_report(run_dir, status), page)
     except Exception as error:
         reporter.warning(f"the report was not written: {error}")

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-SECTION_CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True, strict=False)
-"""Unknown keys are errors; docstrings become descriptions."""
+SECTION_CONFIG = ConfigDict(extra="forbid", strict=False)
+"""Unknown keys are errors."""
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 """A whole number, at least 1."""

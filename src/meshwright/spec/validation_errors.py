@@ -1,4 +1,4 @@
-"""Translates pydantic's validation errors to problems with a dotted path, rule, fix and code; JSON Schema."""
+"""Translates pydantic's validation errors to problems with a dotted path, rule, fix and code."""
 
 from __future__ import annotations
 
@@ -144,25 +144,3 @@ def _missing_key(path: str) -> Problem:
     if path.startswith("model."):
         fix += ", or name a model.preset"
     return Problem("job-missing-key", "is missing", path=path, fix=fix)
-
-
-def job_schema() -> dict[str, Any]:
-    """JSON Schema of the job file.
-
-    A preset may fill in the model and the cluster, so their keys are not required. Neither is the sequence
-    length, which images do not have.
-    """
-    schema = JOB.json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "Meshwright job"
-    schema["required"] = ["model", "data", "train"]
-    for section in ("DecoderModel", "ResNetModel", "Cluster"):
-        schema["$defs"][section].pop("required", None)
-    schema["$defs"]["Data"].pop("required")  # a mixture has no path
-    times = schema["$defs"]["OperationTimes"][
-        "properties"
-    ]  # pydantic does not read docstrings of a base class
-    schema["$defs"]["Probed"]["properties"] |= times
-    model = schema["properties"]["model"]
-    model["anyOf"] = model.pop("oneOf")  # a bare preset may be of either kind
-    return schema
