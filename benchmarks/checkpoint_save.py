@@ -7,7 +7,7 @@ One process holds parameters and two AdamW moments, 1 GB in all. In each round i
 - ``torch.distributed.checkpoint.async_save`` with its default stager; on a GPU it keeps its pinned memory.
 
 ``blocked`` is the time until the call returns, ``commit`` the time until the files are complete. Then both
-save again beside a loop of matrix products, as in training; ``slowdown`` is the median time of its steps
+save again beside a loop of GEMMs, as in training; ``slowdown`` is the median time of its steps
 until the files are complete over the median of 30 steps without a save. The first round warms up everything
 and does not count. DCP needs a process group; gloo with one rank is used.
 
@@ -108,7 +108,7 @@ def measure_dcp(state: dict[str, torch.Tensor], stager: Any, root: Path, step: i
 
 
 class TrainingLoop:
-    """Steps of matrix products, of about 20 ms on a CPU core."""
+    """Steps of GEMMs, of about 20 ms on a CPU core."""
 
     def __init__(self, device: torch.device) -> None:
         self._weight = torch.randn(LOOP_SIZE, LOOP_SIZE, device=device) / LOOP_SIZE**0.5

@@ -47,8 +47,8 @@ def fast_attention(device: str, first: SDPBackend = SDPBackend.CUDNN_ATTENTION) 
 def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """RoPE in float32, as in torchtitan."""
     first, second = x_BHTE.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BHTE.float() * cos_TE + turned * sin_TE).to(x_BHTE.dtype)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x_BHTE.float() * cos_TE + rotated * sin_TE).to(x_BHTE.dtype)
 
 
 class Attention(nn.Module):

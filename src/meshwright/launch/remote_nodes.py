@@ -123,7 +123,7 @@ class Joined:
     node: int
     agent: RemoteAgent
     messages: list[Message]
-    """That came with it."""
+    """Messages that came with its request to join."""
     received: int | None = None
     """Messages that it has from its connection before; None if it is a new one."""
 

@@ -83,7 +83,7 @@ def test_the_chunks_of_all_ranks_are_a_partition_of_every_tensor(job):
 @settings(max_examples=80, deadline=None)
 @given(job=jobs())
 def test_a_rank_writes_only_what_it_holds(job):
-    """Owned rows are at the place in the rank's own tensor that the chunk says."""
+    """The chunk has the place of the rows in the local tensor of the rank."""
     shapes = {p.name: p.shape for p in list_parameters(job.model)}
     tensors = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in shapes.items()}
     for rank in range(job.layout.world_size):

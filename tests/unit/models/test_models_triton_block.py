@@ -196,11 +196,11 @@ def without_the_residual_gradient(grad, total, inverse, weight, beside, normed=T
 
 def without_the_mean(grad, total, inverse, weight, beside, normed=True):
     """Without the term that projects out the direction of the norm's input."""
-    came = NORM_BACKWARD(grad, total, inverse, weight, beside, normed)
+    expected = NORM_BACKWARD(grad, total, inverse, weight, beside, normed)
     unit = total.float() * inverse.unsqueeze(1)
     mean = (grad.float() * weight * unit).mean(-1, keepdim=True)
-    stream = came.residual_ND.float() + unit * mean * inverse.unsqueeze(1)
-    return came._replace(residual_ND=stream.to(total.dtype), delta_ND=stream.to(grad.dtype))
+    stream = expected.residual_ND.float() + unit * mean * inverse.unsqueeze(1)
+    return expected._replace(residual_ND=stream.to(total.dtype), delta_ND=stream.to(grad.dtype))
 
 
 def gate_and_up_swapped(both, grad, inner=True):
@@ -271,7 +271,7 @@ def test_norm_and_its_gradients_match_autograd(added, beside):
     total = x + delta if added else x * 1.0
     normed = F.rms_norm(total, (12,), weight, eps)
     past = (other if beside else torch.zeros_like(other)) * 1.0
-    came, of_weight = torch.autograd.grad((normed, total), (x, weight), (grad, past))
+    expected, of_weight = torch.autograd.grad((normed, total), (x, weight), (grad, past))
     with torch.no_grad():
         stream, out, inverse = kernels.add_rms_norm(x, delta if added else None, weight, eps, EXACT)
         found = kernels.rms_norm_backward(grad, stream, inverse, weight, other if beside else None)
@@ -283,18 +283,18 @@ def test_norm_and_its_gradients_match_autograd(added, beside):
     for ours, theirs in ((out.values, normed), (found.normed_ND, normed), (found.weight_D, of_weight)):
         near(ours, theirs)
     for ours in (found.residual_ND, found.delta_ND):
-        near(ours, came)
+        near(ours, expected)
 
 
 def test_swiglu_and_its_gradients_match_autograd():
     both, grad = (3 * draw(10, 24)).requires_grad_(), draw(10, 12, seed=1)
     gate, up = both.chunk(2, dim=-1)
     inner = F.silu(gate) * up
-    (came,) = torch.autograd.grad(inner, both, grad)
+    (expected,) = torch.autograd.grad(inner, both, grad)
     with torch.no_grad():
         near(kernels.swiglu(both, EXACT).values, inner)
         found, again = kernels.swiglu_backward(both, grad)
-        near(found, came)
+        near(found, expected)
         near(again, inner)
         assert kernels.swiglu_backward(both, grad, inner=False)[1] is None
 
@@ -306,15 +306,15 @@ def test_rope_matches_the_model_and_its_backward_is_the_gradient():
     rope = angles.cos(), angles.sin()
     rows = draw(samples, length, (queries + 2 * keys) * size, seed=1).requires_grad_()
     heads = rows.view(samples, length, -1, size).transpose(1, 2).split((queries, keys, keys), dim=1)
-    turned = (*(apply_rope(part, *rope) for part in heads[:2]), heads[2])
-    grads = [draw(*part.shape, seed=seed) for seed, part in enumerate(turned, 2)]
+    rotated = (*(apply_rope(part, *rope) for part in heads[:2]), heads[2])
+    grads = [draw(*part.shape, seed=seed) for seed, part in enumerate(rotated, 2)]
     grads[1] = grads[1].transpose(1, 2).contiguous().transpose(1, 2)
-    (came,) = torch.autograd.grad(turned, rows, grads)
+    (expected,) = torch.autograd.grad(rotated, rows, grads)
     with torch.no_grad():
-        lying = rows.clone().view(samples, length, -1, size).transpose(1, 2)
-        kernels.rotate_heads(lying[:, : queries + keys], *rope)
-        near(lying, torch.cat(turned, dim=1))
-        near(kernels.rope_backward(*grads, *rope), came.flatten(0, 1))
+        in_place = rows.clone().view(samples, length, -1, size).transpose(1, 2)
+        kernels.rotate_heads(in_place[:, : queries + keys], *rope)
+        near(in_place, torch.cat(rotated, dim=1))
+        near(kernels.rope_backward(*grads, *rope), expected.flatten(0, 1))
 
 
 def test_fp8_rows_and_columns_are_within_their_rounding():
@@ -333,9 +333,9 @@ def test_fp8_rows_and_columns_are_within_their_rounding():
     folded, expected = kernels.cast_rows(x, by=factors.view(-1, 1)), kernels.cast_rows(x * factors)
     assert torch.equal(folded.values.float(), expected.values.float())
     assert torch.equal(folded.scale, expected.scale)
-    turned = kernels.cast_transposed(x, by_rows.scale)
-    assert turned.is_contiguous()
-    assert torch.equal(turned.float(), by_rows.values.float().T)
+    transposed = kernels.cast_transposed(x, by_rows.scale)
+    assert transposed.is_contiguous()
+    assert torch.equal(transposed.float(), by_rows.values.float().T)
 
 
 def test_fused_column_amax_equals_that_of_the_cast():

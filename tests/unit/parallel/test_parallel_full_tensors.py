@@ -51,9 +51,9 @@ def test_comparison_has_norm_and_factor():
     double = compare_tensors(2 * expected, expected)
     assert (double.difference, double.factor) == (5.0, 2.0)
     assert double.rest == pytest.approx(0)
-    turned = compare_tensors(torch.tensor([4.0, -3.0]), expected)
-    assert turned.factor == pytest.approx(0)
-    assert turned.rest == pytest.approx(1)
+    perpendicular = compare_tensors(torch.tensor([4.0, -3.0]), expected)
+    assert perpendicular.factor == pytest.approx(0)
+    assert perpendicular.rest == pytest.approx(1)
 
 
 @pytest.mark.parametrize("found", [torch.zeros(3), torch.tensor([1.0, float("nan")])])

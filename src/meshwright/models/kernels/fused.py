@@ -183,8 +183,8 @@ def rope_backward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, cos_TE: Tensor
         width = part_BHTE.shape[1] * size
         if on_gpu(out_NW):
             # Some attention kernels return the key gradient with its last two dims transposed.
-            lying = part_BHTE if part_BHTE.stride(-1) == 1 else part_BHTE.contiguous()
-            _triton().rotate(lying, out_NW, column, cos_TE, sin_TE, sign)
+            dense_BHTE = part_BHTE if part_BHTE.stride(-1) == 1 else part_BHTE.contiguous()
+            _triton().rotate(dense_BHTE, out_NW, column, cos_TE, sin_TE, sign)
         else:
             rotated = apply_rope(part_BHTE, cos_TE, sin_TE * sign) if sign else part_BHTE
             out_NW[:, column : column + width] = rotated.transpose(1, 2).reshape(-1, width)

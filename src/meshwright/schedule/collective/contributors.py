@@ -44,9 +44,9 @@ def trace_contributors(schedule: CollectiveSchedule) -> list[State]:
         changed: dict[int, dict[int, frozenset[int]]] = defaultdict(dict)
         for t in transfers:
             for chunk in range(t.start, t.stop):
-                came = before[t.source][chunk]
+                received = before[t.source][chunk]
                 if t.combine is Combine.REDUCE:
-                    came |= changed[t.target].get(chunk, before[t.target][chunk])
-                changed[t.target][chunk] = came
+                    received |= changed[t.target].get(chunk, before[t.target][chunk])
+                changed[t.target][chunk] = received
         states.append(tuple({**mine, **changed.get(rank, {})} for rank, mine in enumerate(before)))
     return states

@@ -192,21 +192,21 @@ class _Execution:
         held = self._held[rank]
         for index, receive in enumerate(step.receives):
             payload = self._arrived[rank][index]
-            for chunk, came in zip(range(receive.start, receive.stop), payload, strict=False):
+            for chunk, received in zip(range(receive.start, receive.stop), payload, strict=False):
                 if receive.combine is Combine.REDUCE:
-                    self._check_sum(rank, receive, chunk, held.get(chunk, 0), came)
-                    held[chunk] = held.get(chunk, 0) | came
+                    self._check_sum(rank, receive, chunk, held.get(chunk, 0), received)
+                    held[chunk] = held.get(chunk, 0) | received
                 else:
-                    held[chunk] = came
+                    held[chunk] = received
                 self._written[rank][chunk] = self.position[rank]
         self.clock[rank] = self._ends[rank]
         self.position[rank] += 1
 
-    def _check_sum(self, rank: int, receive: Receive, chunk: int, mine: Holding, came: Holding) -> None:
+    def _check_sum(self, rank: int, receive: Receive, chunk: int, mine: Holding, received: Holding) -> None:
         if not mine:
             self._report(ViolationKind.CONTENT, rank, f"{receive}, but does not have chunk {chunk}")
-        if mine & came:
-            twice = _name_ranks(mine & came)
+        if mine & received:
+            twice = _name_ranks(mine & received)
             self._report(
                 ViolationKind.DOUBLED,
                 rank,

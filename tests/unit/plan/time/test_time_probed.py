@@ -124,9 +124,9 @@ def test_bf16_residual_stream_moves_fewer_bytes(job):
 
 def test_bytes_of_triton_blocks_match_a_count_by_hand(job):
     """The count has the bytes that each kernel of a block reads and writes per token."""
-    width, inner, turned, all_heads = 2048, 8192, 2048 + 512, 2048 + 2 * 512
+    width, inner, rotated, all_heads = 2048, 8192, 2048 + 512, 2048 + 2 * 512
     norms = 2 * (2 * 2 + 2 * 2) * width
-    forward = norms + 2 * 2 * turned + 3 * 2 * inner
+    forward = norms + 2 * 2 * rotated + 3 * 2 * inner
     backward = 2 * (4 * 2 + 2) * width + 6 * 2 * inner + 2 * 2 * all_heads
     assert block_bytes(job, job.model) == forward + backward
     none = dataclasses.replace(job, layout=dataclasses.replace(job.layout, recompute="none"))
@@ -174,8 +174,8 @@ def test_fp8_gemms_have_their_own_times(job):
 
 def test_autotuned_gemms_are_faster(job):
     """This covers all 16-bit GEMMs including those of the head."""
-    raced = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
-    before, after = (count_work(with_probed(which, constant_rates()), 1, 0) for which in (job, raced))
+    autotuned = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
+    before, after = (count_work(with_probed(which, constant_rates()), 1, 0) for which in (job, autotuned))
     assert after.gemm_s == pytest.approx(0.98 * before.gemm_s)
     assert after.attention_s == before.attention_s
 
