@@ -81,10 +81,10 @@ class ThreadGroup:
     def _post(self, tensor: torch.Tensor, pair: tuple[int, int], sends: bool) -> Message:
         exchange = self._exchange
         message = Message(exchange, tensor)
-        mine, others = exchange.sends[pair], exchange.receives[pair]
-        if not sends:
-            mine, others = others, mine
-        with exchange.changed:
+        with exchange.changed:  # also around the lookups: of two threads one creates the queues of a pair
+            mine, others = exchange.sends[pair], exchange.receives[pair]
+            if not sends:
+                mine, others = others, mine
             if others:
                 other = others.popleft()
                 message.match(other) if sends else other.match(message)
