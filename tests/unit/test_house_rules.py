@@ -175,6 +175,41 @@ def test_packages_without_torch_do_not_import_it_at_module_level():
         assert names & set(HEAVY) == set(), name_of(path)
 
 
+TERMS = {
+    "activation checkpointing": "models/activation_checkpointing.py",
+    "all-gather": "parallel/fsdp.py",
+    "all-reduce": "parallel/ddp.py",
+    "autotuning": "models/kernels/gemm_autotune.py",
+    "context parallel": "parallel/context.py",
+    "data parallel": "parallel/ddp.py",
+    "expert parallel": "parallel/expert.py",
+    "FSDP": "parallel/fsdp.py",
+    "GEMM": "models/kernels/gemm.py",
+    "gradient accumulation": "train/trainer.py",
+    "gradient checkpointing": "models/activation_checkpointing.py",
+    "gradient clipping": "train/amp.py",
+    "learning rate schedule": "layout/lr_schedule.py",
+    "loss parallel": "parallel/tensor.py",
+    "loss scaling": "train/amp.py",
+    "master weights": "models/bf16_weights.py",
+    "mixed precision": "train/amp.py",
+    "offload": "train/optimizer_offload.py",
+    "pipeline parallel": "parallel/pipeline/pipeline.py",
+    "reduce-scatter": "parallel/fsdp.py",
+    "ring attention": "parallel/ring_attention.py",
+    "sequence parallel": "parallel/tensor.py",
+    "tensor parallel": "parallel/tensor.py",
+    "warmup": "layout/lr_schedule.py",
+    "ZeRO": "parallel/zero1.py",
+}
+"""Terms of the field, and the module that a search for each must find."""
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_search_for_a_term_finds_its_module(term):
+    assert term.lower() in (SOURCE / TERMS[term]).read_text(encoding="utf-8").lower()
+
+
 # Unit tests
 
 
