@@ -108,6 +108,10 @@ class TimeRules:
     """Under fp8 the GEMMs of weight gradients run in fp8, too."""
     fused_casts: bool = False
     """Norms and activations write their fp8 output themselves; other casts are one pass each."""
+    kernels: Literal["typical", "compiled", "triton"] = "typical"
+    """Elementwise kernels of a block: one per norm, addition and activation; those that torch.compile makes
+    of Meshwright's blocks; or its Triton kernels, each counted (``plan.time.triton_block_bytes``), in layouts
+    that allow them, and compiled ones in others."""
     loss_bytes: float = 24.0
     """Bytes that the loss moves per logit beyond the GEMM itself, forward and backward."""
     reduce_bytes: float = 4.0
@@ -124,12 +128,20 @@ class TimeRules:
     """In backward, a tensor-parallel reduction overlaps the weight-gradient GEMM."""
     gradient_sum_bytes: float = 6.0
     """Bytes per element that accumulating a weight gradient moves, beyond the GEMM's own."""
+    sums_bias_grads: bool = False
+    """Gradients of biases are kernels of their own, not part of the weight-gradient GEMM; in compiled blocks
+    adding the biases of queries, keys and values is one, too."""
+    accumulate_bytes: float = 0.0
+    """Bytes per weight that each micro-batch after the first moves to add its gradient, if the GEMM does
+    not."""
     overlap_p2p: bool = False
     """Pipeline sends and receives overlap compute."""
     one_copy_per_node: bool = True
     """A token goes to another node once, however many experts it visits there."""
     most_nodes: float = float("inf")
     """Nodes that the experts of one token are on, at most: node-limited routing."""
+    unfused_routing: bool = False
+    """The router is a float32 GEMM, and the outputs of a token's experts are summed by a batched product."""
     overlap_ep: bool = False
     """Expert dispatch and combine overlap the compute of another micro-batch (DualPipe, DeepEP)."""
     fp8_dispatch: bool = False
@@ -174,6 +186,8 @@ _OLD = TimeRules(
     flash_attention=False,
     selective="attention",
     dropout=True,
+    block_kernels=2.6,
+    step_s=0.005,
     loss_bytes=28.0,
     reduce_bytes=2.0,
     optimizer_bytes=46.0,
@@ -181,7 +195,8 @@ _OLD = TimeRules(
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )
-"""Megatron as of 2020 and 2021: no fused attention, an optimizer step in several passes, no overlap."""
+"""Megatron as of 2020 and 2021: no fused attention, an optimizer step in several passes, no overlap. The CPU
+launches attention as about ten kernels, and switches the random state for each dropout and checkpoint."""
 _OLD_2022 = dataclasses.replace(_OLD, hides_tp_backward=True, gradient_sum_bytes=4.0)
 """As of 2022: gradients are accumulated inside the GEMM (half of that traffic is hidden), and backward
 reductions overlap it."""
@@ -320,6 +335,10 @@ _LIKE_MEGATRON_MEMORY = dataclasses.replace(
 
 _MESHWRIGHT_TIME = TimeRules(
     one_copy_per_node=False,
+    unfused_routing=True,
+    sums_bias_grads=True,
+    accumulate_bytes=12.0,
+    gradient_sum_bytes=12.0,
     fused_norms=False,
     fused_rope=False,
     fused_activation=False,
@@ -344,6 +363,7 @@ MESHWRIGHT_COMPILED = dataclasses.replace(
         fused_rope=True,
         fused_activation=True,
         fused_casts=True,
+        kernels="compiled",
         step_s=2e-3,
         loss_bytes=6.0,
         gradient_sum_bytes=2.0,
@@ -354,16 +374,18 @@ MESHWRIGHT_COMPILED = dataclasses.replace(
 gradient once, GEMMs write float32 weight gradients, and attention is cuDNN's."""
 
 
-def compiled_profile(profile: Profile, fp8_weight_grads: bool) -> Profile:
-    """The profile of compiled blocks on GPUs; only Meshwright has one.
+def compiled_profile(profile: Profile, triton: bool, fp8_weight_grads: bool) -> Profile:
+    """The profile of compiled or Triton blocks on GPUs; only Meshwright has one.
 
     Args:
         profile: Profile of the framework.
+        triton: Whether blocks are Triton kernels.
         fp8_weight_grads: Whether, under fp8, the GEMMs of weight gradients run in fp8.
     """
     if profile.name != "meshwright":
         return profile
-    time = dataclasses.replace(MESHWRIGHT_COMPILED.time, fp8_weight_grads=fp8_weight_grads)
+    kernels: Literal["compiled", "triton"] = "triton" if triton else "compiled"
+    time = dataclasses.replace(MESHWRIGHT_COMPILED.time, kernels=kernels, fp8_weight_grads=fp8_weight_grads)
     return dataclasses.replace(MESHWRIGHT_COMPILED, time=time)
 
 

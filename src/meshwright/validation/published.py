@@ -159,7 +159,8 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
     seq_len = cells.count("seq_len")
     compiled = read_compiled(cells, precision, profile)
     if compiled:
-        profile = compiled_profile(profile, "weight gradients in fp8" in cells.note)
+        triton, fp8 = "triton blocks" in cells.note, "weight gradients in fp8" in cells.note
+        profile = compiled_profile(profile, triton, fp8)
     model = build_model(cells, layout.tp)
     profile = with_available_attention(profile, model, cluster, cells)
     workload = Workload(

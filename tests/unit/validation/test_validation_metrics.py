@@ -178,8 +178,8 @@ def test_predicted_memory_follows_the_published_kind(read):
 
 
 def test_package_has_published_and_measured_rows(outcomes):
-    assert len(outcomes) == 828
-    assert len({one.row.id for one in outcomes}) == 828
+    assert len(outcomes) == 1236
+    assert len({one.row.id for one in outcomes}) == 1236
     assert len({one.row.source for one in outcomes}) >= 17
     assert sum(one.row.source == "meshwright" for one in outcomes) == 21
     assert not [one.reason for one in outcomes if one.reason.startswith("bad cell")]

@@ -62,6 +62,12 @@ class Grid:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
+    def allows_triton(self) -> Flags:
+        """Whether Triton blocks run in each layout (``spec.execution.find_triton_obstacle``)."""
+        unsharded: Flags = (self.pp * self.tp * self.cp == 1) & (self.zero < 2)
+        return unsharded
+
+    @property
     def data_degree(self) -> Ints:
         """Data-parallel ranks, which read different samples."""
         slices: Ints = np.maximum(1, self.dp_replicate - self.backup_replicas)

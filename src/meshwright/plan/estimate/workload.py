@@ -13,7 +13,12 @@ from meshwright.layout.parameters import count_parameters, list_parameters, resi
 from meshwright.plan.memory.compiled import is_compiled, weight_copies_line
 from meshwright.plan.profiles import PROFILES, Profile, compiled_profile
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.execution import resolve_node_transport, uses_bf16_weight_copies, uses_eager_blocks
+from meshwright.spec.execution import (
+    resolve_node_transport,
+    uses_bf16_weight_copies,
+    uses_eager_blocks,
+    uses_triton_blocks,
+)
 from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
@@ -47,7 +52,7 @@ class Workload:
     copy_bytes: float = 0.0
     """Bytes of the bf16 weight copies that live from step to step, if a run keeps them."""
     residual_bytes: float = 2.0
-    """Bytes of an element that a pipeline stage sends to the next."""
+    """Bytes of an element of the residual stream, which a pipeline stage sends to the next."""
     optimizer: OptimizerRate | None = None
     """Bytes and FLOPs of the optimizer per parameter; None: those of the profile."""
     probed_job: Job | None = None
@@ -68,7 +73,8 @@ class Workload:
         own, whole = job.train.runtime == "meshwright", dataclasses.replace(job, layout=Layout())
         profile = PROFILES[job.train.runtime]
         if not uses_eager_blocks(job) and job.cluster.device == "cuda":
-            profile = compiled_profile(profile, job.train.fp8_weight_grads)
+            triton = uses_triton_blocks(whole)
+            profile = compiled_profile(profile, triton, job.train.fp8_weight_grads)
         return cls(
             model=job.model,
             cluster=job.cluster,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from meshwright.plan.estimate.grid import CONTEXTS, Flags, Floats, Grid, Ints
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import TimeRules
 from meshwright.plan.time.gemm import Device, Sizes, gemm_s
+from meshwright.plan.time.triton_block_bytes import KernelBytes, kernel_bytes
 from meshwright.spec.model import DecoderModel
 
 ATTENTION_BACKWARD_FLOPS = 2.5
@@ -23,6 +25,10 @@ FULL_RATE_HEAD_DIM = 124
 HALF_HEAD_DIM, HALF_HEAD_RATE = 64, 0.75
 """Kernels have a tile for this head width, and its rate."""
 EXPERT_ROW_MULTIPLE = 16
+COMBINE_DEPTH = 8
+"""Least depth that a batched product of few experts per token is computed at."""
+ROUTING_KERNELS, ROUTING_BACKWARD_KERNELS = 45, 25
+"""Kernels on numbers per token and expert: sorting, counting, losses; each takes the time of a launch."""
 """An expert's tokens are padded to a multiple of this."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
 """Bytes per attention score that softmax, mask and dropout move where attention is not fused."""
@@ -32,6 +38,8 @@ UNFUSED_SOFTMAX_BYTES, UNFUSED_SOFTMAX_BACKWARD_BYTES = 32.0, 34.0
 """Extra bytes per score without the fused softmax: cast to float32, scale, mask, softmax, cast back."""
 EMBEDDING_OUTPUT_BYTES = 4.0
 """Bytes per element of the embedding's output."""
+LOW_BYTES = 2.0
+"""Bytes of an activation of Triton blocks."""
 RING = CONTEXTS.index("ring")
 UNFUSED_SOFTMAX_KERNELS = 1.2
 """Kernels of a block without the fused softmax, over those with it: nine more on about fifty."""
@@ -52,6 +60,14 @@ copies of values and outputs to another order of heads."""
 GATE_BYTES, UNFUSED_GATE_BYTES = Moved(6.0, 10.0), Moved(10.0, 18.0)
 """SwiGLU, per element of one half. Unfused: silu, then the multiplication."""
 GELU_BYTES = Moved(4.0, 6.0)
+COMPILED_STREAM = ((4.0, 10.0), (12.0, 22.0))
+"""Bytes per element of the residual stream that norms and additions move, forward and backward: a multiple of
+the stream's own bytes, plus those of 16-bit tensors. Counted in the kernels that torch.compile (torch 2.13)
+makes of a block; parameter gradients of norms are reductions of their own."""
+BIAS_BYTES = 4.0
+"""Adding a bias to the output of a GEMM, as a kernel of its own."""
+BIAS_GRAD_BYTES = 2.0
+"""The gradient of a bias, where it is not part of a GEMM: a sum over the gradient of the layer's output."""
 CAST_ONCE_BYTES, CAST_FUSED_BYTES = 3.0, 1.0
 """Bytes that a cast moves per element: reads 2 and writes 1; fused with the kernel before it, writes 1."""
 CAST_BYTES = {"delayed": 4.0, "current": 6.0, "rowwise": 10.0, "mxfp8": 4.5, "subchannel": 6.0, "nvfp4": 6.0}
@@ -143,6 +159,8 @@ class BlockModel:
             (batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention)
         )
         """Layouts whose attention runs without the fused softmax."""
+        self.triton: Flags = grid.allows_triton & (self.rules.kernels == "triton")
+        """Layouts whose blocks are Triton kernels."""
 
     def times(self) -> BlockTimes:
         """The parts of an average block."""
@@ -163,6 +181,14 @@ class BlockModel:
 
     def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
         """Recompute time of selective activation checkpointing."""
+        # In fp8 the kernels of Triton blocks write the 16-bit inputs of weight-gradient GEMMs anyway.
+        again = np.zeros(len(self.grid))
+        if self.workload.precision != "fp8":
+            again = self._kernel_bytes().recomputed * self.rows / self.device.bytes_per_s
+        return np.where(self.triton, again, self._recomputed_s(gemms, attention, elementwise))
+
+    def _recomputed_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
+        """What selective activation checkpointing runs again, in blocks that are not Triton kernels."""
         memory = self.workload.profile.memory
         if memory.recomputed_modules and memory.fused_attention:
             found = np.zeros(len(self.grid))
@@ -254,7 +280,27 @@ class BlockModel:
         inner = model.expert_width / grid.etp
         into = self.linear(rows, entries * inner, model.hidden_size, local_experts)
         both = into + self.linear(rows, model.hidden_size, inner, local_experts)
-        return both.times(1 / self.device.rates.expert_matmul)
+        grouped = both.times(1 / self.device.rates.expert_matmul)
+        return grouped + self._routing() if self.rules.unfused_routing else grouped
+
+    def _routing(self) -> Passes:
+        """The router's float32 GEMMs, and the weighted sum of each token's outputs as a batched product."""
+        model, device = self.model, self.device
+        tokens, width = self.rows / self.tp, float(model.hidden_size)
+        exact = dataclasses.replace(device, flops_per_s=device.float32_flops_per_s, operand_width=4.0)
+        experts = float(model.num_experts or 1)
+        chosen = float(max(model.experts_per_token or 1, COMBINE_DEPTH))
+
+        def combine(rows: float, columns: float, depth: float) -> Floats:
+            return gemm_s(device, rows, columns, depth, tokens, plain=True)
+
+        forward = gemm_s(exact, tokens, experts, width) + combine(1, width, chosen)
+        backward = gemm_s(exact, tokens, width, experts) + combine(chosen, width, COMBINE_DEPTH)
+        return Passes(
+            forward + ROUTING_KERNELS * device.rates.launch_s,
+            backward + ROUTING_BACKWARD_KERNELS * device.rates.launch_s,
+            gemm_s(exact, experts, width, tokens) + combine(1, chosen, width),
+        )
 
     def _attention(self) -> Passes:
         """Attention, averaged over full and sliding-window layers."""
@@ -335,8 +381,12 @@ class BlockModel:
             )
         )
         added = 7.0 if rules.dropout else 6.0
-        forward = (2 * norm.forward + 2 * added) * width / self.token_split
-        backward = (2 * norm.backward + 2 * added) * width / self.token_split
+        stream = Moved(2 * (norm.forward + added), 2 * (norm.backward + added))
+        compiled = rules.kernels != "typical"
+        if compiled:
+            stream = Moved(*(r * self.workload.residual_bytes + low for r, low in COMPILED_STREAM))
+        forward = stream.forward * width / self.token_split
+        backward = stream.backward * width / self.token_split
         rotated = (model.query_size + model.kv_size) / self.tp * (model.positions == "rope")
         inner = dense_share * model.ffn_size / self.tp
         if model.expert_layers:
@@ -346,11 +396,33 @@ class BlockModel:
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
             sent = share * routed * width
             forward, backward = forward + 10.0 * sent, backward + 14.0 * sent
+        if rules.sums_bias_grads:
+            heads = (model.query_size + 2 * model.kv_size) / self.tp * model.attention_bias
+            forward = forward + BIAS_BYTES * heads * compiled
+            backward = backward + BIAS_GRAD_BYTES * (heads + width * model.attention_bias)
+            backward = backward + BIAS_GRAD_BYTES * (width + (1 + gated) * inner) * model.ffn_bias
         act = gate if gated else GELU_BYTES
         forward = forward + rope.forward * rotated + act.forward * inner
         backward = backward + rope.backward * rotated + act.backward * inner
         scale = self.rows * self.device.rates.elementwise / self.device.bytes_per_s
-        return Passes(forward * scale, backward * scale, np.zeros(len(grid)))
+        return self._counted_kernels().where(
+            self.triton, Passes(forward * scale, backward * scale, np.zeros(len(grid)))
+        )
+
+    def _kernel_bytes(self) -> KernelBytes[Floats]:
+        """Bytes per token of the kernels of Triton blocks."""
+        model = self.model
+        shares = (size / self.tp for size in (model.query_size, model.kv_size, model.ffn_size))
+        residual = self.workload.residual_bytes
+        return kernel_bytes(LOW_BYTES, residual, model.hidden_size / self.token_split, *shares)
+
+    def _counted_kernels(self) -> Passes:
+        """The kernels of Triton blocks; under fp8 they write one byte in place of two, counted as casts."""
+        forward, backward, recomputed = self._kernel_bytes()
+        if self.workload.precision == "fp8":
+            forward, backward = forward - recomputed, backward + recomputed
+        scale = self.rows / self.device.bytes_per_s
+        return Passes(forward * scale, backward * scale, np.zeros(len(self.grid)))
 
     def head(self) -> Passes:
         """The head's GEMM and the loss."""

@@ -36,6 +36,9 @@ HOST_ADAM_SHARE = 0.2
 """Bytes per second of a rank's CPU Adam, over those of its CPU link. Published steps with an offloaded
 optimizer imply 0.06 (DeepSpeed on 8 A800s), 0.2 (LLaMA-Factory on 4 RTX 4090s) and 0.7 (EasyContext on 8
 A100s): it depends on the threads per rank, which none states. This is their geometric mean."""
+COLLECTIVE_HOST_S = 5e-5
+"""CPU time that a tensor-parallel collective adds to a pass for each doubling of its ranks: its launch, and
+the wait for the slowest of their CPUs. From 408 small steps of Megatron-DeepSpeed on 8 A100s."""
 ULYSSES = CONTEXTS.index("ulysses")
 WORK_PARTS = (
     "compute",
@@ -111,6 +114,7 @@ def estimate_step(
 def _distinct(grid: Grid) -> tuple[Ints, Ints]:
     """Indices of layouts with distinct blocks, and for every layout its index among them."""
     key = grid.sequence_parallel.astype(np.int64) * len(CONTEXTS) + grid.context
+    key = 2 * key + grid.allows_triton
     for column in (grid.tp, grid.cp, grid.ep, grid.etp, grid.micro_batch):
         key = key * (int(column.max(initial=1)) + 1) + column
     _, indices, back = np.unique(key, return_index=True, return_inverse=True)
@@ -147,7 +151,9 @@ class _Step:
         self.recompute_s: Floats = self._recompute_s()
         """Forward work that the backward pass of a block repeats."""
         work = self.block.work
-        self.work = Passes(work.forward, work.backward_input + self.recompute_s, work.backward_weight)
+        self.work = Passes(
+            work.forward, work.backward_input + self.recompute_s, work.backward_weight + self._accumulate_s()
+        )
         """An average block with activation checkpointing, without communication."""
         self.probed: ProbedSteps | None = probe_steps(workload, grid)
         if self.probed is not None:
@@ -157,6 +163,13 @@ class _Step:
         """Activation checkpointing of an average block, without communication."""
         again = np.where(self.grid.recompute == FULL, self.block.work.forward, 0.0)
         return again + np.where(self.grid.recompute == SELECTIVE, self.block.selective, 0.0)
+
+    def _accumulate_s(self) -> Floats:
+        """Adding an average block's gradients to those of earlier micro-batches, per micro-batch."""
+        if not self.device.multiprocessors:
+            return np.zeros(len(self.grid))
+        moved = self.rules.accumulate_bytes * (self.shares.block + self.shares.expert_block)
+        return moved * (1 - 1 / self.micro_batches) / self.device.bytes_per_s
 
     def _apply_probed(self, probed: ProbedSteps) -> None:
         """Scale blocks, head and embedding of probed layouts to the compute time from probed operations."""
@@ -230,6 +243,7 @@ class _Step:
         host = (
             (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels * self.rules.block_kernels
         )
+        host = host + COLLECTIVE_HOST_S * 2 * np.log2(np.maximum(self.grid.tp, 1))
         return host if self.probed is None else np.where(self.probed.known, 0.0, host)
 
     def _head_and_embedding(self) -> tuple[Passes, Passes, Floats, Floats]:

@@ -46,6 +46,8 @@ class Device:
     """GEMM rate in the workload's precision."""
     plain_flops_per_s: float
     """GEMM rate without fp8 or fp4: for attention, and for what fp8 recipes keep in 16 bits."""
+    float32_flops_per_s: float
+    """GEMM rate in float32."""
     bytes_per_s: float
     multiprocessors: int
     """0 for a CPU, whose GEMMs have no tile waves."""
@@ -73,6 +75,7 @@ class Device:
         return cls(
             flops_per_s=flops,
             plain_flops_per_s=plain,
+            float32_flops_per_s=cluster.fp32_flops_per_s * rates.matmul,
             bytes_per_s=cluster.memory_bytes_per_s * rates.memory,
             multiprocessors=0
             if cluster.device == "cpu"

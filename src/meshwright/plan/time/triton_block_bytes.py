@@ -16,6 +16,8 @@ separate pass, so that norms read only the residual, and runs the forward kernel
 
 from __future__ import annotations
 
+from typing import Generic, NamedTuple, TypeVar
+
 from meshwright.layout.parameters import (
     FLOAT32_BYTES,
     count_gradient_bytes,
@@ -25,6 +27,7 @@ from meshwright.layout.parameters import (
     runs_in_fp8,
     with_gradients,
 )
+from meshwright.plan.estimate.grid import Floats
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -34,28 +37,60 @@ TABLE_PASSES = 3
 """Passes over float32 embedding rows: read in the forward pass; gradient read and written in the backward."""
 
 
+Size = TypeVar("Size", float, Floats)
+
+
+class KernelBytes(NamedTuple, Generic[Size]):
+    """Bytes per token that a block's kernels move in 16 bits."""
+
+    forward: Size
+    backward: Size
+    recomputed: Size
+    """Written again by backward kernels, where the inputs of GEMMs are not saved."""
+
+
+def kernel_bytes(
+    low: float, residual: float, width: Size, queries: Size, keys: Size, inner: Size
+) -> KernelBytes[Size]:
+    """Bytes per token of a block's kernels.
+
+    Args:
+        low: Bytes of an activation.
+        residual: Bytes of the residual stream.
+        width: Elements per token of the residual stream.
+        queries: Of queries.
+        keys: Of keys, and of values.
+        inner: Of the feed-forward.
+    """
+    rounded = low if residual != low else 0
+    return KernelBytes(
+        forward=4 * (residual + low) * width + 2 * low * (queries + keys) + 3 * low * inner,
+        backward=2 * (low + 3 * residual + rounded) * width
+        + 2 * low * (queries + 2 * keys)
+        + 5 * low * inner,
+        recomputed=low * (2 * width + inner),
+    )
+
+
 def block_bytes(job: Job, model: DecoderModel) -> int:
     """Bytes per token that a block moves, forward and backward."""
     low, residual = operand_bytes(job.train.precision), residual_bytes(job.train)
     width, inner, recompute = model.hidden_size, model.ffn_size, job.layout.recompute
     queries, keys = model.query_size, model.kv_size
+    kernels = kernel_bytes(low, residual, width, queries, keys, inner)
     into_heads = runs_in_fp8(job, queries + 2 * keys, width)
     into_inner = runs_in_fp8(job, inner, width)
-    normal = (1 if into_heads else low) + (1 if into_inner else low)
-    added = 2 * (2 * residual + low) * width
-    added -= (residual + low) * width if recompute == "full" else 0
-    forward = added + normal * width + 2 * low * (queries + keys) + 2 * low * inner
-    forward += (1 if into_inner else low) * inner
+    forward = kernels.forward
+    forward -= (low - 1) * (into_heads * width + into_inner * (width + inner))
     forward += (low + 1) * queries if runs_in_fp8(job, width, queries) else 0
     kept = recompute == "none"
     again = 0 if kept and not into_heads else low * width
     again += 0 if kept and not into_inner else low * (width + inner)
-    rounded = low if residual != low else 0
-    backward = 5 * low * inner + 2 * (low + 3 * residual + rounded) * width + again
-    backward += 2 * low * (queries + 2 * keys)
+    backward = kernels.backward + again
     if recompute == "full":
-        return 2 * forward + (2 * residual + low) * width + backward
-    return forward + backward
+        forward -= (residual + low) * width
+        return int(2 * forward + (2 * residual + low) * width + backward)
+    return int(forward + backward)
 
 
 def step_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:

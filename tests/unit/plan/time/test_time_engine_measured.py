@@ -10,8 +10,11 @@ import pytest
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.predict import predict
+from meshwright.plan.time.block import BlockModel
 from meshwright.plan.time.engine import estimate_step
+from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.rates import rates_of
+from meshwright.spec.load import build_job
 from meshwright.validation.published import read_rows
 
 ROWS = [
@@ -80,3 +83,32 @@ def test_fp8_weight_gradients_are_faster(job):
 
     all_three, two = step_s(precision="fp8", fp8_weight_grads=True), step_s(precision="fp8")
     assert all_three < two < step_s()
+
+
+@pytest.mark.parametrize(
+    ("experts", "per_token", "inner", "measured_s"), [(8, 2, 4096, 14.0e-3), (64, 6, 1024, 13.8e-3)]
+)
+def test_moe_layer_takes_as_long_as_measured(experts, per_token, inner, measured_s):
+    """One layer, forward and backward, 16,384 tokens of width 2,048 on an H200 (docs/expert-parallel.md)."""
+
+    def times(chosen):
+        model = {
+            "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 16, "num_layers": 1, "ffn_size": inner,
+            "vocab_size": 256, "num_experts": experts, "experts_per_token": chosen,
+        }  # fmt: skip
+        job = build_job(
+            {
+                "model": model,
+                "data": {"path": "builtin:python-stdlib", "tokenizer": "byte", "seq_len": 4096},
+                "train": {"steps": 1, "global_batch": 4, "precision": "bf16", "block_backend": "eager"},
+                "layout": {"micro_batch": 4},
+                "cluster": {"preset": "h200-sxm", "nodes": 1, "devices_per_node": 1},
+            }
+        )
+        workload = Workload.of(job)
+        device = Device.of(workload, rates_of(workload))
+        return BlockModel(workload, device, Grid.of([job.layout])).times()
+
+    one, two = times(per_token), times(2 * per_token)
+    routed = two.elementwise.total - one.elementwise.total  # linear in the experts per token
+    assert float((one.expert_gemms.total + routed)[0]) == pytest.approx(measured_s, rel=0.12)
