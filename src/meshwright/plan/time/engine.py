@@ -168,7 +168,11 @@ class _Step:
         """Adding an average block's gradients to those of earlier micro-batches, per micro-batch."""
         if not self.device.multiprocessors:
             return np.zeros(len(self.grid))
-        moved = self.rules.accumulate_bytes * (self.shares.block + self.shares.expert_block)
+        grid = self.grid
+        scattered = (grid.zero >= 2) & (grid.accumulate == SHARDED)
+        dense = self.shares.block / np.where(scattered, grid.dp_shard * grid.cp, 1)
+        experts = self.shares.expert_block / np.where(scattered, expert_shards(grid), 1)
+        moved = self.rules.accumulate_bytes * (dense + experts)
         return moved * (1 - 1 / self.micro_batches) / self.device.bytes_per_s
 
     def _apply_probed(self, probed: ProbedSteps) -> None:
