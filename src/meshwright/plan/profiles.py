@@ -168,6 +168,8 @@ class TimeRules:
     """The same per data-parallel rank: Megatron grows its buckets, so that latency does not dominate."""
     scatters_each: bool = False
     """ZeRO-2 reduce-scatters the gradients of every micro-batch."""
+    all_reduces_shards: bool = False
+    """ZeRO-1 and 2 all-reduce gradients and keep a shard of the sums."""
     counts_calls: bool = False
     """Every collective call has its latency: gathers and scatters of sequence parallelism, reductions of
     embedding, head and loss, the gradient of a tied embedding, the control all-reduce of a step."""
@@ -292,10 +294,12 @@ _HUGGING_FACE = dataclasses.replace(
     reduce_bytes=2.0,
     gradient_sum_bytes=6.0,
     scatters_each=True,
+    all_reduces_shards=True,
 )
 """transformers: LlamaRMSNorm and rotate_half as written, logits cast to float32 (modeling_llama.py); with
 an attention mask, torch's SDPA takes its memory-efficient kernel, which computes masked blocks too.
-DeepSpeed's `overlap_comm` is off by default in stages 1 and 2."""
+DeepSpeed's `overlap_comm` is off by default in stages 1 and 2, whose gradients it all-reduces (since 0.9,
+`use_multi_rank_bucket_allreduce`)."""
 _HUGGING_FACE_MEMORY = MemoryRules(
     master_weights=True,
     gradient_bytes=2.0,

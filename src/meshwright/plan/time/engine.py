@@ -460,7 +460,7 @@ class _Step:
             + over_replicas
         )
         calls = self._buckets(both)
-        scatter = self._scatter_s(dense, experts, calls)
+        scatter = self._scatter_s(dense, experts, calls) * (2 if rules.all_reduces_shards else 1)
         gather = self._shards_s(dense, experts, self.workload.wire_bytes, calls)
         across = self._replicate_reduce_s(dense, experts)
         sharded = (grid.zero == 1) | (grid.zero == 2)
