@@ -162,6 +162,7 @@ def test_results_have_a_short_repr(job_path):
         *(job, plan, plan.contract, plan.search, plan.simulate_step(), job.explain("layout.tp=3")),
         *(big.simulate_failures(3, runs=20), big.size_cluster(1e10, 3e6), collective, schedule),
         *(mw.prove_collective(collective), mw.simulate_schedule(schedule)),
+        *(mw.validate(), mw.validate_collectives()),
     ]
     assert {type(found).__name__: len(repr(found)) for found in results if len(repr(found)) > 500} == {}
 

@@ -132,6 +132,9 @@ class CollectiveValidation:
     not_judged: dict[str, int]
     """Rows of the table that are not judged, by reason."""
 
+    def __repr__(self) -> str:
+        return f"CollectiveValidation({len(self.curves)} curves, {len(self.choices)} choices)"
+
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright validate --collectives --json``."""
         held_out = [error for curve in self.curves for error in curve.errors(held_out=True)]

@@ -176,6 +176,9 @@ class Validation:
     limits: Limits | None = None
     """Layouts that ran out of memory and layouts that ran, if they were asked for."""
 
+    def __repr__(self) -> str:
+        return f"Validation({len(self.outcomes)} rows, left_out={self.left_out})"
+
     @cached_property
     def families(self) -> dict[str, dict[str, Any]]:
         """Figures of each family, in order of first occurrence."""
