@@ -141,7 +141,7 @@ class TimeRules:
     most_nodes: float = float("inf")
     """Nodes that the experts of one token are on, at most: node-limited routing."""
     unfused_routing: bool = False
-    """The router is a float32 GEMM, and the outputs of a token's experts are summed by a batched product."""
+    """The router is a float32 GEMM, and the outputs of a token's experts are summed by a batched GEMM."""
     overlap_ep: bool = False
     """Expert dispatch and combine overlap the compute of another micro-batch (DualPipe, DeepEP)."""
     fp8_dispatch: bool = False

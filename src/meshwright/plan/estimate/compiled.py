@@ -23,11 +23,6 @@ from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.model import DecoderModel
 
 
-def has_unsharded_layers(grid: Grid) -> Flags:
-    """Flags of layouts with unsharded layers: this module describes their compiled steps."""
-    return np.asarray((grid.pp * grid.tp * grid.cp == 1) & (grid.zero < 2))
-
-
 def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) -> GridMemorySnapshot:
     """The peak of each layout with unsharded layers.
 

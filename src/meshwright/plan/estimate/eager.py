@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.layout.loss_chunks import eager_chunk
 from meshwright.plan.estimate.activations import SavedBytes, attention_saved_bytes, sum_saved_bytes
-from meshwright.plan.estimate.compiled import find_compiled_peak, has_unsharded_layers
+from meshwright.plan.estimate.compiled import find_compiled_peak
 from meshwright.plan.estimate.grid import Flags, Floats
 from meshwright.plan.estimate.memory_snapshots import (
     NOTHING,
@@ -67,7 +67,7 @@ def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> lis
     )
     if stage.heads.any():
         snapshots.append(_loss(facts, stage, local, saved, copies, persistent))
-    job, whole = facts.workload.compiled_job, has_unsharded_layers(grid)
+    job, whole = facts.workload.compiled_job, grid.has_unsharded_layers
     if job is None or not whole.any():
         return snapshots
     others = [dataclasses.replace(snapshot, possible=snapshot.possible & ~whole) for snapshot in snapshots]

@@ -62,8 +62,12 @@ class Grid:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
-    def allows_triton(self) -> Flags:
-        """Whether Triton blocks run in each layout (``spec.execution.find_triton_obstacle``)."""
+    def has_unsharded_layers(self) -> Flags:
+        """Flags of layouts with unsharded layers.
+
+        Only these run Triton blocks (``spec.execution.find_triton_obstacle``), and their compiled steps have
+        their own memory ledger.
+        """
         unsharded: Flags = (self.pp * self.tp * self.cp == 1) & (self.zero < 2)
         return unsharded
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
 from meshwright.layout.tensor_parallel import local_model
-from meshwright.plan.estimate.compiled import find_compiled_peak, has_unsharded_layers
+from meshwright.plan.estimate.compiled import find_compiled_peak
 from meshwright.plan.estimate.grid import (
     ACCUMULATES,
     CONTEXTS,
@@ -223,7 +223,7 @@ class PeakBound:
 
     def _compiled(self, grid: Grid, eager: Floats, sums: Flags) -> Floats:
         """The ledger's exact peak for compiled or Triton blocks whose layers are not split."""
-        whole = has_unsharded_layers(grid)
+        whole = grid.has_unsharded_layers
         if self.workload.compiled_job is None or not whole.any():
             return eager
         peak = find_compiled_peak(self.workload.compiled_job, grid, whole, sums)

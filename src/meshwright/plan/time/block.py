@@ -25,11 +25,11 @@ FULL_RATE_HEAD_DIM = 124
 HALF_HEAD_DIM, HALF_HEAD_RATE = 64, 0.75
 """Kernels have a tile for this head width, and its rate."""
 EXPERT_ROW_MULTIPLE = 16
-COMBINE_DEPTH = 8
-"""Least depth that a batched product of few experts per token is computed at."""
-ROUTING_KERNELS, ROUTING_BACKWARD_KERNELS = 45, 25
-"""Kernels on numbers per token and expert: sorting, counting, losses; each takes the time of a launch."""
 """An expert's tokens are padded to a multiple of this."""
+COMBINE_DEPTH = 8
+"""Least depth (K) of the batched GEMM that sums the outputs of a token's experts; fewer are padded."""
+ROUTING_KERNELS, ROUTING_BACKWARD_KERNELS = 45, 25
+"""Small kernels of routing: sorting, counting, losses; each takes ``launch_s``."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
 """Bytes per attention score that softmax, mask and dropout move where attention is not fused."""
 SOFTMAX_BATCH = 4
@@ -163,7 +163,7 @@ class BlockModel:
             (batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention)
         )
         """Layouts whose attention runs without the fused softmax."""
-        self.triton: Flags = grid.allows_triton & (self.rules.kernels == "triton")
+        self.triton: Flags = grid.has_unsharded_layers & (self.rules.kernels == "triton")
         """Layouts whose blocks are Triton kernels."""
 
     def times(self) -> BlockTimes:
@@ -193,7 +193,7 @@ class BlockModel:
         return np.where(self.triton, again, self._recomputed_s(gemms, attention, elementwise))
 
     def _recomputed_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
-        """What selective activation checkpointing runs again, in blocks that are not Triton kernels."""
+        """Recompute time of selective activation checkpointing, in blocks that are not Triton blocks."""
         memory = self.workload.profile.memory
         if memory.recomputed_modules and memory.fused_attention:
             found = np.zeros(len(self.grid))
@@ -289,7 +289,7 @@ class BlockModel:
         return grouped + self._routing() if self.rules.unfused_routing else grouped
 
     def _routing(self) -> Passes:
-        """The router's float32 GEMMs, and the weighted sum of each token's outputs as a batched product."""
+        """The router's float32 GEMMs, and the weighted sum of each token's outputs as a batched GEMM."""
         model, device = self.model, self.device
         tokens, width = self.rows / self.tp, float(model.hidden_size)
         exact = dataclasses.replace(device, flops_per_s=device.float32_flops_per_s, operand_width=4.0)

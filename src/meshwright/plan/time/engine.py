@@ -114,7 +114,7 @@ def estimate_step(
 def _distinct(grid: Grid) -> tuple[Ints, Ints]:
     """Indices of layouts with distinct blocks, and for every layout its index among them."""
     key = grid.sequence_parallel.astype(np.int64) * len(CONTEXTS) + grid.context
-    key = 2 * key + grid.allows_triton
+    key = 2 * key + grid.has_unsharded_layers
     for column in (grid.tp, grid.cp, grid.ep, grid.etp, grid.micro_batch):
         key = key * (int(column.max(initial=1)) + 1) + column
     _, indices, back = np.unique(key, return_index=True, return_inverse=True)

@@ -35,8 +35,6 @@ LOSS_PASSES = 3
 """Passes over the logits: read for maximum and sum, read again from memory, written as gradient."""
 TABLE_PASSES = 3
 """Passes over float32 embedding rows: read in the forward pass; gradient read and written in the backward."""
-
-
 Size = TypeVar("Size", float, Floats)
 
 
@@ -58,9 +56,9 @@ def kernel_bytes(
         low: Bytes of an activation.
         residual: Bytes of the residual stream.
         width: Elements per token of the residual stream.
-        queries: Of queries.
-        keys: Of keys, and of values.
-        inner: Of the feed-forward.
+        queries: Elements per token of all query heads.
+        keys: Elements per token of all key heads; values have as many.
+        inner: Elements per token of the feed-forward's inner layer.
     """
     rounded = low if residual != low else 0
     return KernelBytes(
