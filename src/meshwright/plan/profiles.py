@@ -98,6 +98,8 @@ class TimeRules:
     """SwiGLU is one kernel; otherwise two."""
     block_kernels: float = 1.0
     """Kernels per block that the CPU launches, over those of Megatron with its fused kernels."""
+    blocking_launches: bool = False
+    """The CPU waits for each kernel before it launches the next (`CUDA_LAUNCH_BLOCKING=1`)."""
     step_s: float = 0.02
     """Step overhead outside the blocks: data, logging, clipping, launches of the optimizer."""
     selective: Literal["attention", "half", "elementwise"] = "elementwise"

@@ -158,6 +158,7 @@ KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1", "skips_masked": True}),
     (rf"{_EXCHANGE} (comm\w* )?overlap|overlap\w* (of )?{_EXCHANGE}", {"overlap_ep": True}),
     (r"fp8 dispatch|dispatch in fp8", {"fp8_dispatch": True}),
+    (r"cuda_launch_blocking=1", {"blocking_launches": True}),
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
 """Kernels that notes name, and the settings of the profile that they stand for."""

@@ -264,6 +264,11 @@ def test_expert_dispatch_is_read_from_the_note(case):
     assert plain.most_nodes == float("inf")
 
 
+def test_blocking_launches_are_read_from_the_note(case):
+    assert case(note="tuning run; CUDA_LAUNCH_BLOCKING=1").workload.profile.time.blocking_launches
+    assert not case(note="CUDA_LAUNCH_BLOCKING=0").workload.profile.time.blocking_launches
+
+
 def test_deepseek_v3_s_own_run_is_sensible_and_fits(read):
     """2.664M H800 hours for 14.8T tokens on 2,048 devices: 19.9 s per step (arXiv 2412.19437)."""
     row = read(

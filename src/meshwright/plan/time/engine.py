@@ -223,10 +223,11 @@ class _Step:
         axes = {name: axis.repeated(full) for name, axis in axes.items()}
         tp, cp, ep = axes["tp"], axes["cp"], axes["ep"]
         host = self._host_s()
-        forward = np.maximum(work.forward + tp.forward + cp.forward + ep.forward, host)
+        with_host = np.add if self.rules.blocking_launches else np.maximum
+        forward = with_host(work.forward + tp.forward + cp.forward + ep.forward, host)
         backward_host = host * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + tp.backward + cp.backward + ep.backward
-        back = np.maximum(back_input + work.backward_weight, backward_host)
+        back = with_host(back_input + work.backward_weight, backward_host)
         fsdp = self._fsdp_s(forward, back)
         # Offload and all-gather use different links at the same time: the slower one counts.
         fsdp = dataclasses.replace(
