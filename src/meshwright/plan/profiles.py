@@ -130,6 +130,8 @@ class TimeRules:
     """In backward, a tensor-parallel reduction overlaps the weight-gradient GEMM."""
     gradient_sum_bytes: float = 6.0
     """Bytes per element that accumulating a weight gradient moves, beyond the GEMM's own."""
+    fp16_gradient_sum_bytes: float | None = None
+    """The same under fp16, if it differs."""
     sums_bias_grads: bool = False
     """Gradients of biases are kernels of their own, not part of the weight-gradient GEMM; in compiled blocks
     adding the biases of queries, keys and values is one, too."""
@@ -201,6 +203,10 @@ _OLD = TimeRules(
 )
 """Megatron as of 2020 and 2021: no fused attention, an optimizer step in several passes, no overlap. The CPU
 launches attention as about ten kernels, and switches the random state for each dropout and checkpoint."""
+_OLD_DEEPSPEED = dataclasses.replace(_OLD, gradient_sum_bytes=18.0, fp16_gradient_sum_bytes=6.0)
+"""With DeepSpeed as of 2022. Under fp16 autograd sums the gradients of all micro-batches (`stage_1_and_2.py`
+without hooks: ZeRO-1, no `overlap_comm`); bf16 ones are cast to float32, then added (`BF16_Optimizer`,
+`update_hp_grads`)."""
 _OLD_2022 = dataclasses.replace(_OLD, hides_tp_backward=True, gradient_sum_bytes=4.0)
 """As of 2022: gradients are accumulated inside the GEMM (half of that traffic is hidden), and backward
 reductions overlap it."""
@@ -406,7 +412,7 @@ PROFILES = {
         Profile("megatron-bridge-2026", _MEGATRON_BRIDGE, _BRIDGE_2026),
         Profile("hai-llm", _HAI_LLM_MEMORY, _HAI_LLM),
         Profile("megatron-like", _LIKE_MEGATRON_MEMORY, _LIKE_MEGATRON),
-        Profile("megatron-deepspeed", _DEEPSPEED, _OLD),
+        Profile("megatron-deepspeed", _DEEPSPEED, _OLD_DEEPSPEED),
         Profile("torchtitan", _TORCHTITAN, _TITAN),
         Profile("torchtitan-2025", _TORCHTITAN_2025, _TITAN_2025),
         Profile("huggingface", _HUGGING_FACE_MEMORY, _HUGGING_FACE),

@@ -156,6 +156,9 @@ class BlockModel:
         """Tokens of a micro-batch on a rank, before any split over tp."""
         self.tp = grid.tp.astype(float)
         self.token_split = np.where(grid.sequence_parallel, self.tp, 1.0)
+        fp16 = self.rules.fp16_gradient_sum_bytes if workload.precision == "fp16" else None
+        self.sum_bytes = self.rules.gradient_sum_bytes if fp16 is None else fp16
+        """Bytes per element that accumulating a weight gradient moves."""
         self.head_chunks = np.clip(self.model.num_kv_heads // self.tp, 1, self.rules.ring_head_chunks)
         """Kernels and messages per chunk of ring attention."""
         batches = grid.micro_batch * self.model.num_heads / self.tp
@@ -213,9 +216,7 @@ class BlockModel:
     ) -> Passes:
         """The three GEMMs of a linear layer: forward, input gradient, weight gradient."""
         device = self.device
-        stored = (
-            self.rules.gradient_sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
-        )
+        stored = self.sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
         cast = Passes(*(np.zeros(len(self.grid)),) * 3) if plain else self._casts(rows, columns, depth, count)
         return cast + Passes(
             gemm_s(device, rows, columns, depth, count, plain),

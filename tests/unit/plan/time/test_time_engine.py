@@ -166,6 +166,21 @@ def test_blocking_launches_add_cpu_time_to_every_micro_batch():
     assert added == pytest.approx(passes * per_pass)
 
 
+@pytest.mark.parametrize(
+    ("profile", "difference"), [("megatron-deepspeed", 12.0), ("megatron-lm", 0.0), ("megatron-core", 0.0)]
+)
+def test_deepspeed_moves_more_to_sum_bf16_gradients_than_fp16_ones(profile, difference):
+    """In each micro-batch: 18 and 6 bytes per weight of a linear layer."""
+    given = workload(profile=profile, devices=8)
+    grid = Grid.of([Layout(mode="given", tp=8, micro_batch=1)])
+    bf16, fp16 = (
+        BlockModel(one, Device.of(one, rates_of(one)), grid).linear(2048, 1024, 4096).backward_weight[0]
+        for one in (given, dataclasses.replace(given, precision="fp16"))
+    )
+    bytes_per_s = Device.of(given, rates_of(given)).bytes_per_s
+    assert (bf16 - fp16) * bytes_per_s / (1024 * 4096) == pytest.approx(difference)
+
+
 def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it():
     layouts = [
         change(PTD, pp=8, dp_replicate=16),
