@@ -152,6 +152,16 @@ class TimeRules:
     """The loss computes both gradients of the head in forward."""
     embedding_bytes: float = 0.0
     """Bytes that the embedding's gradient moves per element of the table and micro-batch."""
+    balanced_parameters: bool = False
+    """Embedding, layers and head are assigned to pipeline stages by parameters; nothing is weighed by time."""
+    checkpoints_ends: bool = False
+    """Full activation checkpointing recomputes the head, too."""
+    reduces_ends: bool = False
+    """Tensor-parallel collectives of embedding and head are counted: sum of the rows, all-gather of logits,
+    gradient of the head's input."""
+    separate_gate: bool = False
+    """Gate and up projections are two column-parallel layers. Without sequence parallelism each all-reduces
+    the gradient of its input."""
     splits_sends: bool = True
     """Each rank of a tensor-parallel group sends its shard of an activation to the next stage."""
     reduces_after_pipeline: bool = False
@@ -337,6 +347,22 @@ _LIKE_MEGATRON_MEMORY = dataclasses.replace(
 )
 """16-bit gradients; the loss holds the gathered logits in 16 bits twice and three float32 copies."""
 
+_ALEPH_ALPHA = dataclasses.replace(
+    _LIKE_MEGATRON,
+    block_kernels=2.6,
+    loss_bytes=40.0,
+    reduce_bytes=4.0,
+    overlap_grad_reduce=False,
+    all_reduces_shards=True,
+    bucket_parameters=5e8,
+    splits_sends=False,
+    balanced_parameters=True,
+    checkpoints_ends=True,
+    reduces_ends=True,
+    separate_gate=True,
+)
+_ALEPH_ALPHA_MEMORY = dataclasses.replace(_LIKE_MEGATRON_MEMORY, keeps_gathered=True)
+
 _MESHWRIGHT_TIME = TimeRules(
     one_copy_per_node=False,
     unfused_routing=True,
@@ -404,6 +430,7 @@ PROFILES = {
         Profile("megatron-bridge-2026", _MEGATRON_BRIDGE, _BRIDGE_2026),
         Profile("hai-llm", _HAI_LLM_MEMORY, _HAI_LLM),
         Profile("megatron-like", _LIKE_MEGATRON_MEMORY, _LIKE_MEGATRON),
+        Profile("aleph-alpha-scaling", _ALEPH_ALPHA_MEMORY, _ALEPH_ALPHA),
         Profile("megatron-deepspeed", _DEEPSPEED, _OLD),
         Profile("torchtitan", _TORCHTITAN, _TITAN),
         Profile("torchtitan-2025", _TORCHTITAN_2025, _TITAN_2025),
