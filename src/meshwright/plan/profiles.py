@@ -153,7 +153,7 @@ class TimeRules:
     embedding_bytes: float = 0.0
     """Bytes that the embedding's gradient moves per element of the table and micro-batch."""
     balanced_parameters: bool = False
-    """Embedding, layers and head are assigned to pipeline stages by parameters; nothing is weighed by time."""
+    """Embedding, layers and head are assigned to pipeline stages by parameters, not by time."""
     checkpoints_ends: bool = False
     """Full activation checkpointing recomputes the head, too."""
     reduces_ends: bool = False
@@ -361,7 +361,17 @@ _ALEPH_ALPHA = dataclasses.replace(
     reduces_ends=True,
     separate_gate=True,
 )
+"""Aleph Alpha's `scaling` (GitHub, 0.2.0). DeepSpeed's schedule, whole activations sent by every rank, and
+stages balanced by parameters (`pipeline_schedule/train.py`, `communicator.py`, `pipe_partition_method` in
+`examples/transformer_example/config.yml`). Every column-parallel layer all-reduces the gradient of its input
+(`column_parallel_linear.py`); SwiGLU has two (`mlp.py`). The head gathers the logits (`lm_head.py`), and each
+rank computes the whole loss in float32, with its accuracy (`cross_entropy.py`): cast 6 bytes per logit,
+log-softmax 8, its gradient 16, argmax 4, cast 6. Activation checkpointing covers the head, too
+(`parallel_module.py`). After the last micro-batch gradients are all-reduced in float32, in buckets of 5e8,
+although ZeRO-1 needs a shard (`optimizer.py`, `allreduce.py`). A block has about 43 kernels, and switches the
+random state as old Megatron does (`layer.py`, `rng_tracker.py`)."""
 _ALEPH_ALPHA_MEMORY = dataclasses.replace(_LIKE_MEGATRON_MEMORY, keeps_gathered=True)
+"""Norms gather their output for sequence parallelism, which autograd saves (`norm/rms_norm.py`)."""
 
 _MESHWRIGHT_TIME = TimeRules(
     one_copy_per_node=False,
@@ -459,5 +469,5 @@ PROFILES = {
 }
 """By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023, `megatron-bridge` the
 same with the recipes of NeMo and Megatron Bridge, which overlap more (`-2026`: expert dispatch, too);
-`hai-llm` is DeepSeek-V3's; `megatron-like` is any other framework with Megatron's axes; `huggingface` is
-transformers with DeepSpeed or FSDP."""
+`hai-llm` is DeepSeek-V3's, `aleph-alpha-scaling` Aleph Alpha's; `megatron-like` is any other framework with
+Megatron's axes; `huggingface` is transformers with DeepSpeed or FSDP."""

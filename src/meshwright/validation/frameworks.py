@@ -41,7 +41,9 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
 _LIKENED = re.compile(r"\((?:as )?([^)]*)\)")
 """What a row says that an unknown framework is like: `maxtext (as fsdp)`."""
-HAS_PROFILE = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright|hugging|nemo|^aa-|aleph", re.IGNORECASE)
+HAS_PROFILE = re.compile(
+    r"megatron|deepspeed|composer|foundry|titan|meshwright|hugging|nemo|^aa-|aleph", re.IGNORECASE
+)
 """Frameworks with their own profile; others use the nearest."""
 RECIPES: tuple[tuple[str, str], ...] = (
     (r"nvfp4", "nvfp4"),

@@ -26,7 +26,7 @@ def count_balanced(model: DecoderModel, pp: Ints) -> tuple[Ints, Ints, Ints]:
     degrees, back = np.unique(pp, return_inverse=True)
     splits = [balance_parameters(model.num_layers, degree, table) for degree in degrees.tolist()]
     rows = [(split[0], max(split[1:-1], default=split[0]), split[-1]) for split in splits]
-    first, middle, last = np.array(rows, dtype=np.int64)[back.reshape(-1)].T
+    first, middle, last = np.array(rows, dtype=np.int64).reshape(-1, 3)[back.reshape(-1)].T
     return first, middle, last
 
 
@@ -34,7 +34,7 @@ def count_balanced(model: DecoderModel, pp: Ints) -> tuple[Ints, Ints, Ints]:
 def balance_parameters(layers: int, pp: int, table: float) -> tuple[int, ...]:
     """Blocks of each stage, so that the largest stage has as few parameters as possible.
 
-    Of the splits that do so, the one that fills early stages first.
+    Of the splits that do so, the one that fills early stages first. With very many stages it may need fewer.
 
     Args:
         layers: Blocks of the model.
@@ -47,10 +47,9 @@ def balance_parameters(layers: int, pp: int, table: float) -> tuple[int, ...]:
         middle = (least + most) / 2
         least, most = (least, middle) if len(_fill(sizes, middle)) <= pp else (middle, most)
     counts = _fill(sizes, most)
-    counts = [*counts, *[0] * (pp - len(counts))]
     counts[0] -= 1
     counts[-1] -= 1
-    return tuple(max(count, 0) for count in counts)
+    return (*counts, *(0,) * (pp - len(counts)))
 
 
 def _fill(sizes: Sequence[float], most: float) -> list[int]:

@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwright.layout.pipeline_schedules import stage_pp_ranks
 from meshwright.layout.placement import RANK_ORDER, Slots
 from meshwright.plan.contract import PipelineTime
