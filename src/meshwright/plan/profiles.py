@@ -156,6 +156,16 @@ class TimeRules:
     """The loss computes both gradients of the head in forward."""
     embedding_bytes: float = 0.0
     """Bytes that the embedding's gradient moves per element of the table and micro-batch."""
+    balanced_parameters: bool = False
+    """Embedding, layers and head are assigned to pipeline stages by parameters, not by time."""
+    checkpoints_ends: bool = False
+    """Full activation checkpointing recomputes the head, too."""
+    reduces_ends: bool = False
+    """Tensor-parallel collectives of embedding and head are counted: sum of the rows, all-gather of logits,
+    gradient of the head's input."""
+    separate_gate: bool = False
+    """Gate and up projections are two column-parallel layers. Without sequence parallelism each all-reduces
+    the gradient of its input."""
     splits_sends: bool = True
     """Each rank of a tensor-parallel group sends its shard of an activation to the next stage."""
     reduces_after_pipeline: bool = False
@@ -345,6 +355,32 @@ _LIKE_MEGATRON_MEMORY = dataclasses.replace(
 )
 """16-bit gradients; the loss holds the gathered logits in 16 bits twice and three float32 copies."""
 
+_ALEPH_ALPHA = dataclasses.replace(
+    _LIKE_MEGATRON,
+    block_kernels=2.6,
+    loss_bytes=40.0,
+    reduce_bytes=4.0,
+    overlap_grad_reduce=False,
+    all_reduces_shards=True,
+    bucket_parameters=5e8,
+    splits_sends=False,
+    balanced_parameters=True,
+    checkpoints_ends=True,
+    reduces_ends=True,
+    separate_gate=True,
+)
+"""Aleph Alpha's `scaling` (GitHub, 0.2.0). DeepSpeed's schedule, whole activations sent by every rank, and
+stages balanced by parameters (`pipeline_schedule/train.py`, `communicator.py`, `pipe_partition_method` in
+`examples/transformer_example/config.yml`). Every column-parallel layer all-reduces the gradient of its input
+(`column_parallel_linear.py`); SwiGLU has two (`mlp.py`). The head gathers the logits (`lm_head.py`), and each
+rank computes the whole loss in float32, with its accuracy (`cross_entropy.py`): cast 6 bytes per logit,
+log-softmax 8, its gradient 16, argmax 4, cast 6. Activation checkpointing covers the head, too
+(`parallel_module.py`). After the last micro-batch gradients are all-reduced in float32, in buckets of 5e8,
+although ZeRO-1 needs a shard (`optimizer.py`, `allreduce.py`). A block has about 43 kernels, and switches the
+random state as old Megatron does (`layer.py`, `rng_tracker.py`)."""
+_ALEPH_ALPHA_MEMORY = dataclasses.replace(_LIKE_MEGATRON_MEMORY, keeps_gathered=True)
+"""Norms gather their output for sequence parallelism, which autograd saves (`norm/rms_norm.py`)."""
+
 _MESHWRIGHT_TIME = TimeRules(
     one_copy_per_node=False,
     unfused_routing=True,
@@ -412,6 +448,7 @@ PROFILES = {
         Profile("megatron-bridge-2026", _MEGATRON_BRIDGE, _BRIDGE_2026),
         Profile("hai-llm", _HAI_LLM_MEMORY, _HAI_LLM),
         Profile("megatron-like", _LIKE_MEGATRON_MEMORY, _LIKE_MEGATRON),
+        Profile("aleph-alpha-scaling", _ALEPH_ALPHA_MEMORY, _ALEPH_ALPHA),
         Profile("megatron-deepspeed", _DEEPSPEED, _OLD_DEEPSPEED),
         Profile("torchtitan", _TORCHTITAN, _TITAN),
         Profile("torchtitan-2025", _TORCHTITAN_2025, _TITAN_2025),
@@ -440,5 +477,5 @@ PROFILES = {
 }
 """By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023, `megatron-bridge` the
 same with the recipes of NeMo and Megatron Bridge, which overlap more (`-2026`: expert dispatch, too);
-`hai-llm` is DeepSeek-V3's; `megatron-like` is any other framework with Megatron's axes; `huggingface` is
-transformers with DeepSpeed or FSDP."""
+`hai-llm` is DeepSeek-V3's, `aleph-alpha-scaling` Aleph Alpha's; `megatron-like` is any other framework with
+Megatron's axes; `huggingface` is transformers with DeepSpeed or FSDP."""

@@ -38,6 +38,7 @@ Runtime = Literal[
     "megatron-bridge-2026",
     "hai-llm",
     "megatron-like",
+    "aleph-alpha-scaling",
     "megatron-deepspeed",
     "torchtitan",
     "torchtitan-2025",

@@ -32,7 +32,8 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"composer|foundry|metaseq|fairseq", "composer-fsdp"),
     (r"fsdp|pytorch|lightning|lit-?gpt|olmo", "torchtitan"),
     (r"meshwright", "meshwright"),
-    (r"nanotron|internevo|aa-|aleph|colossal|llmq|like", "megatron-like"),
+    (r"^aa-|aleph", "aleph-alpha-scaling"),
+    (r"nanotron|internevo|colossal|llmq|like", "megatron-like"),
     (r"bridge|nemo", "megatron-bridge"),
     (r"megatron-?core|mcore|megascale|pai-|primus|swift", "megatron-core"),
     (r"hai-?llm", "hai-llm"),
@@ -40,7 +41,9 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
 _LIKENED = re.compile(r"\((?:as )?([^)]*)\)")
 """What a row says that an unknown framework is like: `maxtext (as fsdp)`."""
-HAS_PROFILE = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright|hugging|nemo", re.IGNORECASE)
+HAS_PROFILE = re.compile(
+    r"megatron|deepspeed|composer|foundry|titan|meshwright|hugging|nemo|^aa-|aleph", re.IGNORECASE
+)
 """Frameworks with their own profile; others use the nearest."""
 RECIPES: tuple[tuple[str, str], ...] = (
     (r"nvfp4", "nvfp4"),

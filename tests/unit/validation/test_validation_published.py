@@ -188,6 +188,7 @@ def test_nvl72_racks_are_split_evenly(case):
         ("composer-fsdp1", "A100-80GB-SXM", "composer-fsdp"),
         ("torchtitan-fsdp2", "A100-80GB-SXM", "torchtitan"),
         ("nanotron", "H100-80GB-SXM", "megatron-like"),
+        ("aa-scaling", "A100-80GB-SXM", "aleph-alpha-scaling"),
         ("internevo (as megatron-core)", "A100-80GB-SXM", "megatron-like"),
         ("transformers accelerate", "A100-80GB-SXM", "huggingface"),
         ("metaseq-fsdp", "A100-80GB-SXM", "composer-fsdp"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.layout.parameters import count_gradient_bytes, list_parameters, with_gradients
+from meshwright.plan.estimate.balance import count_balanced
 from meshwright.plan.estimate.buffers import sum_buffers
 from meshwright.plan.estimate.compiled import may_keep_bf16_grads
 from meshwright.plan.estimate.eager import list_eager_snapshots
@@ -120,7 +121,9 @@ def _host_bytes(workload: Workload, grid: Grid) -> Floats:
 def ledger_stages(workload: Workload, grid: Grid) -> list[StageLedger]:
     """The classes of ranks that any layout of the grid has."""
     facts = Facts.of(workload, grid)
-    stages = split_stages(workload.model, grid, workload.global_batch)
+    balanced = workload.profile.time.balanced_parameters
+    given = count_balanced(workload.model, grid.pp) if balanced else None
+    stages = split_stages(workload.model, grid, workload.global_batch, given)
     return [_ledger_stage(facts, stage) for stage in stages if stage is stages[0] or stage.exists.any()]
 
 

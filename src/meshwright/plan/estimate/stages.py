@@ -37,12 +37,15 @@ class Stage:
         return self.layers - self.expert_layers
 
 
-def split_stages(model: DecoderModel, grid: Grid, global_batch: int) -> tuple[Stage, Stage, Stage]:
+def split_stages(
+    model: DecoderModel, grid: Grid, global_batch: int, given: tuple[Ints, Ints, Ints] | None = None
+) -> tuple[Stage, Stage, Stage]:
     """The three classes. A single stage is `first`; of two, `middle` does not exist.
 
     Layers split evenly where they can. Else the embedding and the head count as a layer each, as Megatron
     (`account_for_embedding_in_pipeline_split`), DeepSpeed (`type:transformer|embedding`) and torchtitan
-    split: then the first and last stage have one layer less.
+    split: then the first and last stage have one layer less. ``given`` replaces these layers of the first,
+    the middle and the last stage.
     """
     total = model.num_layers
     chunks = grid.pp * grid.virtual_stages
@@ -52,6 +55,7 @@ def split_stages(model: DecoderModel, grid: Grid, global_batch: int) -> tuple[St
     middle = np.where(even, total // grid.pp, np.minimum(units, total))
     first = np.where(single, total, np.where(even, middle, np.maximum(middle - 1, 0)))
     last = np.where(even, middle, np.clip(total - first - middle * (grid.pp - 2), 0, total))
+    first, middle, last = given or (first, middle, last)
     micro_batches = grid.micro_batches(global_batch)
     v_shaped = np.isin(grid.schedule, V_SHAPED)
     dense = min(model.dense_layers, total) if model.num_experts else total

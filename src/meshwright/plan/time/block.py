@@ -60,6 +60,8 @@ copies of values and outputs to another order of heads."""
 GATE_BYTES, UNFUSED_GATE_BYTES = Moved(6.0, 10.0), Moved(10.0, 18.0)
 """SwiGLU, per element of one half. Unfused: silu, then the multiplication."""
 GELU_BYTES = Moved(4.0, 6.0)
+ADDITION_BYTES = 6.0
+"""Adding two gradients of an input."""
 COUNTED_KERNELS = 1.08
 """Time of kernels whose bytes are counted one by one, over a copy of these bytes. Triton kernels alone on an
 H200: 1.11. Real steps of an H200 with compiled blocks take 1.33 times as long for them as with Triton blocks,
@@ -273,7 +275,8 @@ class BlockModel:
     def _feed_forward(self, inner: int, split: Floats) -> Passes:
         model = self.model
         entries = 2 if model.activation == "swiglu" else 1
-        into = self.linear(self.rows, entries * inner / split, model.hidden_size)
+        fused = 1 if self.rules.separate_gate else entries
+        into = self.linear(self.rows, fused * inner / split, model.hidden_size, entries // fused)
         return into + self.linear(self.rows, model.hidden_size, inner / split)
 
     def _experts(self) -> Passes:
@@ -407,6 +410,8 @@ class BlockModel:
             forward = forward + BIAS_BYTES * heads * compiled
             backward = backward + BIAS_GRAD_BYTES * (heads + width * model.attention_bias)
             backward = backward + BIAS_GRAD_BYTES * (width + (1 + gated) * inner) * model.ffn_bias
+        if rules.separate_gate and gated:  # the rows are gathered here
+            backward = backward + ADDITION_BYTES * dense_share * width
         act = gate if gated else GELU_BYTES
         forward = forward + rope.forward * rotated + act.forward * inner
         backward = backward + rope.backward * rotated + act.backward * inner
@@ -440,6 +445,11 @@ class BlockModel:
         logits = self.rows * (model.vocab_size if gathers else columns)
         loss = self.rules.loss_bytes * logits / self.device.bytes_per_s
         return self._order_head(gemm + Passes(loss / 2, loss / 2, np.zeros_like(loss)))
+
+    def logits(self) -> Floats:
+        """Seconds of the head's GEMM in the forward pass."""
+        columns = np.ceil(self.model.vocab_size / self.tp / 128) * 128
+        return self.linear(self.rows, columns, self.model.hidden_size, plain=True).forward
 
     def _order_head(self, head: Passes) -> Passes:
         """The head's passes; all in the forward pass if the loss computes its gradients there."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.activations import Tokens, block_saved_bytes, sum_saved_bytes
+from meshwright.plan.estimate.balance import count_balanced
 from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Floats, Grid, Ints
 from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
 from meshwright.plan.estimate.stages import V_SHAPED
@@ -39,6 +40,9 @@ A100s): it depends on the threads per rank, which none states. This is their geo
 COLLECTIVE_HOST_S = 5e-5
 """CPU time that a tensor-parallel collective adds to a pass for each doubling of its ranks: its launch, and
 the wait for the slowest of their CPUs. From 408 small steps of Megatron-DeepSpeed on 8 A100s."""
+GATHER_COPY_BYTES = 8.0
+"""Bytes per logit that are copied after an all-gather into a list of tensors: out of the buffer of the
+collective, and into one tensor."""
 ULYSSES = CONTEXTS.index("ulysses")
 WORK_PARTS = (
     "compute",
@@ -69,10 +73,10 @@ class StepEstimate:
     """One transfer between pipeline stages."""
     block_parts: PassParts
     """What the passes of a block consist of besides compute."""
-    embedding_tp_s: Floats
-    """Tensor-parallel collectives in the embedding's forward pass."""
-    head_tp_s: Floats
-    """Tensor-parallel collectives in the head's forward pass."""
+    embedding_tp: Passes
+    """Tensor-parallel collectives of the embedding."""
+    head_tp: Passes
+    """Tensor-parallel collectives of the head."""
     hidden_gather_s: Floats
     """The all-gather of ZeRO-1 and 2 in ``hidden``; the rest of it is gradient reduction."""
 
@@ -88,8 +92,8 @@ class StepEstimate:
             embedding=self.embedding.times(factor),
             send_s=self.send_s * factor,
             block_parts=self.block_parts.times(factor),
-            embedding_tp_s=self.embedding_tp_s * factor,
-            head_tp_s=self.head_tp_s * factor,
+            embedding_tp=self.embedding_tp.times(factor),
+            head_tp=self.head_tp.times(factor),
             hidden_gather_s=self.hidden_gather_s * factor,
         )
 
@@ -144,6 +148,7 @@ class _Step:
         self.block: BlockTimes = blocks.times().take(back)
         self.head: Passes = blocks.head().take(back)
         self.embedding: Passes = blocks.embedding().take(back)
+        self.logits_s: Floats = blocks.logits()[back]
         self.rows, self.tp, self.head_chunks = blocks.rows[back], blocks.tp[back], blocks.head_chunks[back]
         self.kernels: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[back]
         """Kernels per block, relative to the blocks that the host time was calibrated with."""
@@ -195,7 +200,7 @@ class _Step:
         tp_s, cp_s, ep_s, fsdp_s = (
             block_parts.exposed[name].total * count for name in ("tp", "cp", "ep", "dp_shard")
         )
-        tp_s = tp_s + (head_tp + embedding_tp) * (self.micro_batches / self.grid.pp)
+        tp_s = tp_s + (head_tp + embedding_tp).total * (self.micro_batches / self.grid.pp)
         parts = {
             "compute": self.micro_batches * mean.total - (tp_s + cp_s + ep_s + fsdp_s),
             "tensor parallel": tp_s,
@@ -251,20 +256,37 @@ class _Step:
         host = host + COLLECTIVE_HOST_S * 2 * np.log2(np.maximum(self.grid.tp, 1))
         return host if self.probed is None else np.where(self.probed.known, 0.0, host)
 
-    def _head_and_embedding(self) -> tuple[Passes, Passes, Floats, Floats]:
-        """Head and embedding with their tensor-parallel collectives, and the time of the collectives."""
+    def _head_and_embedding(self) -> tuple[Passes, Passes, Passes, Passes]:
+        """Head and embedding with their tensor-parallel collectives, and these collectives."""
         none = np.zeros(len(self.grid))
-        if not self.rules.counts_calls:
-            return self.head, self.embedding, none, none
+        head, given, taken = self.head, Passes(none, none, none), Passes(none, none, none)
         moved, group = self.rows * self.model.hidden_size, self.groups.tp
-        given = group.all_reduce_s(moved * FLOAT32_BYTES)
-        loss = 2 * group.all_reduce_s(self.rows * FLOAT32_BYTES)
-        taken = group.all_reduce_s(moved * self.workload.wire_bytes) + loss
-        head = self.head + Passes(taken, none, none)
-        return head, self.embedding + Passes(given, none, none), taken, given
+        one = group.all_reduce_s(moved * self.workload.wire_bytes)
+        if self.rules.counts_calls:
+            given = Passes(group.all_reduce_s(moved * FLOAT32_BYTES), none, none)
+            loss = 2 * group.all_reduce_s(self.rows * FLOAT32_BYTES)
+            taken = Passes(one + loss, none, none)
+        elif self.rules.reduces_ends:
+            given, taken = Passes(one, none, none), Passes(self._gather_logits_s(), one, none)
+        if self.rules.checkpoints_ends:
+            again = np.where(self.grid.recompute == FULL, 1.0, 0.0)
+            taken = taken + Passes(none, again * taken.forward, none)
+            head = head + Passes(none, again * self.logits_s, none)
+        return head + taken, self.embedding + given, taken, given
+
+    def _gather_logits_s(self) -> Floats:
+        """The all-gather of logits over tp, if the loss needs them, and the copies that order them."""
+        if not self.workload.profile.memory.gathers_logits:
+            return np.zeros(len(self.grid))
+        logits = self.rows * self.model.vocab_size
+        copied = np.where(self.grid.tp > 1, GATHER_COPY_BYTES * logits / self.device.bytes_per_s, 0.0)
+        return self.groups.tp.all_gather_s(logits * self.workload.wire_bytes) + copied
 
     def _tensor_parallel(self) -> Overlap:
-        """Two all-reduces in each direction; in expert layers only that of attention."""
+        """Two all-reduces in each direction; in expert layers only that of attention.
+
+        With separate gate and up projections a third one in the backward pass, if the rows are not sharded.
+        """
         model, group = self.model, self.groups.tp
         routed = model.expert_layers / model.num_layers
         calls = 1 + (1 - routed) + bool(model.shared_experts) * routed
@@ -274,11 +296,14 @@ class _Step:
             one = np.where(self.grid.sequence_parallel, 2 * group.all_gather_s(moved), one)
         exposed = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
         whole_s = calls * one
-        forward = backward = whole_s * exposed
+        twice = self.rules.separate_gate and model.activation == "swiglu"
+        more_s = np.where(self.grid.sequence_parallel, 0.0, (calls - 1) * one * twice)
+        whole_back_s = whole_s + more_s
+        forward, backward = whole_s * exposed, whole_back_s * exposed
         if self.rules.hides_tp_backward:
             beside = self.rates.overlap * self.block.gemms.backward_weight
-            backward = np.maximum(forward - beside, (1 - self.rates.overlap) * forward)
-        return Overlap(forward, backward, whole_s - forward, whole_s - backward)
+            backward = np.maximum(backward - beside, (1 - self.rates.overlap) * backward)
+        return Overlap(forward, backward, whole_s - forward, whole_back_s - backward)
 
     def _context_parallel(self) -> Overlap:
         """Ring attention's sends, overlapped with attention; or the all-to-alls of Ulysses."""
@@ -410,6 +435,11 @@ class _Step:
         if self.rules.balanced_stages:
             units = slowest_load(grid, layers, embedding.total / block.total, head.total / block.total)
             return np.where(grid.pp == 1, mean.total, np.maximum(units * block.total, mean.total))
+        if self.rules.balanced_parameters:
+            first, middle, final = count_balanced(self.model, grid.pp)
+            inner = np.where(grid.pp > 2, middle, 0) * block.total
+            ends = np.maximum(first * block.total + embedding.total, final * block.total + head.total)
+            return np.where(grid.pp == 1, mean.total, np.maximum(ends, inner))
         # The last rank has the head; it may have fewer layers.
         even = layers % (grid.pp * grid.virtual_stages) == 0
         slow = np.ceil(layers / (grid.pp * grid.virtual_stages)) * grid.virtual_stages

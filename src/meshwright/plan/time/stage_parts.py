@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwright.layout.pipeline_schedules import stage_pp_ranks
 from meshwright.layout.placement import RANK_ORDER, Slots
 from meshwright.plan.contract import PipelineTime
@@ -126,13 +124,13 @@ def _stage_weights(job: Job, totals: list[Cost]) -> list[tuple[float, float, flo
 
 def _divide(step: StepEstimate, weights: tuple[float, float, float], total: Cost) -> StagePasses:
     blocks, embeddings, heads = weights
-    ends_tp = embeddings * float(step.embedding_tp_s[0]) + heads * float(step.head_tp_s[0])
+    ends = ((embeddings, step.embedding_tp), (heads, step.head_tp))
     parts = step.block_parts
     exposed, hidden = (
         {axis: blocks * Cost.of(passes, 0).passes for axis, passes in side.items()}
         for side in (parts.exposed, parts.hidden)
     )
-    exposed["tp"] = exposed["tp"] + np.array([ends_tp, 0.0, 0.0])
+    exposed["tp"] = exposed["tp"] + sum(count * Cost.of(passes, 0).passes for count, passes in ends)
 
     def one(index: int, seconds: float, recompute_s: float = 0.0) -> PassTime:
         found = [

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.layout.parameters import count_parameters
+from meshwright.plan.estimate.balance import balance_parameters
 from meshwright.plan.estimate.memory import EXCLUDED_LINES, LINES, estimate_memory
 from meshwright.plan.estimate.state import STATE_LINES
 from meshwright.plan.profiles import PROFILES
@@ -229,7 +230,17 @@ def test_uneven_layers_count_embedding_and_head_as_layers(make_workload, make_gr
     assert estimate.between_bytes[0] == pytest.approx(18 * (3 * block + table + 4096), rel=1e-6)
 
 
-@pytest.mark.parametrize("profile", ["meshwright", "megatron-core"])
+def test_stages_that_are_balanced_by_parameters(make_workload, make_grid):
+    """Embedding and 6 blocks, 8 blocks each on the middle stages, 2 blocks and the head."""
+    workload = make_workload("llama", "aleph-alpha-scaling")
+    block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
+    estimate = estimate_memory(workload, make_grid(pp=[5]))
+    found = balance_parameters(32, 5, 128256 * 4096 / block)
+    assert found == (5, 8, 8, 8, 3)
+    assert estimate.between_bytes[0] == pytest.approx(16 * 8 * block, rel=1e-6)
+
+
+@pytest.mark.parametrize("profile", ["meshwright", "megatron-core", "aleph-alpha-scaling"])
 def test_an_empty_grid_is_estimated(make_workload, random_grid, profile):
     """A search may filter out every layout."""
     empty = random_grid.take(np.zeros(len(random_grid), dtype=np.bool_))

@@ -330,3 +330,67 @@ def test_offloaded_optimizers_are_slower():
         "optimizer"
     ]
     assert there > 50 * here
+
+
+LLAMA_13B = DecoderModel(
+    num_layers=40, hidden_size=5120, num_heads=40, num_kv_heads=40, ffn_size=13824, vocab_size=128000
+)
+TP_4 = Layout(mode="given", tp=4, dp_shard=16, zero=1, micro_batch=1, recompute="none")
+
+
+def with_rules(profile: str, **rules: object) -> Workload:
+    given = workload(LLAMA_13B, profile=profile, devices=64)
+    time = dataclasses.replace(given.profile.time, **rules)
+    return dataclasses.replace(given, profile=dataclasses.replace(given.profile, time=time))
+
+
+def test_a_separate_gate_projection_reduces_its_input_gradient():
+    """Three all-reduces of input gradients instead of two; the forward pass has two anyway."""
+    sharded = change(TP_4, sequence_parallel=True)
+    plain, gated = (
+        estimate_step(with_rules("megatron-like", separate_gate=flag), Grid.of([TP_4, sharded])).block_parts
+        for flag in (False, True)
+    )
+    before, after = plain.exposed["tp"], gated.exposed["tp"]
+    np.testing.assert_allclose(after.forward, before.forward)
+    assert after.backward_input[0] == pytest.approx(1.5 * before.backward_input[0])
+    assert after.backward_input[1] == pytest.approx(before.backward_input[1])
+
+
+def test_collectives_of_embedding_and_head_are_counted():
+    grid = Grid.of([TP_4, change(TP_4, tp=1, dp_shard=64)])
+    without, counted = (
+        estimate_step(with_rules("megatron-like", reduces_ends=flag), grid) for flag in (False, True)
+    )
+    assert without.head_tp.total.max() == without.embedding_tp.total.max() == 0
+    assert counted.head_tp.forward[0] > counted.embedding_tp.forward[0] > 0
+    assert counted.head_tp.backward_input[0] == pytest.approx(counted.embedding_tp.forward[0])
+    assert counted.head_tp.total[1] == counted.embedding_tp.total[1] == 0
+    more = counted.parts["tensor parallel"] - without.parts["tensor parallel"]
+    assert counted.step_s[0] - without.step_s[0] == pytest.approx(more[0])
+
+
+def test_activation_checkpointing_may_cover_the_head():
+    grid = Grid.of([TP_4, change(TP_4, recompute="full")])
+    once, again = (
+        estimate_step(with_rules("aleph-alpha-scaling", checkpoints_ends=flag), grid)
+        for flag in (False, True)
+    )
+    assert again.head.backward_input[0] == pytest.approx(once.head.backward_input[0])
+    assert again.head.backward_input[1] > 1.2 * once.head.backward_input[1]
+    assert again.head.forward[1] == pytest.approx(once.head.forward[1])
+
+
+def test_stages_balanced_by_parameters_leave_room_for_the_head():
+    """Stages of 9, 11, 11 and 9 blocks: the slowest has 11, and evenly 10 and the head."""
+    given = Grid.of([change(TP_4, pp=4, dp_shard=4)])
+    even, balanced = (
+        estimate_step(with_rules("aleph-alpha-scaling", balanced_parameters=flag), given)
+        for flag in (False, True)
+    )
+    count = 1536 / 4
+    ideal = count * (10 * balanced.block.total + (balanced.head + balanced.embedding).total / 4)
+    slowest = ideal + balanced.parts["uneven stages"]
+    last = 9 * balanced.block.total + balanced.head.total
+    assert slowest[0] == pytest.approx(count * max(11 * balanced.block.total[0], last[0]))
+    assert balanced.step_s[0] < even.step_s[0]
