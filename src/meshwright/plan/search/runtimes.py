@@ -26,6 +26,7 @@ RUNTIME_SUPPORT = {
     "megatron-deepspeed": RuntimeSupport(("1f1b",), (0, 1), (*DATA_AXES, "pp", "tp", "ep")),
     "megatron-lm": RuntimeSupport(("1f1b", "interleaved"), (0, 1), (*DATA_AXES, "pp", "tp")),
     "megatron": RuntimeSupport(("1f1b", "interleaved"), (0, 1)),
+    "aleph-alpha-scaling": RuntimeSupport(("1f1b",), (0, 1), (*DATA_AXES, "pp", "tp")),
     "torchtitan": RuntimeSupport(zeros=(0, 2, 3)),
     "composer": RuntimeSupport((), (0, 2, 3), DATA_AXES),
     "hai-llm": RuntimeSupport(("1f1b", "dualpipe-v"), (0, 1)),
