@@ -34,8 +34,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmark_shapes import COMPARED
 from one_device import Row, WorkerPool, find_device
-from one_device_worker import SHAPES, WARM_UP, Task, build_shape
+from one_device_worker import WARM_UP, Task, build_shape
 from python_text import describe_text, write_text
 
 from meshwright.report.figure import save_figure
@@ -207,7 +208,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--shape", default="b", choices=tuple(SHAPES), help="a shape of one_device.py")
+    add("--shape", default="b", choices=COMPARED, help="a shape of one_device.py")
     add("--small", action="store_true", help="a shape for a CPU")
     add("--steps", type=int, default=500)
     add("--batch", type=int, default=0, help="sequences per step; default: the shape's")

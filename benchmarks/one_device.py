@@ -12,6 +12,7 @@ wide, 4 x 4096 tokens.
     python benchmarks/one_device.py --only ours --set cluster.file=probed.toml    # predicted from the probe
     python benchmarks/one_device.py --shape a --only ours --overlap --steps 2 --limit 400 --length 8192 \
         --length 32768 --length 131072:layout.recompute=full                # long context
+    python benchmarks/one_device.py --only ours --shape experts --shape gpt2-xl --profile    # outside the fit
     python benchmarks/one_device.py --small                                 # small shapes for a CPU
 
 ``--length`` splits the tokens of a step into longer sequences, at least one: 8 x 4096 becomes 1 x 32768, then
@@ -39,8 +40,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmark_shapes import COMPARED, SHAPES
 from kernel_classes import describe
-from one_device_worker import SHAPES, Task
+from one_device_worker import Task
 
 from meshwright.spec.cluster import find_gpus
 
@@ -385,7 +387,7 @@ def list_tasks(arguments: argparse.Namespace, device: str) -> list[Task]:
         names.append((kind, kind, settings))
         if kind == "ours":
             names += [(kind, f"ours {more}", (*settings, *more.split(","))) for more in arguments.also]
-    shapes, lengths = arguments.shape or list(SHAPES), arguments.length or [(0, ())]
+    shapes, lengths = arguments.shape or list(COMPARED), arguments.length or [(0, ())]
     compiling = sum(kind != "floor" for kind, *_ in names) * len(shapes) * len(lengths)
     threads = max(1, (os.cpu_count() or 1) // max(1, compiling if arguments.overlap else 1))
     return [
@@ -421,7 +423,7 @@ def parse_length(text: str) -> tuple[int, tuple[str, ...]]:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", action="append", choices=tuple(SHAPES), help="default: both")
+    parser.add_argument("--shape", action="append", choices=tuple(SHAPES), help="default: a and b")
     parser.add_argument(
         "--only", action="append", choices=KINDS, help="default: ours, bare (plain torch) and floor"
     )
@@ -453,7 +455,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print one object; progress goes to standard error"
     )
-    return parser.parse_args()
+    given = parser.parse_args()
+    others = [shape for shape in given.shape or () if shape not in COMPARED]
+    if others and (given.small or given.only != ["ours"]):
+        parser.error(f"--shape {others[0]}: only with --only ours, and without --small")
+    return given
 
 
 def main() -> None:

@@ -24,32 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmark_shapes import BATCHES, COMPARED, SHAPES, SMALL, SMALL_BATCHES
 
 from meshwright.launch.environment import prepare_environment
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "a": {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192,
-          "vocab_size": 128256, "rope_theta": 500000.0},
-    "b": {"num_layers": 28, "hidden_size": 3072, "num_heads": 24, "num_kv_heads": 8, "ffn_size": 8192,
-          "vocab_size": 128256, "rope_theta": 500000.0},
-}  # fmt: skip
-BATCHES = {"a": (8, 4096), "b": (4, 4096)}
-"""Sequences per step, and tokens of each."""
-SMALL = {
-    "a": {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 2, "ffn_size": 256,
-          "vocab_size": 512},
-    "b": {"num_layers": 3, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 256,
-          "vocab_size": 512},
-}  # fmt: skip
-"""Small shapes for a CPU."""
-SMALL_BATCHES = {"a": (4, 64), "b": (2, 64)}
 OURS = (
     "train.precision=bf16",
     "train.block_backend=triton",
     "train.residual_dtype=bf16",
     "layout.recompute=selective",
 )
-"""Settings of our job; ``--set`` overrides them."""
+"""Settings of our job for the shapes that are compared; ``--set`` overrides them."""
+OUTSIDE_THE_FIT = ("train.precision=bf16", "layout.recompute=selective")
+"""Settings of our job for the other shapes; the block backend is the default."""
 TRITON_KERNELS = ("train.gemm_autotune=true", "train.grad_dtype=bf16")
 """Further settings if Triton blocks are possible."""
 CPU_BACKEND = ("train.block_backend=compile", "train.compile_backend=aot_eager")
@@ -111,10 +98,11 @@ def build_shape(task: Task, folder: Path, layers: int | None = None) -> Any:
     }
     on_cpu = task.device == "cpu"
     backend = CPU_BACKEND if on_cpu else ()
-    own = () if on_cpu or OTHER_KERNELS & set(task.settings) else TRITON_KERNELS
+    compared = task.shape in COMPARED
+    own = () if on_cpu or not compared or OTHER_KERNELS & set(task.settings) else TRITON_KERNELS
     if any(text.startswith(("train.optimizer=", "train.grad_noise=")) for text in task.settings):
         own = tuple(text for text in own if not text.startswith("train.grad_dtype="))  # only with AdamW
-    settings = (*OURS, *own, *backend, *task.settings)
+    settings = (*(OURS if compared else OUTSIDE_THE_FIT), *own, *backend, *task.settings)
     problems = [problem for text in settings if (problem := apply_override(tree, text))]
     if layers is not None:
         tree["model"]["num_layers"] = layers

@@ -19,9 +19,7 @@ K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +28,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.models.attention import prefer_fast_attention
 from meshwright.models.decoder import Block, Residual
 from meshwright.models.feed_forward import GatedFeedForward
 from meshwright.models.kernels import fp8
@@ -359,7 +356,6 @@ class TritonBlock(Block):
             mask,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=functools.partial(_same_attention_backend, x_BTD.device.type),
         )
         return x_BTD + delta_BTD  # the one tensor that the next block saves
 
@@ -378,16 +374,6 @@ class TritonBlock(Block):
         masters = [linear.weight for linear in (ffn.gate, ffn.up, ffn.down)]
         x_BTD, delta_BTD = _FeedForward.apply(x_BTD, delta_BTD, self.ffn_norm.weight, self, *masters)
         return x_BTD, delta_BTD
-
-
-def _same_attention_backend(
-    device: str,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the forward pass and of the recomputation, which must prefer the same attention kernel.
-
-    The recomputation runs in the backward pass, outside the caller's preferences: both set their own.
-    """
-    return prefer_fast_attention(device), prefer_fast_attention(device)
 
 
 def _build_gemms(

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from meshwright.checkpoint.divergence import loss_scale_collapsed_error
 from meshwright.models.attention import prefer_fast_attention
@@ -55,13 +56,26 @@ class MixedPrecision:
     def autocast(self) -> Iterator[None]:
         """Context of a forward pass."""
         low = self._low or torch.bfloat16
-        fastest = prefer_fast_attention(self._device) if self._compiled else nullcontext()
-        with torch.autocast(self._device, low, enabled=self._low is not None), fastest:
+        with torch.autocast(self._device, low, enabled=self._low is not None), self._prefer_kernels():
             yield
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a loss, scaled in fp16."""
-        self._scaler.scale(loss).backward()
+    def backward(self, end: Tensor | GradientEdge, grad: Tensor | None = None) -> None:
+        """Run the backward pass of a loss, scaled in fp16, or of another output.
+
+        It prefers the attention kernels of the forward pass. Activation checkpointing recomputes here; with
+        another kernel it would not find what the forward pass has saved.
+
+        Args:
+            end: The loss, or the gradient edge of an output.
+            grad: The gradient of that output; None for a loss.
+        """
+        if isinstance(end, Tensor):
+            end = self._scaler.scale(end)
+        with self._prefer_kernels():
+            torch.autograd.backward(end, grad)
+
+    def _prefer_kernels(self) -> AbstractContextManager[None]:
+        return prefer_fast_attention(self._device) if self._compiled else nullcontext()
 
     @property
     def is_scaled(self) -> bool:

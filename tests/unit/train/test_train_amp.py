@@ -5,14 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.core.errors import RunFailedError
+from meshwright.models.block_backend import compile_blocks
 from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.load import load_job
+from meshwright.spec.model import DecoderModel
+from meshwright.train import amp
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.optimizer import build_optimizer
+from triton_decoders import batch, build
 
 CPU = torch.device("cpu")
+EXPERTS = DecoderModel(
+    num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=128,
+    num_experts=4, experts_per_token=2,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -113,3 +122,27 @@ def test_no_optimizer_changes_a_weight_if_the_gradient_norm_is_not_finite(job_fi
         assert [bool((p != b).any()) for p, b in zip(model.parameters(), before, strict=True)] == [
             changed
         ] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["triton", "compiled-experts"])
+def test_backward_pass_recomputes_with_the_attention_kernel_of_the_forward_pass(
+    job_file, monkeypatch, kind, recompute
+):
+    """The compiled blocks' kernel is not the default one here; torch refuses a recomputation that differs."""
+    monkeypatch.setattr(amp, "prefer_fast_attention", lambda device: sdpa_kernel([SDPBackend.MATH]))
+    precision = MixedPrecision(
+        load_job(str(job_file), ["train.precision=bf16", "train.block_backend=compile"]), CPU
+    )
+    if kind == "triton":
+        net = build(recompute=recompute)
+    else:
+        net = build(EXPERTS, triton=False, copies=False, recompute=recompute)
+        compile_blocks(net, backend="aot_eager")
+    tokens, targets, _ = batch()
+    with precision.autocast():
+        loss = net(tokens, targets)
+    precision.backward(loss)
+    assert all(parameter.grad.count_nonzero() > 0 for parameter in net.parameters())

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 
 class MixedPrecision(Protocol):
@@ -14,5 +15,5 @@ class MixedPrecision(Protocol):
     def autocast(self) -> AbstractContextManager[None]:
         """Context of a forward pass."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a loss, scaled where the precision needs it."""
+    def backward(self, end: Tensor | GradientEdge, grad: Tensor | None = None) -> None:
+        """Run the backward pass of a loss, scaled where the precision needs it, or of another output."""

@@ -132,10 +132,7 @@ class StageRunner:
         if work.reducer is not None:
             work.reducer.begin(last)
         x, end = work.graphs.pop(micro_batch)
-        if isinstance(end, Tensor):
-            self._precision.backward(end)
-        else:
-            torch.autograd.backward(end, grad)
+        self._precision.backward(end, grad)
         if work.deferred_grads is not None:
             work.deferred[micro_batch] = work.deferred_grads.pop_all()
         return None if x is None else x.grad
