@@ -7,6 +7,7 @@ devices are its GPUs if it has any, otherwise its CPU cores with one rank and on
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -87,6 +88,16 @@ class Cluster:
     def world_size(self) -> int:
         """Number of devices."""
         return self.nodes * self.devices_per_node
+
+
+def chip_of(device_name: str) -> str:
+    """The chip that a device has: the first word of its name with a digit.
+
+    `H100` of the preset's `H100-80GB-SXM` and of the driver's `NVIDIA H100 80GB HBM3`; the whole name if no
+    word has a digit.
+    """
+    words = re.split(r"[^A-Z0-9]+", device_name.upper())
+    return next((word for word in words if re.search(r"\d", word)), device_name)
 
 
 def count_cores() -> int:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_plural
-from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
+from meshwright.spec.cluster import chip_of, count_cores, find_gpus, machine_memory_bytes
 from meshwright.spec.hf_config import is_settled, merge_hf_config
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.job_keys import takes_text
@@ -407,10 +407,9 @@ def _this_machine(device: str) -> Tree:
 
 
 def _figures_of(gpu: str, memory_bytes: int) -> Tree:
-    """The preset with this GPU's name and the nearest memory size; empty if there is none."""
-    words = set(re.split(r"[^A-Z0-9]+", gpu.upper()))
+    """The preset with this GPU's chip and the nearest memory size; empty if there is none."""
     presets = [read_preset("clusters", name) for name in preset_names("clusters")]
-    known = [p for p in presets if isinstance(p, dict) and str(p["device_name"]).split("-")[0] in words]
+    known = [p for p in presets if isinstance(p, dict) and chip_of(str(p["device_name"])) == chip_of(gpu)]
     return min(known, key=lambda p: abs(p["memory_bytes"] - memory_bytes), default={})
 
 

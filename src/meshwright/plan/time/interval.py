@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.probed import is_probed
+from meshwright.spec.cluster import chip_of
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -21,13 +22,13 @@ LEAST_SPREAD = 0.03
 """Least half-width of an interval."""
 GENERATIONS = {
     "V100": "Volta",
-    "MI300": "CDNA3",
+    "MI300X": "CDNA3",
     "A100": "Ampere", "A800": "Ampere",
     "L40S": "Ada", "4090": "Ada",
     "H100": "Hopper", "H200": "Hopper", "H800": "Hopper", "H20": "Hopper", "GH200": "Hopper",
     "B200": "Blackwell", "B300": "Blackwell", "GB200": "Blackwell", "GB300": "Blackwell",
 }  # fmt: skip
-"""By prefix of the device name."""
+"""By chip."""
 
 
 class Interval(NamedTuple):
@@ -54,7 +55,7 @@ Residuals = dict[Key, tuple[int, float, float]]
 
 def generation_of(device: str) -> str:
     """The generation of a device; empty if unknown."""
-    return next((name for start, name in GENERATIONS.items() if device.startswith(start)), "")
+    return GENERATIONS.get(chip_of(device), "")
 
 
 def similar_groups(workload: Workload) -> list[Key]:

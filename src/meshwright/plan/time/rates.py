@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Ints
 from meshwright.plan.estimate.workload import Workload
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, chip_of
 
 Tables = dict[str, dict[str, float]]
 """Rates by section."""
@@ -88,9 +88,9 @@ GENERATION = {"H800": "H100", "GH200": "H200", "A800": "A100", "GB300": "B300"}
 
 
 def calibrated_device(device_name: str) -> str:
-    """The calibration name of a device: `A100`, `H100`, ...; without memory size and form factor."""
-    head = device_name.split("-", maxsplit=1)[0]
-    return GENERATION.get(head, head)
+    """The calibration name of a device: `A100`, `H100`, ...; that of a chip that shares its rates."""
+    chip = chip_of(device_name)
+    return GENERATION.get(chip, chip)
 
 
 def rates_of(workload: Workload) -> Rates:

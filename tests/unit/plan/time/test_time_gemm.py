@@ -10,6 +10,7 @@ import pytest
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.gemm import UNALIGNED, Device, gemm_s
+from meshwright.plan.time.interval import generation_of
 from meshwright.plan.time.network import build_group, span_of_stride
 from meshwright.plan.time.rates import calibrated_device, load_calibration, merge_rates, rates_of
 from meshwright.spec.model import DecoderModel
@@ -171,3 +172,23 @@ def test_grouped_gemms_need_tokens_per_expert():
 )
 def test_devices_of_one_generation_share_their_calibration(name, generation):
     assert calibrated_device(name) == generation
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA H200", "H200-141GB-SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB-SXM"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB-SXM"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB-SXM"),
+        ("NVIDIA GH200 480GB", "GH200-96GB"),
+        ("NVIDIA GeForce RTX 4090", "4090-24GB-PCIe"),
+        ("NVIDIA L40S", "L40S-48GB"),
+        ("AMD Instinct MI300X", "MI300X-192GB"),
+    ],
+)
+def test_driver_names_have_the_rates_of_the_preset(name, preset):
+    """The name of a GPU of this machine comes from its driver, that of a preset from its file."""
+    assert preset in known_devices()
+    assert calibrated_device(name) == calibrated_device(preset)
+    assert generation_of(name) == generation_of(preset) != ""
