@@ -32,6 +32,8 @@ GEMM_INPUT_BYTES = {"fp8": 1.0, "fp4": 0.5625}
 """Bytes per element of a GEMM input in low precision, fp4 with its scales."""
 ROUTER_BYTES = 13.0
 """Probabilities, scores and their softmax in float32 and the map, per expert and token."""
+CHOICE_BYTES = 28.0
+"""Weight in float32, index of the expert, and index in two orders, per expert that a token chooses."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,18 @@ def ffn_saved_bytes(workload: Workload, expert: bool) -> SavedBytes:
     if not expert:
         return SavedBytes(shared=norm, gathered=width * gemm_input, split=model.ffn_size * inner)
     wide = model.expert_width
-    return SavedBytes(
+    found = SavedBytes(
         shared=norm + width * low + (model.num_experts or 0) * ROUTER_BYTES,
         split=model.shared_experts * wide * inner,
         routed=width * gemm_input,
         routed_inner=wide * inner,
+    )
+    if rules.blocks != "eager":
+        return found
+    # The router reads float32, shared experts another copy. The weighted sum of the outputs saves them all.
+    shared_input = width * low if model.shared_experts and low < FLOAT32 else 0.0
+    return found + SavedBytes(
+        shared=width * (FLOAT32 - low) + shared_input, routed_inner=width * low + CHOICE_BYTES
     )
 
 
@@ -223,7 +232,9 @@ class Tokens:
         count = grid.micro_batch * (workload.seq_len / grid.cp)
         split = count / grid.tp
         residual = np.where(grid.sequence_parallel, split, count)
-        uneven = model.capacity_factor or (rules.imbalance if model.num_experts else 1.0)
+        # A rank that holds all experts reads every copy, however uneven the experts' loads are.
+        free = np.where(grid.ep > 1, rules.imbalance, 1.0) if model.num_experts else 1.0
+        uneven = model.capacity_factor or free
         exchanged = (grid.cp > 1) & (grid.context == 1)
         copies = split * ((model.experts_per_token or 0) * uneven)
         return cls(

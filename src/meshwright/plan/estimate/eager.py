@@ -40,7 +40,9 @@ def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> lis
     elements = np.maximum(local.dense + local.experts, 1.0)
     head = np.where(stage.heads, local.table, 0.0)
     gathered = sum_gathered(facts, local)
-    copied = Term("16-bit weight copies", (~recompute, stage.in_flight, stage.layers, copies))
+    makes_copies = (facts.low < FLOAT32) & (grid.zero < 2)
+    all_copied = (local.matrices + local.experts, facts.low)
+    copied = Term("16-bit weight copies", (~recompute & makes_copies, stage.in_flight, *all_copied))
     saved = activations.all + Sum((copied,))
     block = activations.block + Sum((Term("16-bit weight copies", (copies,)),))
     recomputed = activations.recomputed + Sum((Term("16-bit weight copies", (recompute, copies)),))
@@ -66,7 +68,7 @@ def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> lis
         GridMemorySnapshot("embedding, backward", NOTHING, NOTHING, table, NOTHING, possible=stage.embeds)
     )
     if stage.heads.any():
-        snapshots.append(_loss(facts, stage, local, saved, copies, persistent))
+        snapshots.append(_loss(facts, stage, local, saved, persistent))
     job, whole = facts.workload.compiled_job, grid.has_unsharded_layers
     if job is None or not whole.any():
         return snapshots
@@ -146,9 +148,12 @@ def _attention_works(facts: Facts, activations: StageActivations) -> list[tuple[
 
 
 def _loss(
-    facts: Facts, stage: Stage, local: LocalWeights, saved: Sum, copies: Floats, persistent: Flags
+    facts: Facts, stage: Stage, local: LocalWeights, saved: Sum, persistent: Flags
 ) -> GridMemorySnapshot:
-    """The loss, in forward: all activations are saved, and the head's gradient is computed."""
+    """The loss, in forward: all activations are saved, and the head's gradient is computed.
+
+    Autocast keeps its weight copies until the forward pass ends. Experts' copies are recomputed.
+    """
     grid, tokens, low, model = facts.grid, facts.tokens, facts.low, facts.workload.model
     width = float(model.hidden_size)
     logits = np.minimum(tokens.count, eager_chunk(facts.workload.cluster.device, model)) * (
@@ -160,12 +165,12 @@ def _loss(
         Term("chunk of logits, twice", (logits, 2.0, FLOAT32)),
     ]
     if low != FLOAT32:
-        copy = local.table * low
+        copy, keeps_copies = local.table * low, (grid.recompute > 0) & (grid.zero < 2)
         more = np.maximum(0.0, copy - logits * (2 * FLOAT32 - low))
         terms += [
             Term("16-bit head", (copy,)),
             Term("its 16-bit gradient beyond the chunk", (more,)),
-            Term("16-bit weight copies of the blocks", (grid.recompute > 0, copies, stage.layers)),
+            Term("16-bit weight copies of the blocks", (keeps_copies, local.matrices, low)),
         ]
     norm = Sum((Term("final norm", (tokens.residual, width + 1.0, FLOAT32)),))
     gradients = np.where(persistent, 1.0, 0.0)

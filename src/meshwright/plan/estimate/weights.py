@@ -89,6 +89,8 @@ class LocalWeights:
     """The largest block, routed experts left out."""
     expert_block: Floats
     """Routed experts of one block."""
+    matrices: Floats
+    """Matrices of all blocks, routers and routed experts left out."""
     table: Floats
     """The rank's shard of an embedding or a head."""
     routed: bool
@@ -107,9 +109,10 @@ def count_local_weights(
         stage: The class.
         multiple: Rows of each rank's vocabulary shard are padded to a multiple of this; 1: not padded.
     """
-    always = weights.attention / grid.tp + weights.latents + weights.norms
-    routed = weights.shared / grid.tp + weights.router
-    plain = weights.ffn / grid.tp
+    attention = weights.attention / grid.tp + weights.latents
+    always = attention + weights.norms
+    shared, plain = weights.shared / grid.tp, weights.ffn / grid.tp
+    routed = shared + weights.router
     rows = model.vocab_size / grid.tp
     if multiple > 1:
         rows = (-(-model.vocab_size // (grid.tp * multiple)) * multiple).astype(np.float64)
@@ -126,6 +129,7 @@ def count_local_weights(
         experts=stage.expert_layers * expert_block,
         block=block,
         expert_block=expert_block * (stage.expert_layers > 0),
+        matrices=stage.layers * attention + stage.dense_layers * plain + stage.expert_layers * shared,
         table=table,
         routed=bool(model.num_experts),
     )

@@ -203,12 +203,16 @@ def test_fp8_saves_smaller_activations_in_transformer_engine_only(make_workload,
     assert kept["torchtitan", "fp8"] == kept["torchtitan", "bf16"]
 
 
-def test_expert_imbalance_needs_more_memory_up_to_the_capacity(make_workload, make_grid):
+@pytest.mark.parametrize("ep", [1, 4])
+def test_expert_imbalance_needs_more_memory_up_to_the_capacity(make_workload, make_grid, ep):
+    """Between ranks only: one that holds all experts reads the copies of all tokens."""
     workload = make_workload("experts", "meshwright")
     bounded = dataclasses.replace(workload, model=dataclasses.replace(workload.model, capacity_factor=1.0))
-    free, fixed = (estimate_memory(w, make_grid()).lines["activations"][0] for w in (workload, bounded))
-    each = 2048 * 2 + 4 * 1024 * 2
-    assert free - fixed == pytest.approx(15 * 2048 * 6 * (workload.profile.memory.imbalance - 1) * each)
+    grid = make_grid(ep=[ep], dp_replicate=[ep])
+    free, fixed = (estimate_memory(w, grid).lines["activations"][0] for w in (workload, bounded))
+    each = 2048 * 2 + 4 * 1024 * 2 + 2048 * 2 + 28  # input, inside, output, weight and indices
+    uneven = workload.profile.memory.imbalance - 1 if ep > 1 else 0
+    assert free - fixed == pytest.approx(15 * 2048 * 6 * uneven * each)
 
 
 def test_memory_counted_by_publications_leaves_out_some_lines(make_workload, random_grid):
