@@ -110,16 +110,18 @@ class TimeRules:
     """Under fp8 the GEMMs of weight gradients run in fp8, too."""
     fused_casts: bool = False
     """Norms and activations write their fp8 output themselves; other casts are one pass each."""
-    kernels: Literal["typical", "compiled", "triton"] = "typical"
-    """Elementwise kernels of a block: one per norm, addition and activation; those that torch.compile makes
-    of Meshwright's blocks; or its Triton kernels, each counted (``plan.time.triton_block_bytes``), in layouts
-    that allow them, and compiled ones in others."""
+    kernels: Literal["typical", "eager", "compiled", "triton"] = "typical"
+    """Elementwise kernels of a block: one per norm, addition and activation; those of Meshwright's eager
+    blocks; those that torch.compile makes of them; or its Triton kernels, each counted
+    (``plan.time.triton_block_bytes``), in layouts that allow them, and compiled ones in others."""
     loss_bytes: float = 24.0
     """Bytes that the loss moves per logit beyond the GEMM itself, forward and backward."""
     reduce_bytes: float = 4.0
     """Bytes of a gradient element on the wire."""
     optimizer_bytes: float = 30.0
     """Bytes that the optimizer moves per parameter; float32 moments and master weights."""
+    clip_bytes: float = 0.0
+    """Bytes that the gradient norm and clipping move per parameter on a GPU, in passes of their own."""
     overlap_grad_reduce: bool = True
     """Gradient reduction overlaps the last backward pass."""
     overlap_param_gather: bool = True
@@ -387,9 +389,8 @@ _MESHWRIGHT_TIME = TimeRules(
     sums_bias_grads=True,
     accumulate_bytes=12.0,
     gradient_sum_bytes=12.0,
-    fused_norms=False,
-    fused_rope=False,
-    fused_activation=False,
+    kernels="eager",
+    clip_bytes=12.0,
     block_kernels=2.0,
     fp8_weight_grads=False,
     overlap_p2p=True,
@@ -407,10 +408,8 @@ MESHWRIGHT_COMPILED = dataclasses.replace(
     _MESHWRIGHT,
     time=dataclasses.replace(
         _MESHWRIGHT_TIME,
-        fused_norms=True,
-        fused_rope=True,
-        fused_activation=True,
         fused_casts=True,
+        clip_bytes=0.0,
         kernels="compiled",
         step_s=2e-3,
         loss_bytes=6.0,
@@ -422,18 +421,24 @@ MESHWRIGHT_COMPILED = dataclasses.replace(
 gradient once, GEMMs write float32 weight gradients, and attention is cuDNN's."""
 
 
-def compiled_profile(profile: Profile, triton: bool, fp8_weight_grads: bool) -> Profile:
+def compiled_profile(profile: Profile, triton: bool, experts: bool, fp8_weight_grads: bool) -> Profile:
     """The profile of compiled or Triton blocks on GPUs; only Meshwright has one.
 
     Args:
         profile: Profile of the framework.
         triton: Whether blocks are Triton kernels.
+        experts: Whether blocks have experts: torch.compile then compiles only what is outside the blocks.
         fp8_weight_grads: Whether, under fp8, the GEMMs of weight gradients run in fp8.
     """
     if profile.name != "meshwright":
         return profile
     kernels: Literal["compiled", "triton"] = "triton" if triton else "compiled"
     time = dataclasses.replace(MESHWRIGHT_COMPILED.time, kernels=kernels, fp8_weight_grads=fp8_weight_grads)
+    if experts:
+        eager = _MESHWRIGHT_TIME
+        time = dataclasses.replace(
+            time, kernels=eager.kernels, gradient_sum_bytes=eager.gradient_sum_bytes, fused_casts=False
+        )
     return dataclasses.replace(MESHWRIGHT_COMPILED, time=time)
 
 

@@ -49,18 +49,22 @@ def wanted_block_backend(job: Job) -> BlockBackend:
 
 
 def explain_block_backend(job: Job) -> list[str]:
-    """Why the default is this backend, as a sentence.
+    """Why the default is this backend, or which blocks a named one leaves as they are, as a sentence.
 
-    Empty if the job names a backend, and for jobs that have no choice of one.
+    Empty if there is nothing to say, and for jobs that have no choice of a backend.
 
     Args:
         job: With its layout settled.
     """
     train, missing = job.train, find_triton_obstacle(job)
-    if train.block_backend is not None or train.runtime != "meshwright":
+    if not isinstance(job.model, DecoderModel) or train.runtime != "meshwright":
         return []
-    if not isinstance(job.model, DecoderModel):
-        return []
+    if train.block_backend is not None:
+        checkpointed = job.model.num_experts is not None and job.layout.recompute != "none"
+        if resolve_block_backend(job) != "compile" or not checkpointed:
+            return []
+        eager = f"blocks with experts run eagerly under layout.recompute={job.layout.recompute}"
+        return [f"train.block_backend=compile: {eager}; final norm, loss and optimizer are compiled"]
     reason = "the fastest backend" if missing is None else f"triton needs {missing}"
     return [f"train.block_backend={resolve_block_backend(job)} by default: {reason}"]
 

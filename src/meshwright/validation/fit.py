@@ -57,8 +57,15 @@ PRIORS: Tables = {
     "device.A100": {"matmul": 0.92, "attention": 0.7, "link": 0.76},
     "device.V100": {"matmul": 0.9, "link": 0.89},
     # Measured on one H200 (benchmarks/kernel_curves.py, 18 November 2026): large GEMMs at the power limit 676
-    # TFLOP/s, fp8 1255, cuDNN's attention 639 (head size 128), FlashAttention-2 348.
-    "device.H200": {"matmul": 0.87, "headroom": 1.45, "attention": 0.8, "flash_2": 0.55},
+    # TFLOP/s, fp8 1255, cuDNN's attention 639 (head size 128), FlashAttention-2 348. In profiles of whole
+    # steps, torch's grouped GEMMs: 685 TFLOP/s (16 experts, width 2048), 622 (64 experts, width 1408).
+    "device.H200": {
+        "matmul": 0.87,
+        "headroom": 1.45,
+        "attention": 0.8,
+        "flash_2": 0.55,
+        "expert_matmul": 1.0,
+    },
     "device.H100": {"matmul": 0.87, "headroom": 1.45, "attention": 0.8, "flash_2": 0.55},
     # Blackwell lowers its clock under load; B300 has a higher power limit.
     "device.B200": {"matmul": 0.7, "headroom": 1.45, "attention": 0.6, "flash_2": 0.55},

@@ -157,11 +157,11 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
     layout = build_layout(cells, profile, cluster, devices)
     precision = read_precision(cells)
     seq_len = cells.count("seq_len")
+    model = build_model(cells, layout.tp)
     compiled = read_compiled(cells, precision, profile)
     if compiled:
         triton, fp8 = "triton blocks" in cells.note, "weight gradients in fp8" in cells.note
-        profile = compiled_profile(profile, triton, fp8)
-    model = build_model(cells, layout.tp)
+        profile = compiled_profile(profile, triton, model.num_experts is not None, fp8)
     profile = with_available_attention(profile, model, cluster, cells)
     workload = Workload(
         model=model,
@@ -172,6 +172,7 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
         profile=profile,
         recipe=read_recipe(cells, precision, profile),
         compiled=compiled,
+        residual_bytes=4.0 if "float32 residual" in cells.note else 2.0,
     )
     if layout.micro_batch is None:
         layout = dataclasses.replace(layout, micro_batch=choose_micro_batch(cells, workload, layout))

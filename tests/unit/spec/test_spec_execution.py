@@ -129,6 +129,17 @@ def test_other_backends_are_taken_as_given(backend):
     assert explain_block_backend(job) == []
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_checkpointed_expert_blocks_are_said_to_run_eagerly(recompute):
+    """torch.compile leaves them alone: the dispatch of tokens breaks the graph inside the checkpoint."""
+    experts = {"num_experts": 4, "experts_per_token": 2}
+    job = build(model=experts, train={"block_backend": "compile"}, layout={"recompute": recompute})
+    found = explain_block_backend(job)
+    assert [
+        line.startswith("train.block_backend=compile: blocks with experts run eagerly") for line in found
+    ] == ([] if recompute == "none" else [True])
+
+
 def test_resnet_block_backend_is_eager():
     sizes = {"architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}
     tree = {

@@ -178,10 +178,10 @@ def test_predicted_memory_follows_the_published_kind(read):
 
 
 def test_package_has_published_and_measured_rows(outcomes):
-    assert len(outcomes) == 1236
-    assert len({one.row.id for one in outcomes}) == 1236
+    assert len(outcomes) == 1250
+    assert len({one.row.id for one in outcomes}) == 1250
     assert len({one.row.source for one in outcomes}) >= 17
-    assert sum(one.row.source == "meshwright" for one in outcomes) == 21
+    assert sum(one.row.source == "meshwright" for one in outcomes) == 35
     assert not [one.reason for one in outcomes if one.reason.startswith("bad cell")]
 
 

@@ -74,7 +74,8 @@ class Workload:
         profile = PROFILES[job.train.runtime]
         if not uses_eager_blocks(job) and job.cluster.device == "cuda":
             triton = uses_triton_blocks(whole)
-            profile = compiled_profile(profile, triton, job.train.fp8_weight_grads)
+            experts = job.model.num_experts is not None
+            profile = compiled_profile(profile, triton, experts, job.train.fp8_weight_grads)
         return cls(
             model=job.model,
             cluster=job.cluster,

@@ -28,8 +28,14 @@ EXPERT_ROW_MULTIPLE = 16
 """An expert's tokens are padded to a multiple of this."""
 COMBINE_DEPTH = 8
 """Least depth (K) of the batched GEMM that sums the outputs of a token's experts; fewer are padded."""
+OUTER_PRODUCT_TILE, OUTER_PRODUCT_RATE = 32.0, 0.54
+"""Tile of the kernel that computes the gradients of these outputs, a batched GEMM of depth 1, and its rate
+over that of a GEMM of this tile: 2.5 ms for 16,384 tokens of width 2,048 on an H200, with 2 or 6 experts."""
 ROUTING_KERNELS, ROUTING_BACKWARD_KERNELS = 45, 25
 """Small kernels of routing: sorting, counting, losses; each takes ``launch_s``."""
+EXPERT_SYNC_S = 1.2e-3
+"""Time that a GPU waits for launches after the CPU has read the experts' loads, per forward pass of an expert
+layer and per recomputation. Four steps on an H200: 0.7 to 1.7 ms beyond kernels and step overhead."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
 """Bytes per attention score that softmax, mask and dropout move where attention is not fused."""
 SOFTMAX_BATCH = 4
@@ -60,6 +66,8 @@ copies of values and outputs to another order of heads."""
 GATE_BYTES, UNFUSED_GATE_BYTES = Moved(6.0, 10.0), Moved(10.0, 18.0)
 """SwiGLU, per element of one half. Unfused: silu, then the multiplication."""
 GELU_BYTES = Moved(4.0, 6.0)
+DISPATCH_BYTES = Moved(10.0, 14.0)
+"""Per element of the rows that experts read: gathering and scattering them."""
 ADDITION_BYTES = 6.0
 """Adding two gradients of an input."""
 COUNTED_KERNELS = 1.08
@@ -70,6 +78,17 @@ COMPILED_STREAM = ((4.0, 10.0), (12.0, 22.0))
 """Bytes per element of the residual stream that norms and additions move, forward and backward: a multiple of
 the stream's own bytes, plus those of 16-bit tensors. Counted in the kernels that torch.compile (torch 2.13)
 makes of a block; parameter gradients of norms are reductions of their own."""
+EAGER_KERNELS = 1.6
+"""Time of torch's elementwise kernels in eager blocks, over a copy of the bytes that they read and write.
+From profiles of two steps on an H200: 327 GB (GPT-2 XL) and 378 GB (16 experts), both at 2.55 TB/s."""
+EAGER_STREAM = Moved(48.0, 100.0)
+"""Bytes per element of the residual stream in eager blocks, which is float32: a norm 8 forward and 20
+backward, a cast 6, adding to the stream 10, adding gradients in float32 12 and in 16 bits 6."""
+EAGER_ROPE = Moved(36.0, 46.0)
+"""Negate, concatenate, two multiplications and an addition in float32, a cast; the same backward."""
+EAGER_DISPATCH = Moved(5.0, 17.0)
+"""The same for the rows that experts read: two gathers of 4 bytes, which are as fast as a copy (2.5 here);
+backward also an addition, and a sum at half the rate of other kernels."""
 BIAS_BYTES = 4.0
 """Adding a bias to the output of a GEMM, as a kernel of its own."""
 BIAS_GRAD_BYTES = 2.0
@@ -211,7 +230,8 @@ class BlockModel:
             return attention.forward
         if self.rules.selective == "half":
             return elementwise.forward + 0.5 * gemms.forward
-        return elementwise.forward
+        routed = self.model.expert_layers / self.model.num_layers * self.rules.unfused_routing
+        return elementwise.forward + EXPERT_SYNC_S * routed
 
     def linear(
         self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
@@ -304,9 +324,10 @@ class BlockModel:
             return gemm_s(device, rows, columns, depth, tokens, plain=True)
 
         forward = gemm_s(exact, tokens, experts, width) + combine(1, width, chosen)
-        backward = gemm_s(exact, tokens, width, experts) + combine(chosen, width, COMBINE_DEPTH)
+        tile = OUTER_PRODUCT_TILE
+        backward = gemm_s(exact, tokens, width, experts) + combine(tile, width, tile) / OUTER_PRODUCT_RATE
         return Passes(
-            forward + ROUTING_KERNELS * device.rates.launch_s,
+            forward + ROUTING_KERNELS * device.rates.launch_s + EXPERT_SYNC_S,
             backward + ROUTING_BACKWARD_KERNELS * device.rates.launch_s,
             gemm_s(exact, experts, width, tokens) + combine(1, chosen, width),
         )
@@ -380,20 +401,9 @@ class BlockModel:
         """Norms, residual additions, RoPE and activation functions: memory traffic."""
         model, grid, rules = self.model, self.grid, self.rules
         width, gated = model.hidden_size, model.activation == "swiglu"
-        norm, rope, gate = (
-            fused if self.compiled or flag else apart
-            for flag, fused, apart in (
-                # PyTorch's layer norm and GELU are single kernels.
-                (rules.fused_norms or model.norm == "layer", NORM_BYTES, UNFUSED_NORM_BYTES),
-                (rules.fused_rope, ROPE_BYTES, UNFUSED_ROPE_BYTES),
-                (rules.fused_activation, GATE_BYTES, UNFUSED_GATE_BYTES),
-            )
-        )
-        added = 7.0 if rules.dropout else 6.0
-        stream = Moved(2 * (norm.forward + added), 2 * (norm.backward + added))
-        compiled = rules.kernels != "typical"
-        if compiled:
-            stream = Moved(*(r * self.workload.residual_bytes + low for r, low in COMPILED_STREAM))
+        eager, compiled = rules.kernels == "eager", rules.kernels in ("compiled", "triton")
+        stream, rope, gate = self._moved_bytes()
+        dispatch = EAGER_DISPATCH if eager else DISPATCH_BYTES
         forward = stream.forward * width / self.token_split
         backward = stream.backward * width / self.token_split
         rotated = (model.query_size + model.kv_size) / self.tp * (model.positions == "rope")
@@ -404,22 +414,44 @@ class BlockModel:
             inner = inner + share * routed * model.expert_width  # etp: more tokens, as many fewer columns
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
             sent = share * routed * width
-            forward, backward = forward + 10.0 * sent, backward + 14.0 * sent
+            forward, backward = forward + dispatch.forward * sent, backward + dispatch.backward * sent
         if rules.sums_bias_grads:
             heads = (model.query_size + 2 * model.kv_size) / self.tp * model.attention_bias
             forward = forward + BIAS_BYTES * heads * compiled
             backward = backward + BIAS_GRAD_BYTES * (heads + width * model.attention_bias)
             backward = backward + BIAS_GRAD_BYTES * (width + (1 + gated) * inner) * model.ffn_bias
-        if rules.separate_gate and gated:  # the rows are gathered here
+        if (rules.separate_gate or eager) and gated:  # the rows are gathered here
             backward = backward + ADDITION_BYTES * dense_share * width
         act = gate if gated else GELU_BYTES
         forward = forward + rope.forward * rotated + act.forward * inner
         backward = backward + rope.backward * rotated + act.backward * inner
         over_counted = COUNTED_KERNELS if compiled else self.device.rates.elementwise
+        if eager:
+            over_counted = EAGER_KERNELS
         scale = self.rows * over_counted / self.device.bytes_per_s
         return self._counted_kernels().where(
             self.triton, Passes(forward * scale, backward * scale, np.zeros(len(grid)))
         )
+
+    def _moved_bytes(self) -> tuple[Moved, Moved, Moved]:
+        """Bytes per element of the residual stream, of RoPE and of a gated activation."""
+        rules, residual = self.rules, self.workload.residual_bytes
+        if rules.kernels == "eager":
+            return EAGER_STREAM, EAGER_ROPE, UNFUSED_GATE_BYTES
+        norm, rope, gate = (
+            fused if self.compiled or flag else apart
+            for flag, fused, apart in (
+                # PyTorch's layer norm and GELU are single kernels.
+                (rules.fused_norms or self.model.norm == "layer", NORM_BYTES, UNFUSED_NORM_BYTES),
+                (rules.fused_rope, ROPE_BYTES, UNFUSED_ROPE_BYTES),
+                (rules.fused_activation, GATE_BYTES, UNFUSED_GATE_BYTES),
+            )
+        )
+        added = 7.0 if rules.dropout else 6.0
+        stream = Moved(2 * (norm.forward + added), 2 * (norm.backward + added))
+        if rules.kernels in ("compiled", "triton"):
+            stream = Moved(*(r * residual + low for r, low in COMPILED_STREAM))
+        return stream, rope, gate
 
     def _kernel_bytes(self) -> KernelBytes[Floats]:
         """Bytes per token of the kernels of Triton blocks."""

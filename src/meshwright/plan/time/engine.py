@@ -553,6 +553,8 @@ class _Step:
         on_device = moved / self.device.bytes_per_s
         if rate is not None and rate.flops:
             on_device = on_device + updated * rate.flops / self.device.plain_flops_per_s
+        if self.device.multiprocessors:
+            on_device = on_device + updated * self.rules.clip_bytes / self.device.bytes_per_s
         # The CPU's Adam of a rank's shard, then gradients and weights over the CPU link.
         link = self.workload.cluster.host_bytes_per_s
         on_host = moved / (HOST_ADAM_SHARE * link) + updated * (WEIGHT_BYTES + FLOAT32_BYTES) / link

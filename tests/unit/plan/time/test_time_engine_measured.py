@@ -73,7 +73,17 @@ def test_fused_kernels_apply_only_to_our_compiled_steps_on_gpus(job, train, devi
         cluster=dataclasses.replace(job.cluster, device=device),
     )
     profile = Workload.of(job).profile
-    assert (profile.name == "meshwright" and profile.time.fused_norms) is compiled
+    assert (profile.name == "meshwright" and profile.time.kernels != "eager") is compiled
+
+
+@pytest.mark.parametrize("backend", ["eager", "compile"])
+def test_blocks_with_experts_are_estimated_as_eager_ones(job, backend):
+    """Only loss, final norm and optimizer are compiled (spec.execution.explain_block_backend)."""
+    model = dataclasses.replace(job.model, num_experts=8, experts_per_token=2)
+    train = dataclasses.replace(job.train, block_backend=backend, residual_dtype="fp32")
+    profile = Workload.of(dataclasses.replace(job, model=model, train=train)).profile
+    assert profile.time.kernels == "eager"
+    assert (profile.time.clip_bytes == 0) == (backend == "compile")
 
 
 def test_fp8_weight_gradients_are_faster(job):
