@@ -48,3 +48,12 @@ def test_a_moe_run_has_the_losses_of_a_cpu_run(train):
     assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=1e-4)
     low = train(*EXPERTS, *ON_GPU, "train.precision=bf16", "run_dir=low")
     assert low.losses == pytest.approx(on_cpu.losses, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_checkpointed_experts_train_with_the_compile_backend(train, recompute):
+    """With another attention kernel in the recomputation than in the forward pass torch raises an error."""
+    given = (*EXPERTS, *ON_GPU, "train.precision=bf16", f"layout.recompute={recompute}")
+    eager = train(*given, "train.block_backend=eager", "run_dir=eager")
+    compiled = train(*given, "train.block_backend=compile", "run_dir=compiled")
+    assert compiled.losses == pytest.approx(eager.losses, rel=0.02)

@@ -425,9 +425,9 @@ class BlockModel:
         act = gate if gated else GELU_BYTES
         forward = forward + rope.forward * rotated + act.forward * inner
         backward = backward + rope.backward * rotated + act.backward * inner
-        over_counted = COUNTED_KERNELS if compiled else self.device.rates.elementwise
-        if eager:
-            over_counted = EAGER_KERNELS
+        over_counted = {"typical": self.device.rates.elementwise, "eager": EAGER_KERNELS}.get(
+            rules.kernels, COUNTED_KERNELS
+        )
         scale = self.rows * over_counted / self.device.bytes_per_s
         return self._counted_kernels().where(
             self.triton, Passes(forward * scale, backward * scale, np.zeros(len(grid)))
