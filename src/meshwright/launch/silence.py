@@ -24,7 +24,7 @@ class SilenceWatch:
         self._polled_at = clock()
         self._silent_s: dict[int, float] = {}
 
-    def hear(self, node: int) -> None:
+    def note_message(self, node: int) -> None:
         """A message came from a node. The first one begins the watch."""
         self._silent_s[node] = 0.0
 
