@@ -2,8 +2,8 @@
 
 Real text reaches few tokens in ten steps. The last steps of a proof read their samples with other tokens:
 those at the ends of tensor-parallel parts first, then all others, as inputs and as targets. Masks and
-documents stay those of the samples. Besides, the embedding of every token is looked up once, without the rest
-of the model, and so is the loss of those that are probed first.
+documents stay those of the samples. In addition, embedding and head are called alone: the embedding of every
+token is looked up once, and the loss of the tokens that are probed first is computed.
 """
 
 from __future__ import annotations
