@@ -47,7 +47,7 @@ def find_late_link(reports: Mapping[int, LinkTimes], waited_s: float) -> LateLin
 
     Args:
         reports: Reports of all ranks.
-        waited_s: How long a typical rank waited for others: a link that is hidden delays nobody.
+        waited_s: How long a typical rank waited for others: a link whose time is overlapped delays no rank.
     """
     ranks, links = _merge(reports)
     if len(ranks) < FEWEST_HOSTS:

@@ -115,7 +115,7 @@ class _Probe:
                 yield from (int(token) for token in chunk if self._is_wrong(head, rows, token.view(1)))
 
     def _is_wrong(self, head: Head, rows: Tensor, targets: Tensor) -> bool:
-        """Whether the loss of some targets differs; on all tensor-parallel ranks alike."""
+        """Whether the loss of some targets differs; the same result on all tensor-parallel ranks."""
         tp, generator = self.trainer.parallel.tp, torch.Generator().manual_seed(0)
         shape = (1, self.shape[1])  # one sequence: the loss of a whole micro-batch would take long
         x = torch.randn(*shape, rows.shape[1], generator=generator).to(rows.device)

@@ -2,7 +2,7 @@
 
 Segments of consecutive messages are pipelined: a part of a chunk is passed on while the next part arrives.
 Messages are cut at multiples of the segment size, counted from the start of the tensor. So both sides of a
-message cut it alike, and messages that overlap are cut at the same elements.
+message cut it into the same segments, and overlapping messages are cut at the same elements.
 
 Receives are posted before they are needed: some segments per peer, and at most one step ahead. That has no
 deadlock, even with rendezvous sends, if each message is sent and received in the same round:

@@ -1,9 +1,10 @@
 """One rank of ``meshwright bench collectives``: times of collectives, by algorithm and transport.
 
-All variants of a size alternate in the same processes, so that other load on the machine affects them alike.
-A round has several calls in a row if they are small, because ranks leave the barrier before it at different
-times. The time of a round is that of its slowest rank; the figure is the median over the rounds, per call.
-Linux counts how long ranks were ready and had no core; without that time, other load hardly matters.
+All variants of a size alternate in the same processes, so that other load on the machine affects all of them
+equally. A round has several calls in a row if they are small, because ranks leave the barrier before it at
+different times. The time of a round is that of its slowest rank; the figure is the median over the rounds,
+per call. Linux counts how long ranks were ready and had no core; without that time, other load hardly
+matters.
 
 The first call of each variant is checked: it must give the right values.
 """
