@@ -51,7 +51,7 @@ class PlayedNodes:
         for node in self.nodes:
             self.send_to_node(node, message)
 
-    def let_return(self, may_return):
+    def allow_redial(self, allowed):
         pass
 
     def close(self, ok=True):

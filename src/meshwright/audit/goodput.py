@@ -1,4 +1,4 @@
-"""Goodput: the time of the steps that count, as a share of the whole time, and what the rest was spent on.
+"""Goodput: the time of the steps that count, as a share of the whole time, and the causes of the rest.
 
 The whole time is that of all commands, each from the first event of its ranks to the last. The time between
 two commands, in which nothing ran, does not count. Times are those of rank 0's events.
@@ -50,7 +50,7 @@ class GenerationTimes:
     ready: float | None = None
     """When rank 0 was ready to train; None if it never was."""
     worked: float | None = None
-    """When rank 0 had last done something: a step, an evaluation, a checkpoint."""
+    """End of the last step, evaluation or checkpoint of rank 0."""
     first_step: int = 0
     last_step: int = 0
 

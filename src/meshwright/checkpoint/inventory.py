@@ -80,7 +80,9 @@ def find_root(path: AnyPath) -> AnyPath:
 
 
 def prune(root: AnyPath, retention: Retention, sweep: bool) -> PruneResult:
-    """Remove checkpoints that verify (checksums included) and are not kept; others neither count nor go.
+    """Remove the intact checkpoints that the retention does not keep.
+
+    Intact ones verify, checksums included. Damaged ones are neither counted nor removed.
 
     Args:
         root: The folder of checkpoints.

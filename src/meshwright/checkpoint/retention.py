@@ -28,7 +28,7 @@ class Retention:
     def choose_removed(
         self, found: Iterable[Revision], newest: Revision, best: Revision | None = None
     ) -> set[Revision]:
-        """The checkpoints to remove; never the newest, and none that is later.
+        """The checkpoints to remove; never the newest or a later one.
 
         Args:
             found: All checkpoints that are good.

@@ -61,10 +61,10 @@ class StepTimes:
 
 
 class AutoInterval:
-    """The interval of ``checkpoint.auto``. Rank 0 decides by it; the other ranks follow."""
+    """The interval of ``checkpoint.auto``. Rank 0 applies it, and all ranks save together."""
 
     def __init__(self, failures: FailureRate) -> None:
-        """Without an interval, until the first save is measured.
+        """Start without an interval: the first save is measured first.
 
         Args:
             failures: Failures of the run.

@@ -152,7 +152,7 @@ def _list_tensors(state: CheckpointedState) -> list[tuple[str, Tensor]]:
 
 
 def _empty_biases(state: CheckpointedState) -> Tensor:
-    """In place of selection biases, where a run has none: a checkpoint may still bring some."""
+    """Placeholder for selection biases of a run without any: a checkpoint loaded later may have some."""
     shape = selection_bias_shape(state.plan.job.model)
     assert shape is not None, "the model has experts"
     return torch.zeros(shape)

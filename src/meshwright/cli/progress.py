@@ -51,7 +51,7 @@ class ProgressView:
         if event["event"] == "step" and self._bar is not None and self._task is not None:
             if text := self._text.describe(event):
                 self._bar.update(self._task, completed=event["step"], description=text)
-                if news := self._text.take_news():  # stays on the screen, above the bar
-                    self._console.print(news)
+                if pending := self._text.take_pending():  # stays on the screen, above the bar
+                    self._console.print(pending)
         elif line := self._text.log_line(event):
             self._console.print(line)

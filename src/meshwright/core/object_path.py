@@ -210,7 +210,7 @@ class ObjectPath:
         """Replace the object if it still has this tag; returns the new tag.
 
         Raises:
-            FileExistsError: It was changed meanwhile.
+            FileExistsError: It was changed in between.
         """
         with _reporting(self) as store:
             done = _obstore().put(store, self.key, content, mode={"e_tag": tag}, use_multipart=False)

@@ -113,7 +113,7 @@ def extend_table(table: EpochTable, position: int, source: SourceIdentity) -> Ep
 def order_of_epochs(
     shard_sample_counts: Sequence[int], seed: int, table: EpochTable | None
 ) -> SampleOrder | GrowingOrder:
-    """The order of one source; without a table, or with one row, all epochs are alike."""
+    """The order of one source; without a table, or with one row, all epochs have the same samples."""
     if table is None or len(table) == 1:
         return SampleOrder(shard_sample_counts, seed)
     return GrowingOrder(shard_sample_counts, seed, table)

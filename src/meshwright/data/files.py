@@ -1,7 +1,7 @@
 """Files of text and records: their kind by name, decompression, and decoding.
 
 The kind comes from the suffix, before that of the compression (``a.jsonl.gz``). A file of an unknown kind is
-refused, so that nobody trains on the syntax of a format by accident.
+refused, to avoid training on the syntax of a format by accident.
 """
 
 from __future__ import annotations

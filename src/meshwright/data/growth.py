@@ -1,8 +1,8 @@
 """Whether data have only grown since a checkpoint was saved: the old documents first, then others.
 
 The order of samples is a function of their numbers (``order``), and data that grow change no number. Which
-samples belong to which epoch is in the table of ``epochs``. Any other change would give the position another
-meaning.
+samples belong to which epoch is in the table of ``epochs``. After any other change the position would refer
+to other samples.
 """
 
 from __future__ import annotations

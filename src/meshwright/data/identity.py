@@ -52,7 +52,7 @@ class SourceIdentity:
 
     @property
     def length(self) -> tuple[int, ...]:
-        """Among data that begin alike, those that have grown have the larger one."""
+        """Data that have grown have a larger one than before."""
         last = (self.train.last, self.eval.last)
         tokens = [0 if shard is None else shard.tokens for shard in last]
         return self.train.shards, tokens[0], self.eval.shards, tokens[1]

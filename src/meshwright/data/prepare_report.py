@@ -76,7 +76,7 @@ class PrepareReport:
     """UTF-8 bytes of kept text per second."""
     out: str
     warnings: tuple[str, ...] = ()
-    """Sentences about what may not be meant."""
+    """Sentences about settings that may be mistakes."""
 
     @classmethod
     def of(
@@ -101,7 +101,7 @@ class PrepareReport:
             sha256: Hash of the shards.
             seconds: Since its start.
             out: The prepared folder.
-            warnings: About what may not be meant.
+            warnings: About settings that may be mistakes.
         """
         train, held_out = index.splits.train, index.splits.eval
         return cls(

@@ -57,7 +57,7 @@ class DevicePool:
         self._excluded.pop(device, None)
 
     def may_grow(self, nodes: Collection[int], now: float) -> bool:
-        """Whether devices came back and have stayed long enough; called again and again."""
+        """Whether devices came back and have stayed for ``grow_after_s``; called repeatedly."""
         found = self.available(nodes, now)
         if not found - self.planned or found == self._refused:
             self._back_since = math.inf
@@ -66,7 +66,7 @@ class DevicePool:
         return now - self._back_since >= self.grow_after_s
 
     def refuse(self, devices: frozenset[Device]) -> None:
-        """Do not ask again for these devices: the planner found no better layout."""
+        """Do not plan for these devices again: the planner found no better layout."""
         self._refused = devices
 
     def plan(self, devices: frozenset[Device]) -> None:

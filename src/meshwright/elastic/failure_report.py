@@ -1,6 +1,6 @@
-"""What a user and the policy are told about a failed rank: the messages of a run that ends or regroups.
+"""Reports on a failed rank, for users and for the policy: the messages of a run that ends or regroups.
 
-Everything follows from what the supervisor knows: there is no connection and no clock here.
+Pure functions of the supervisor's view: no connection, no clock.
 """
 
 from __future__ import annotations

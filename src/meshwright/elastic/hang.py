@@ -106,7 +106,7 @@ class _Ranks:
         self._now_ns, self._limit_s = now_ns, limit_s
 
     def judge(self) -> Verdict:
-        """The first that applies; a wrong call explains errors and silence that follow from it."""
+        """The first verdict that applies; wrong calls first, as they also cause errors and silence."""
         return self._find_mismatch() or self._find_failed() or self._find_silent() or self._find_blocker()
 
     def _find_mismatch(self) -> Verdict | None:
@@ -153,7 +153,7 @@ class _Ranks:
         return None
 
     def _find_silent(self) -> Verdict | None:
-        """A process that is stopped, or neither beats nor uses CPU time."""
+        """A process that is stopped, or that has neither a heartbeat nor CPU time."""
         for rank, state in self._states.items():
             if state.flight is None or state.silent_s < self._limit_s:
                 continue

@@ -1,4 +1,4 @@
-"""Going on in another layout: why, on which devices, and from which state.
+"""A change of the layout during a run: its reason, its devices, and the state that it starts from.
 
 The supervisor ends all ranks of a layout (``LayoutChange``). Its caller writes the new plan, and a new
 supervisor starts the ranks of the next layout with the same agents (``EarlierLayout``). The planner is passed
@@ -41,12 +41,12 @@ Snapshots = Mapping[int, RetiredSteps]
 
 @dataclass(frozen=True)
 class NextLayout:
-    """A layout that the run goes on in when its ranks have ended."""
+    """The layout in which the run continues when all ranks have ended."""
 
     plan: Any
     """What the planner found."""
     devices: frozenset[Device]
-    """That it was chosen for."""
+    """The devices that it was chosen for."""
     reason: str
 
 
@@ -95,7 +95,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class StateSource:
-    """Where the ranks of a new layout load their state from; neither: the run starts again."""
+    """Where the ranks of a new layout load their state from; without both fields the run starts again."""
 
     snapshot_step: int | None = None
     checkpoint: str | None = None

@@ -1,4 +1,4 @@
-"""Nodes that leave a run which goes on: their agent received SIGTERM, as a scheduler sends it.
+"""Preempted nodes: the agent of a node received SIGTERM from a scheduler; the run goes on without the node.
 
 The ranks of all nodes save a checkpoint after their step and end. Then the agent of the node is released. If
 there is a spare node, it takes over, and the ranks of the same layout start again from that checkpoint.
@@ -47,7 +47,7 @@ class LeavingNodes(RankSupervisor):
         self._leaving.add(message["node"])
 
     def _on_agent_lost(self, message: Message) -> None:
-        """The node is gone: another agent that gets it does not leave."""
+        """The agent is lost. Another agent that takes over the node is not preempted."""
         self._leaving.discard(message["node"])
         super()._on_agent_lost(message)
 
@@ -55,7 +55,7 @@ class LeavingNodes(RankSupervisor):
         self._write_event("spare_lost", host=message["host"], reason=message["reason"])
 
     def _let_nodes_leave(self) -> None:
-        """Called again and again: release nodes without ranks, and let the ranks of the others end."""
+        """Release nodes without ranks, and let the ranks of the other leaving nodes end."""
         if not self._leaving or self._stop or self._departing:
             return
         self._leaving &= self._agents.nodes
@@ -92,13 +92,13 @@ class LeavingNodes(RankSupervisor):
         names = ", ".join(self._agents.name(node) for node in sorted(nodes))
         reason = f"{names} {'leaves' if len(nodes) == 1 else 'leave'} the run (SIGTERM)"
         action = "replace" if self._to_spares else "shrink"
-        if not self._to_spares and not self._can_do_without(nodes, reason):
+        if not self._to_spares and not self._choose_layout_without(nodes, reason):
             action = "stop"
         for node in sorted(nodes - announced):
             self._write_event("node_leaving", node=node, host=self._agents.host(node), action=action)
         return action
 
-    def _can_do_without(self, nodes: Collection[int], reason: str) -> bool:
+    def _choose_layout_without(self, nodes: Collection[int], reason: str) -> bool:
         """Choose a layout without some nodes; returns whether there is one."""
         return False
 

@@ -159,16 +159,16 @@ class NodeAgent:
         if len(self.stops) > self._stops_sent:
             self._stop()
         if self._supervisor is None:
-            self._go_on_alone()
+            self._redial_or_stop()
 
     def _report_if_due(self) -> None:
-        """Report the ranks; also without ranks, to show that this node is there."""
+        """Report the ranks; also without ranks, as a sign of life for the supervisor."""
         if self._watch.next_report_s == 0:
             received = 0 if self._session is None else self._session.received
             self._send(self._watch.report() | {"received": received})
 
-    def _do_slowly(self, work: Callable[[], Result]) -> Result:
-        """Do something that may block for long, and meanwhile show that this node is there."""
+    def _run_while_reporting(self, work: Callable[[], Result]) -> Result:
+        """Run a call that may block for long in a thread, and keep sending reports."""
         with ThreadPoolExecutor(1) as thread:
             running = thread.submit(work)
             while not wait([running], self._watch.next_report_s).done:
@@ -228,7 +228,7 @@ class NodeAgent:
             self._end_agent(goes_on=True)
         self._is_spare, self._session = False, Session(message["session"])
         self._run, self._node, self._orphan_s = message["run"], message["node"], message["orphan_s"]
-        self._run_dir, problems = self._do_slowly(lambda: self.setup.prepare(message))
+        self._run_dir, problems = self._run_while_reporting(lambda: self.setup.prepare(message))
         self._send({"is": "prepared", "problems": [problem.as_dict() for problem in problems]})
         if problems:
             raise UserError(*problems)
@@ -241,7 +241,7 @@ class NodeAgent:
             self._ask_to_stop()  # the previous supervisor may not have handled it
 
     def _start_agent(self) -> None:
-        self._agent, self._hello = self._do_slowly(self.start_agent), None
+        self._agent, self._hello = self._run_while_reporting(self.start_agent), None
         self._selector.register(self._agent, selectors.EVENT_READ, "agent")
 
     def _do_wait_as_spare(self, message: Message) -> None:
@@ -389,7 +389,7 @@ class NodeAgent:
         self._selector.modify(self._supervisor, events, "supervisor")
 
     def _lose_supervisor(self) -> None:
-        """The connection is lost. An agent that has not joined yet has nothing to wait for."""
+        """The connection is lost. An agent that has not joined yet ends."""
         assert self._supervisor is not None, "it is lost once"
         self._selector.unregister(self._supervisor)
         self._supervisor.close()
@@ -405,8 +405,8 @@ class NodeAgent:
         """Whether this node has ranks, or may get some: it is idle in this layout, or a spare."""
         return bool(self._ranks) or self._is_spare or self._agent is not None
 
-    def _go_on_alone(self) -> None:
-        """Dial the supervisor again; after ``orphan_s`` let the ranks save and stop."""
+    def _redial_or_stop(self) -> None:
+        """Dial the supervisor again; after ``orphan_s`` stop the ranks with a checkpoint."""
         now = time.monotonic()
         if not self._has_joined or (self._stopping and (not self._ranks or now >= self._deadline)):
             raise self._describe_loss()
@@ -429,12 +429,12 @@ class NodeAgent:
         """End the local agent and its ranks.
 
         Args:
-            goes_on: Whether this node stays in the run, and shows meanwhile that it is there.
+            goes_on: Whether this node stays in the run and keeps sending reports.
         """
         if self._agent is not None:
             self._selector.unregister(self._agent)
             if goes_on:
-                self._do_slowly(self._agent.close)
+                self._run_while_reporting(self._agent.close)
             else:
                 self._agent.close()
             self._agent, self._ranks, self._exits = None, set(), {}

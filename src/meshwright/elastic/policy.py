@@ -28,7 +28,8 @@ class Failure:
     step: int
     """Steps that the run had done at most."""
     refused: bool = False
-    """Whether another attempt would fail alike: a user error, out of memory, a loss that is not finite."""
+    """Whether another attempt would fail in the same way: a user error, out of memory, a loss that is not
+    finite."""
     rollback: bool = False
     """Whether a bad step asks for a rollback: the ranks go on with later samples."""
     device: str = ""

@@ -1,8 +1,8 @@
 """Who may go on when the network is partitioned: a pure function of the nodes on one side.
 
 A run has one supervisor, on node 0. It goes on only if more than half of the nodes of the last committed
-generation have an agent that is connected to it; the agent of a node may be a new one. On a tie nobody goes
-on. Nodes on the other side never go on: they have no supervisor, and no step ends without all ranks.
+generation have an agent that is connected to it; the agent of a node may be a new one. On a tie neither side
+goes on. Nodes on the other side never go on: they have no supervisor, and no step ends without all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Quorum:
 
     @property
     def holds(self) -> bool:
-        """Whether this side may go on: more than half, and not just half."""
+        """Whether this side may go on: more than half of the nodes; half is not enough."""
         return not self.members or 2 * len(self.present) > len(self.members)
 
     def explain(self) -> str:

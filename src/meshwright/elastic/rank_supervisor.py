@@ -92,8 +92,8 @@ class RankSupervisor(SupervisorSettings):
         self._hang: Verdict | None = None
         """The last hang of this generation."""
         self._silenced: dict[int, Verdict] = {}
-        """Why the process of a rank was fenced or killed in this generation. Another hang may follow before
-        the agent has done it."""
+        """Why the process of a rank is to be fenced or killed in this generation. Until the agent has done
+        it, further hangs may be found."""
         self._first_generation = self.generation
         """The first generation of this layout."""
 
@@ -164,7 +164,7 @@ class RankSupervisor(SupervisorSettings):
             for message in self._agents.wait(max(0.0, min(POLL_S, self._deadline - time.monotonic()))):
                 getattr(self, f"_on_{message['is']}")(message)
             if time.monotonic() >= self._deadline and self.state is State.WAITING:
-                self._miss_nodes()
+                self._handle_missing_nodes()
             elif time.monotonic() >= self._deadline:
                 self._deadline = float("inf")
                 self._end_late_ranks()
@@ -185,10 +185,10 @@ class RankSupervisor(SupervisorSettings):
             self._on_agent_lost({"node": node})
 
     def _let_nodes_leave(self) -> None:
-        """Called again and again."""
+        """Called in every iteration of the supervisor's loop."""
 
     def _use_new_devices(self) -> None:
-        """Called again and again while the ranks train."""
+        """Called in every iteration of the supervisor's loop while the ranks train."""
 
     def _find_hang(self) -> None:
         """Report a new hang. A process that does not answer loses its rank; a wrong call ends the run."""
@@ -290,8 +290,8 @@ class RankSupervisor(SupervisorSettings):
         """The command on another node received a signal."""
         self._stop.append(signal.SIGTERM)
 
-    def _miss_nodes(self) -> None:
-        """The agents of some nodes did not come in time."""
+    def _handle_missing_nodes(self) -> None:
+        """The agents of some nodes did not join in time."""
         self._deadline = float("inf")
         missing = sorted(self._agents.placement.nodes - self._ready)
         reason = self.budget.explain_missing_node()
@@ -328,7 +328,7 @@ class RankSupervisor(SupervisorSettings):
         self._write_event("adopted", pid=os.getpid(), ranks=sorted(message["ranks"]))
         if self._agents.placement.nodes <= self._ready:
             self._agents.end_adoption()
-            self._agents.let_return(True)
+            self._agents.allow_redial(True)
             self._store.begin(self.generation)
             self.state, self._deadline = State.RUNNING, float("inf")
 
@@ -377,7 +377,7 @@ class RankSupervisor(SupervisorSettings):
             if not recovered["replayed_steps"]:
                 self._recovery = None
         self.state = State.RUNNING
-        self._agents.let_return(True)
+        self._agents.allow_redial(True)
         self._members = self._agents.placement.nodes
         if self.spares:  # the first ones, or those that replaced ranks
             self._starter.keep_spares(self.spares)
@@ -425,7 +425,7 @@ class RankSupervisor(SupervisorSettings):
             self.state = State.HALTING
             self._recovery = self._begin_recovery()
             self._deadline = time.monotonic() + self.stop_grace_s
-            self._agents.let_return(False)
+            self._agents.allow_redial(False)
             for rank in self._ranks:
                 if not rank.left:
                     self._order(rank, Order("halt", self.generation))

@@ -20,8 +20,8 @@ from meshwright.core.flight_ring import HEARTBEAT_S, SIZE, FlightMemory, RankPro
 from meshwright.elastic.hang import RankState, Verdict, find_hang
 from meshwright.launch.silence import LONGEST_POLL_S
 
-ASKED_LIMIT_S = 3 * HEARTBEAT_S
-"""Age at which a rank is reported as silent or stuck to a user who asks."""
+ON_REQUEST_LIMIT_S = 3 * HEARTBEAT_S
+"""Age at which a rank counts as silent or stuck when a user requests a verdict (``meshwright hang``)."""
 BUSY_TICKS = 2
 """CPU time between two polls, in clock ticks of 10 ms, of a rank that computes."""
 TRANSPORT_THREADS = "(gloo"
@@ -155,7 +155,7 @@ class RankWatch:
         found = [progress for memory in self._memories.values() if (progress := memory.progress())]
         return max((progress.generation for progress in found), default=0)
 
-    def judge(self, limit_s: float = ASKED_LIMIT_S, exits: Mapping[int, str] | None = None) -> Verdict:
+    def judge(self, limit_s: float = ON_REQUEST_LIMIT_S, exits: Mapping[int, str] | None = None) -> Verdict:
         """The present hang verdict of the run.
 
         Args:

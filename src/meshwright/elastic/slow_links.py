@@ -1,9 +1,10 @@
-"""Finds the host whose network link is slow: all ranks of a collective wait for it alike.
+"""Finds the host with a slow network link; waits do not show it: all ranks of a collective wait equally long.
 
-Each rank reports how long its connections to other hosts were busy (``measure.link_time``). A link is late by
-its time above that of its bytes at the rate of the slowest link elsewhere. The host with the latest link is
-looked at; if only one link is late, the host that sends. With less than three hosts no host can be named,
-and of two slow hosts none is: then a slow link is elsewhere, too. Pure: no clock, no connection.
+Each rank reports how long its connections to other hosts were busy (``measure.link_time``). The links between
+all other hosts give the expected time of a link: its bytes at their slowest rate. A link is late by the time
+above that. The host with the latest link is named; if that link is late for both of its ends, the host that
+sends (``TIE_S``). With fewer than three hosts there are no other links to compare with. If two hosts are
+slow, neither is named: each is compared with the slow link of the other. Pure: no clock, no connection.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def find_late_link(reports: Mapping[int, LinkTimes], waited_s: float) -> LateLin
 
     Args:
         reports: Reports of all ranks.
-        waited_s: How long a typical rank waited for others: a link that is hidden delays nobody.
+        waited_s: How long a typical rank waited for others: a link whose time is overlapped delays no rank.
     """
     ranks, links = _merge(reports)
     if len(ranks) < FEWEST_HOSTS:

@@ -82,7 +82,7 @@ def build_straggler_handling(job: Job) -> StragglerHandling:
     """For the ranks of a job: those of a pipeline stage have equal work.
 
     With expert parallelism the work depends on the router: each rank is compared with its own first steps.
-    Backup replicas work until all samples of a step are done, and delay nobody: they are not compared.
+    Backup replicas work until all samples of a step are done, and delay no other rank: they are not compared.
     """
     layout = job.layout
     per_stage = layout.world_size // layout.pp

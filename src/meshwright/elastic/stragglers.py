@@ -5,7 +5,7 @@ A synchronous step takes as long on all ranks; the own time is what differs. A r
 *peers*, the ranks that have the same work: those of its pipeline stage. A rank without peers is compared with
 its own first steps.
 
-Single steps say little: the scheduler of the machine delays now this rank and now that one. So a rank is
+Single steps are not enough: the operating system's scheduler delays another rank in every step. So a rank is
 named when it is late in most steps of a window, by more than the noise. Time without a CPU counts only where
 the peers have CPUs: if all ranks are preempted, the machine is overloaded. Pure: no clock, no connection.
 """
@@ -21,7 +21,7 @@ from itertools import pairwise
 from meshwright.elastic.slow_links import LinkTimes, find_late_link
 
 WINDOW = 16
-"""Steps that are looked at; a straggler is named within 20."""
+"""Steps of the window; a straggler is named within 20 steps."""
 LATE_STEPS = 13
 """Steps of the window in which a straggler is late."""
 LATE_SHARE, LATE_NOISE = 0.06, 0.75
@@ -260,7 +260,7 @@ class StragglerWatch:
     def _expect_as_before(
         self, alone: Sequence[int], reports: Mapping[int, Spent]
     ) -> dict[int, dict[str, float]]:
-        """For ranks without peers: the time of their first steps, times what the others take longer now."""
+        """For ranks without peers: the time of their first steps, scaled by the slowdown of the others."""
         usual = {}
         for rank in alone:
             first = self._ranks[rank].first

@@ -148,7 +148,7 @@ class Supervisor(LeavingNodes):
         if self.layouts is not None and not self._departing and self.layouts.grow(self._ready):
             self._stop_after_step()
 
-    def _can_do_without(self, nodes: Collection[int], reason: str) -> bool:
+    def _choose_layout_without(self, nodes: Collection[int], reason: str) -> bool:
         return self.layouts is not None and self.layouts.shrink(self._ready - set(nodes), reason)
 
     def _forget_layout(self) -> None:
@@ -156,7 +156,7 @@ class Supervisor(LeavingNodes):
             self.layouts.next = None
 
     def _let_nodes_leave(self) -> None:
-        """A change that has begun goes first; in the next layout the nodes leave."""
+        """While the layout changes, nodes do not leave: they leave in the next layout."""
         if self.layouts is None or self.layouts.next is None:
             super()._let_nodes_leave()
 

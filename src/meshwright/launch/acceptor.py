@@ -1,7 +1,7 @@
-"""Accepts connections, and waits a moment when the process cannot: it may be out of file descriptors.
+"""Accepts connections, and pauses when the process cannot accept one, such as without free file descriptors.
 
-A listener stays readable until its connections are accepted. A loop that is woken by one that it cannot
-accept would spin.
+A listener stays readable until its connections are accepted. Without the pause, a selector loop would spin on
+a connection that it cannot accept.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class AgentPool:
         self._silence = SilenceWatch()
         self._broken: dict[int, float] = {}
         """When nodes whose connection broke are lost."""
-        self._may_return = False
+        self._may_redial = False
         self._released: list[RemoteAgent] = []
         """Agents that were told to end: their nodes have left the run."""
         self.add(0, local)
@@ -155,13 +155,13 @@ class AgentPool:
             return self._disconnect(node)
         self._update_events(node)
         if messages and isinstance(self._agents[node], RemoteAgent):
-            self._silence.hear(node)
+            self._silence.note_message(node)
         return [{**message, "node": node} for message in messages]
 
-    def let_return(self, may_return: bool) -> None:
-        """Say whether an agent whose connection breaks may dial again: only while no rank has failed."""
-        self._may_return = may_return
-        if not may_return:
+    def allow_redial(self, allowed: bool) -> None:
+        """Set whether an agent may dial again after its connection broke: only while no rank has failed."""
+        self._may_redial = allowed
+        if not allowed:
             self._broken = dict.fromkeys(self._broken, 0.0)
 
     def _disconnect(self, node: int) -> list[Message]:
@@ -172,7 +172,7 @@ class AgentPool:
         self._selector.unregister(agent)
         self._silence.forget(node)
         agent.disconnect()
-        self._broken[node] = time.monotonic() + (RECONNECT_S if self._may_return else 0.0)
+        self._broken[node] = time.monotonic() + (RECONNECT_S if self._may_redial else 0.0)
         return []
 
     def _resume(self, node: int, again: RemoteAgent, received: int, messages: list[Message]) -> list[Message]:
@@ -186,7 +186,7 @@ class AgentPool:
             return [self._lose(node)]
         del self._broken[node]
         self._selector.register(agent, agent.events, node)
-        self._silence.hear(node)
+        self._silence.note_message(node)
         agent.session.count(messages)
         return [{**message, "node": node} for message in messages]
 
@@ -205,7 +205,7 @@ class AgentPool:
         self._agents[node] = agent
         if self.remote is not None and isinstance(agent, RemoteAgent):
             self.remote.sessions[node] = agent.session.name
-            self._silence.hear(node)
+            self._silence.note_message(node)
         self._selector.register(agent, selectors.EVENT_READ, node)
 
     def end_adoption(self) -> None:

@@ -23,7 +23,7 @@ class CollectiveMemory:
         self._generation = -1
 
     def path(self, generation: int) -> str:
-        """Where ranks open the memory of a generation. A newer one than before gets new memory."""
+        """Where ranks open the memory of a generation. A newer generation gets new memory."""
         if generation > self._generation:
             self.close()
             self._fd = os.memfd_create(_name(generation), os.MFD_CLOEXEC)

@@ -171,7 +171,7 @@ def join(address: Address, token: bytes, wait_s: float) -> Channel:
     Args:
         address: Address of the supervisor.
         token: Token of the run.
-        wait_s: How long to try again while nobody listens there.
+        wait_s: How long to try again while no supervisor listens there.
 
     Raises:
         RunFailedError: No supervisor answered in time.

@@ -62,7 +62,7 @@ class LocalAgent:
     def adopt(cls, run_dir: Path, on_wait: Callable[[], None] = lambda: None) -> LocalAgent | None:
         """Connect to the agent of a run whose supervisor has died; None if it has none.
 
-        An agent refuses when the ranks of the run save and stop. Then this waits until it has ended.
+        An agent refuses while its ranks save and stop. This call then waits until the agent has ended.
 
         Args:
             run_dir: Folder of the run.

@@ -65,10 +65,10 @@ class RunLock:
 
 
 def _try_to_lock(folder: Path, run_dir: Path | None = None) -> tuple[int, str | None]:
-    """The locked file, or who has it locked, as the end of a sentence.
+    """The descriptor of the locked file; or -1 and the reason, which names the holder of the lock.
 
-    A holder writes its process and host into the file, and in a folder of checkpoints the folder of its run:
-    where the process has died, the ranks may still train.
+    A holder writes its process and host into the file. In a folder of checkpoints it also writes its run
+    folder: the ranks of a dead process may still train.
     """
     # A link would let the folder's maker choose a file elsewhere to be overwritten.
     fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

@@ -73,7 +73,7 @@ class Address:
         """A connection to this address.
 
         Raises:
-            OSError: Nobody listens there.
+            OSError: No process listens there.
         """
         return socket.create_connection((self.host, self.port), timeout=timeout_s)
 

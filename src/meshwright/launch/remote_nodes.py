@@ -181,7 +181,7 @@ class RemoteNodes:
             agent = RemoteAgent(channel)
             self._joining[agent.fileno()] = agent
             self._selector.register(agent, selectors.EVENT_READ)
-            self.silence.hear(agent.fileno())
+            self.silence.note_message(agent.fileno())
         for key, _ in self._selector.select(0):
             if key.fd in self._joining:
                 self._go_on(key.fd, present, joined, reports)
@@ -225,7 +225,7 @@ class RemoteNodes:
             self._lose(fd, "its connection is closed", reports)
             return
         if messages:
-            self.silence.hear(fd)
+            self.silence.note_message(fd)
         while messages and fd in self._joining:
             message = messages.pop(0)
             if message.get("is") == "join":

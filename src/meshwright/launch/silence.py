@@ -2,7 +2,7 @@
 
 Agents send something every half second, also while they wait as spares or prepare to become a node. Ages are
 measured here, on a monotonic clock. If this process itself was paused, the pause counts as one short
-interval, so that nobody is lost by it.
+interval, so that no agent is lost by it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 SILENT_S = 6.0
 """An agent that sends nothing for this long is lost."""
 LONGEST_POLL_S = 2.0
-"""A longer pause between two polls is this process's own."""
+"""A longer interval between two polls means that this process was paused."""
 
 
 class SilenceWatch:
@@ -24,7 +24,7 @@ class SilenceWatch:
         self._polled_at = clock()
         self._silent_s: dict[int, float] = {}
 
-    def hear(self, node: int) -> None:
+    def note_message(self, node: int) -> None:
         """A message came from a node. The first one begins the watch."""
         self._silent_s[node] = 0.0
 

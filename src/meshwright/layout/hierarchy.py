@@ -20,7 +20,7 @@ from meshwright.layout.placement import RankPlacement, given_slots
 from meshwright.layout.stages import local_stages
 from meshwright.spec.job import Job
 
-if TYPE_CHECKING:  # few jobs need schedules, and every rank imports this module
+if TYPE_CHECKING:  # imported late: few jobs need schedules, and every rank imports this module
     from meshwright.schedule.collective.phases import Groups
     from meshwright.schedule.collective.steps import CollectiveSchedule
 

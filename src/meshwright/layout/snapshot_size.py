@@ -7,9 +7,10 @@ Each rank has memory for two snapshots, which are written in turn (``launch.snap
 
 Every tensor begins at a multiple of 64 bytes, every slot at a multiple of 4096. The tensors are the
 parameters in the memory of the rank, the optimizer state of its shard, running means and variances of batch
-norm, and the selection biases of experts, also where ``train.balance_rate=0`` keeps them fixed or there are
-none: a checkpoint may bring some when the memory is reserved. The planner calls :func:`slot_bytes` and
-:func:`reserved_bytes` with the predicted sizes of the tensors, the rank with the real ones.
+norm, and the selection biases of experts. Their room is also reserved if ``train.balance_rate=0`` keeps them
+fixed or the run has none: a checkpoint that is loaded later may have some. The planner calls
+:func:`slot_bytes` and :func:`reserved_bytes` with the predicted sizes of the tensors, the rank with the real
+ones.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class FlightRecorder:
         self._step, self._phase = 0, 0
 
     def start(self, rank: int, generation: int) -> None:
-        """Begin a generation: clear the memory, write the header, beat, and observe ``Work.wait``."""
+        """Begin a generation: clear the memory, write header and heartbeat, and observe ``Work.wait``."""
         self._clear()
         ring.IDENTITY.pack_into(self._memory, 0, ring.MAGIC, ring.VERSION, os.getpid(), rank, generation)
         self._beat()
@@ -314,7 +314,7 @@ class FlightRecorder:
         return result
 
     def _begin_wait(self) -> None:
-        """Begin a wait. It is not own time of the main thread; others write checkpoints beside it."""
+        """Begin a wait. It interrupts the own time of the main thread; threads that save have none."""
         now_ns = time.monotonic_ns()
         ring.WORD.pack_into(self._memory, ring.WAIT_AT, now_ns)
         if threading.get_ident() == self._main_thread:

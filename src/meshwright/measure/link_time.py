@@ -1,9 +1,9 @@
 """How long the TCP connections of this process to other hosts were busy sending: finds slow links.
 
-In a collective all ranks wait alike for a slow link, so waits do not show whose it is. Linux counts for each
-connection how long it had data to send (``tcpi_busy_time``), and for how much of that the receiver did not
-read (``tcpi_rwnd_limited``). The difference is the time of the network. gloo and NCCL over sockets use such
-connections; InfiniBand has none.
+In a collective all ranks wait equally long for a slow link, so waits do not show which link is slow. Linux
+counts for each connection how long it had data to send (``tcpi_busy_time``), and for how much of that the
+receiver did not read (``tcpi_rwnd_limited``). The difference is the time of the network. gloo and NCCL over
+sockets use such connections; InfiniBand has none.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _look(fd: int) -> _Connection | None:
     except OSError:
         return None
     finally:
-        borrowed.detach()  # it belongs to somebody else
+        borrowed.detach()  # its owner closes it
     if local == peer or len(info) < INFO_BYTES:
         return None
     acked, busy_us, unread_us = (

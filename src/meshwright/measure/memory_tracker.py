@@ -166,7 +166,7 @@ class PeakTracker(TorchDispatchMode):
         """Wait until gloo's thread has released the input and the output of a finished functional collective.
 
         ``wait_tensor`` returns when the result is there. The thread drops its references a little later.
-        Until then a tensor that nobody else needs would count as live.
+        Until then a tensor without any other reference would count as live.
         """
         if self._argument is None:  # a tensor without a collective
             self._argument, self._calls = References.of(output), count_calls(_WAIT)

@@ -48,7 +48,7 @@ REDUCTION_OPS = frozenset(
 
 
 class _HookPause:
-    """Whether checkpointing ignores operations at the moment: inside excluded hooks."""
+    """Whether checkpointing currently ignores operations, because an excluded hook runs."""
 
     active = False
 
@@ -57,7 +57,7 @@ class ActivationCheckpointing:
     """Activation checkpointing of one block."""
 
     def __init__(self, mode: Recompute, saved_gemms: Sequence[bool] = ()) -> None:
-        """Save what a mode says.
+        """Set the mode.
 
         Args:
             mode: ``layout.recompute``.
@@ -120,7 +120,7 @@ class _PausableMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether torch.compile runs without this mode, as without the modes of selective checkpointing."""
+        """Whether torch.compile ignores this mode; it also ignores the modes of selective checkpointing."""
         return True
 
     @property

@@ -1,12 +1,12 @@
 """Linear layers: with bf16 weight copies, merged projections, FP8, and a split backward pass.
 
 **bf16 weight copies** (``bf16_weights`` allocates and refreshes them). Under autocast every forward pass
-casts every float32 weight, every backward pass may do so again, and the weight gradient is computed in 16
-bits and cast back: 18 bytes per weight cross memory beside the GEMM. With a 16-bit copy that persists across
-steps none do, and the weight-gradient GEMM writes float32 itself: nothing is rounded on the way. Projections
-that share an input (q, k, v; gate, up) run as one GEMM over concatenated copies (:class:`MergedLinear`).
+casts every float32 weight, every backward pass may cast it again, and the weight gradient is computed in 16
+bits and cast back: these casts move 18 bytes per weight. A 16-bit copy that persists across steps needs no
+casts. Its weight-gradient GEMM writes float32, so the gradient is not rounded to 16 bits. Projections that
+share an input (q, k, v; gate, up) run as one GEMM over concatenated copies (:class:`MergedLinear`).
 
-**Split backward.** Only the input gradient of a pipeline stage is needed by another rank. Under a schedule
+**Split backward.** Another rank needs only the input gradient of a pipeline stage. Under a schedule
 that splits the backward pass, each linear layer of the stage's blocks computes its input gradient at once and
 stores its input and output gradient in :class:`DeferredWeightGrads`. The weight gradient is computed from the
 two when the schedule says so. It needs neither the weight nor the autograd graph, so sharded weights are not

@@ -1,9 +1,10 @@
-"""Ends the collectives that a rank waits in, from another thread, after another rank has failed.
+"""Aborts the pending collectives of a rank after another rank has failed; called from another thread.
 
-NCCL communicators are aborted, all at once: an abort waits for the kernels of its communicator, and these may
-be queued behind those of another one. torch's ``_abort_process_group`` aborts one after the other and did not
-return (torch 2.11, H200). gloo's ``abort`` does not end a wait for a stopped process (torch 2.13). So the TCP
-sockets that were opened since the groups were created are shut down; then the wait raises at once.
+NCCL communicators are aborted concurrently: an abort waits for the kernels of its communicator, and these may
+be queued behind the kernels of another communicator. torch's ``_abort_process_group`` aborts one after the
+other and did not return (torch 2.11, H200). gloo's ``abort`` does not end a wait for a stopped process (torch
+2.13). So for gloo all TCP sockets that were opened since the groups were created are shut down. Every pending
+wait then raises.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Keeps torch's NCCL watchdog from ending the process of a survivor, and from sleeping for a minute after an
-error, during which its process group cannot be destroyed. The agent watches the ranks instead."""
+"""Stops torch's NCCL watchdog from ending the process of a survivor. Also stops it from sleeping for a minute
+after an error: during that time the process group cannot be destroyed. The agent watches the ranks
+instead."""
 OWN_FDS = Path("/proc/self/fd")
 
 
 class GroupAborter:
-    """Knows the sockets of the process groups that are created after it."""
+    """Aborts the collectives of the process groups that are created after this object."""
 
     def __init__(self) -> None:
         self._before = _list_sockets()
@@ -39,7 +41,7 @@ class GroupAborter:
         self._aborted = False
 
     def add(self, transport: SharedMemoryTransport | None) -> None:
-        """Also end the collectives of a transport."""
+        """Also abort the collectives of a transport."""
         self._transport = transport
         if self._aborted and transport is not None:
             transport.abort()
@@ -59,7 +61,7 @@ class GroupAborter:
 
 
 def keep_process_after_nccl_errors() -> None:
-    """Let this process survive the failure of another rank. Call it before process groups are created."""
+    """Let this process survive NCCL errors of other ranks. Call it before process groups are created."""
     for name, value in NCCL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

@@ -112,7 +112,7 @@ class AttentionBlock:
         return takes and torch.cuda.get_device_capability(self._q.device) >= FLASH_CAPABILITY
 
     def _bias(self) -> Tensor | None:
-        """The mask for all heads. The kernel needs rows that start at multiples of 16 bytes."""
+        """The mask for all heads. The efficient kernel needs rows that start at multiples of 16 bytes."""
         mask = self._mask()
         if mask is None:
             return None
@@ -122,7 +122,7 @@ class AttentionBlock:
         return mask.expand(-1, self._q.shape[1], -1, -1)
 
     def _repeated(self) -> tuple[Tensor, Tensor]:
-        """Keys and values for every query head: these kernels have no grouped-query attention."""
+        """Keys and values, repeated for every query head: no kernel here supports grouped-query attention."""
         if self._groups == 1:
             return self._k, self._v
         return self._k.repeat_interleave(self._groups, 1), self._v.repeat_interleave(self._groups, 1)
@@ -130,7 +130,7 @@ class AttentionBlock:
     def _cuda_backward(
         self, grad: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same kernel's backward pass. The one with masks needs outputs that are contiguous by token."""
+        """The backward pass of the forward kernel. The efficient one needs outputs contiguous by token."""
         k, v = self._repeated()
         length, key_length = self._q.shape[2], k.shape[2]
         seed = torch.zeros((2,), dtype=torch.uint64, device="cuda")  # of dropout, which is off

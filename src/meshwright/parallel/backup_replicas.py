@@ -2,7 +2,7 @@
 
 With ``layout.backup_replicas = b``, the samples of a step are split into ``dp_replicate - b`` slices. Replica
 i computes slice i. The last b replicas are backups: each computes the slice of a replica that was slow in the
-steps before. A replica whose slice was finished by another one abandons its computation. So a step takes the
+steps before. A replica abandons its slice when another replica has finished it. So a step takes the
 first k of n gradients, and a slow replica does not delay it.
 
 1. A replica that finishes a slice notes it on the board (``SliceBoard``). The first one holds the slice.
@@ -32,13 +32,13 @@ from meshwright.layout.backup_replicas import padded_size
 from meshwright.parallel.collectives import all_gather_into
 
 POLL_S = 0.01
-"""Shortest time between two questions to the board while a slice is computed."""
+"""Shortest time between two reads of the board while a slice is computed."""
 SILENT_S = 10.0
-"""Time without questions to a board that did not answer."""
+"""Time without reads after a board did not answer."""
 SMOOTHING = 0.3
 """Weight of the last step in the relative time of a slice."""
 FADING = 0.99
-"""Factor of the relative time of a slice whose own replica did not finish it."""
+"""Decay of the relative time of a slice that its own replica did not finish."""
 
 
 class Board(Protocol):
@@ -55,7 +55,7 @@ class Board(Protocol):
 
 
 class SliceTakenError(Exception):
-    """Every slice of the step is finished: what this replica computes is not needed."""
+    """Every slice of the step is finished: the computation of this replica is not needed."""
 
 
 class SliceBoard:
@@ -76,7 +76,7 @@ class SliceBoard:
         self._own: list[str] = []
 
     def begin(self, step: int) -> None:
-        """Start a step, by a number that all replicas count alike."""
+        """Start a step. Its number is the same on all replicas."""
         for key in self._own:  # of the previous step, which all replicas have left
             self._ask(partial(self._store.delete_key, key), default=True)
         self._step, self._own = step, []
@@ -196,7 +196,7 @@ class BackupReplicas:
         self.used_slice = held if held is not None and holders[held] == self._rank else None
 
     def _choose_slices(self, board: SliceBoard | None) -> Iterator[int]:
-        """The own slice; for a backup the slowest one, then others until all are finished."""
+        """The slice of this replica; for a backup all unfinished slices, the slowest ones first."""
         if self._rank < self.slices or board is None:
             yield self._rank % self.slices
             return
@@ -271,6 +271,6 @@ class BackupReplicas:
             bucket.flat.zero_()
 
     def _synchronize(self) -> None:
-        """A slice is finished when the device has computed it."""
+        """Wait for the device: a slice is finished when the device has computed it."""
         if self.buffers.is_cuda:
             torch.cuda.current_stream(self.buffers.device).synchronize()

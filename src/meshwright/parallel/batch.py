@@ -14,9 +14,9 @@ class Batch(NamedTuple):
     """A micro-batch: a model's arguments, in its order."""
 
     inputs: Tensor
-    """Images, or tokens (micro_batch, seq_len). Under context parallelism this rank's positions of them."""
+    """Images, or tokens (micro_batch, seq_len). With context parallelism only the positions of this rank."""
     targets: Tensor
-    """The next tokens, as many, or labels."""
+    """The next token of each input token, or labels."""
     segments: Tensor | None = None
     """The document of each token, (micro_batch, seq_len), with ``data.mask=document``."""
     weights: Tensor | None = None

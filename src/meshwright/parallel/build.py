@@ -70,9 +70,10 @@ def list_decoders(model: nn.Module) -> list[Decoder]:
 
 
 def init_weights(model: LocalModel, job: Job, weights: WeightSource, mesh: Mesh) -> None:
-    """Give a local model its RoPE tables and initial weights. Under ZeRO-2 and 3 FSDP gives the weights.
+    """Give a local model its RoPE tables, and below ZeRO-2 its initial weights.
 
-    The stages of a rank share the RoPE tables. A tied head on the first stage's rank uses its embedding.
+    Under ZeRO-2 and 3, ``apply_fsdp`` initializes the weights. The pipeline stages of a rank share the RoPE
+    tables. A tied head on the first stage's rank uses its embedding.
     """
     if isinstance(model, ResNet):
         fill(model, [name for name, _ in model.named_parameters()], weights, mesh.device)

@@ -2,7 +2,7 @@
 
 The program of a rank comes from ``schedule.collective.segments``. Each message is cut into segments. Receives
 are posted ahead, so that the backend's threads transfer the next segments while this thread adds the one that
-has arrived; a segment is passed on as soon as it is complete. All ranks of the group must call with the same
+has arrived; a segment is passed on as soon as it is complete. All ranks of the group must pass the same
 schedule, tensor size and segment size.
 
 The calls are ``isend`` and ``irecv`` of a process group, so that the collective counter counts them and any
@@ -122,10 +122,10 @@ def run_schedule(
 ) -> None:
     """Run a schedule on a tensor, in place; every rank of the group must call it.
 
-    The tensor is the buffer that the chunks of the schedule refer to (``CollectiveSchedule``): of scatter,
-    gather, all-gather and reduce-scatter the larger of input and output on every rank; of all-to-all the
-    inputs of all ranks, of which a rank fills its own and gets those parts of the others that are for it.
-    Use a :class:`ScheduleRunner` to keep buffers between calls.
+    The tensor is the buffer that the chunks of the schedule refer to (``CollectiveSchedule``). For scatter,
+    gather, all-gather and reduce-scatter it has the size of the larger of input and output, on every rank.
+    For all-to-all it has room for the inputs of all ranks: a rank fills in its own input and receives the
+    parts that are for it. Use a :class:`ScheduleRunner` to keep buffers between calls.
 
     Args:
         schedule: Rank r of it is rank r of the group. It is proved at its first use.

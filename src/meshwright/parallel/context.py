@@ -65,7 +65,7 @@ class ContextParallel(Context):
 
 
 def apply_context_parallel(decoder: Decoder, cp: ContextParallel | None) -> None:
-    """Let a decoder's attention and positions be those of the ``cp`` group."""
+    """Set the decoder's positions to those of this rank, and its attention to that of the ``cp`` group."""
     if cp is None:
         return
     decoder.context = cp

@@ -1,4 +1,4 @@
-"""Data parallelism: which implementation a layout uses, and what the training loop asks of it.
+"""Data parallelism: selects the implementation of a layout, and has the functions that the trainer calls.
 
 ``ddp``: replicas. ``backup_replicas``: replicas, with backups of slow ones. ``bucket_reducer``: replicas of
 pipeline stages and of experts. ``zero1``: ZeRO-1. ``fsdp``: ZeRO-2, ZeRO-3 and hybrid sharding
@@ -86,7 +86,7 @@ def build_rank_parameters(
 
 
 def gradient_sync(module: nn.Module, job: Job, last: bool) -> AbstractContextManager[None]:
-    """Around a micro-batch of gradient accumulation: only the last one reduces everything."""
+    """Context of a micro-batch of gradient accumulation: only the last one reduces all gradients."""
     if is_sharded(module):
         set_gradient_sync(module, job, last)
     if isinstance(module, FixedBucketDDP) and not last:

@@ -1,6 +1,6 @@
 """Data parallel (DDP): torch's DistributedDataParallel with buckets that are fixed before the first step.
 
-Every rank holds the whole model and reads other samples. In the backward pass each bucket of gradients is
+Every rank holds the whole model and reads its own samples. In the backward pass each bucket of gradients is
 all-reduced over ``dp_replicate``: every rank sends its bucket and gets the sum. The loss is already divided
 by the global number of target tokens, so the sum is the gradient. DDP's mean is not used.
 
@@ -111,7 +111,8 @@ HOOKS: dict[str, Hook] = {
 def instrument_hook(hook: Hook, ddp: FixedBucketDDP) -> Hook:
     """A hook that also adds up the local gradient norm and records times.
 
-    It has a weak reference: the garbage collector does not see that the reducer keeps the hook.
+    It holds the model by a weak reference: the garbage collector does not see that the reducer keeps the
+    hook.
     """
     owner = weakref.ref(ddp)
 

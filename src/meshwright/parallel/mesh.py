@@ -29,7 +29,7 @@ from meshwright.spec.layout import Layout
 
 
 class ControlAllReduce:
-    """Handle of the control all-reduce: its result on the device, and on the way to the CPU."""
+    """Handle of the control all-reduce: its result on the device, and its copy in CPU memory."""
 
     def __init__(self, values: Tensor) -> None:
         """Take the result; the copy to the CPU is not started.

@@ -112,7 +112,9 @@ class VocabParallelHead(Head):
             x_ND, self.get_weight(), targets_N, chunk, self._softmax, weight_copy_VD=self.weight_copy
         )
 
-    def _softmax(self, logits_CV: Tensor, targets_C: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    def _softmax(
+        self, logits_CV: Tensor, targets_C: Tensor, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """The summed loss of a chunk and its gradient by this rank's logits, which it overwrites.
 
         Two all-reduces: the largest logit; then the sum of exponentials together with the target's logit.
@@ -127,7 +129,7 @@ class VocabParallelHead(Head):
         sum_C, of_target_C = self._tp.all_reduce(torch.stack((logits_CV.exp_().sum(-1), of_target_C)))
         counted_C = targets_C != IGNORE_INDEX
         loss = (sum_C.log() - of_target_C).masked_fill_(~counted_C, 0.0).sum()
-        if not wanted:
+        if not needs_grad:
             return loss, None
         grad_CV = logits_CV.div_(sum_C.unsqueeze(1))
         rows_C = torch.arange(len(local_C), device=local_C.device)

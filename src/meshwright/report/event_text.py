@@ -58,7 +58,7 @@ class EventText:
         evaluations = steps // train.eval_every * (1 + len(job.data.eval)) if train.eval_every else 0
         saves = steps // job.checkpoint.every_steps if job.checkpoint.every_steps else 0
         self._adds_news = evaluations + saves > OWN_LINES and not every_line
-        self._news: dict[int, list[str]] = {}
+        self._pending: dict[int, list[str]] = {}
         self.steps = job.train.steps
         self._memory_bytes: int | None = None
         self._compiler = job.train.compile_backend if uses_torch_compile(job) else None
@@ -77,15 +77,15 @@ class EventText:
         text = self.describe(event)
         if text is None or event["event"] != "step":
             return text
-        step, news = event["step"], self.take_news()
+        step, pending = event["step"], self.take_pending()
         due = step in (self._first + 1, self.steps) or step % max(1, self.steps // LOG_LINES) == 0
-        return f"{text}{f'  ({news})' if news else ''}" if due or news else None
+        return f"{text}{f'  ({pending})' if pending else ''}" if due or pending else None
 
-    def take_news(self) -> str:
-        """The evaluations and checkpoints since the last call that have no line of their own."""
-        news = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in self._news.items())
-        self._news = {}
-        return news
+    def take_pending(self) -> str:
+        """The evaluations and checkpoints since the last call that the next step line shows."""
+        pending = "; ".join(f"step {step}: {', '.join(texts)}" for step, texts in self._pending.items())
+        self._pending = {}
+        return pending
 
     def _describe_ready(self, event: Event) -> str | None:
         self._first, self._started = event["step"], time.monotonic()
@@ -116,12 +116,12 @@ class EventText:
         return f"step {event['step']}: held-out loss {loss} on {samples}{of}"
 
     def _add_news(self, step: int, text: str) -> None:
-        self._news.setdefault(step, []).append(text)
+        self._pending.setdefault(step, []).append(text)
 
     def _describe_checkpoint(self, event: Event) -> str | None:
         if self._adds_news:
             self._add_news(event["step"], "saved")
-            return self.take_news() if event["step"] >= self.steps else None  # no step line follows
+            return self.take_pending() if event["step"] >= self.steps else None  # no step line follows
         cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
         if event.get("slowdown") is not None:
             cost += f", steps {event['slowdown']:.2f} times as long"

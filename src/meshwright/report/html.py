@@ -388,7 +388,7 @@ def _recoveries(recoveries: Sequence[Recovery]) -> list[str]:
 
 
 def _layout_changes(changes: Sequence[LayoutChanged]) -> list[str]:
-    """By which the run went on with fewer devices, or with more."""
+    """The layout changes by which the run continued with fewer or more devices."""
     if not changes:
         return []
     rows = [(str(c.step), f"{c.ranks_before} to {c.ranks}", c.describe_layout(), c.reason) for c in changes]

@@ -315,7 +315,7 @@ def describe_audited(verdict: Audit, record: RunRecord) -> str:
 
 
 def describe_goodput(goodput: Goodput) -> str:
-    """The share of the time of steps that count, and what the rest was spent on."""
+    """Goodput as a sentence: the share of time of steps that count, and the causes of the rest."""
     words = {"other": "other (snapshots, events, end of the run)"}
     lost = [
         f"{words.get(cause, cause)} {seconds / goodput.wall_s:.1%}"

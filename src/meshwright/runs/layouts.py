@@ -1,4 +1,4 @@
-"""The layouts of a run that may change: what is written when one follows another, and where its state is."""
+"""Layout changes of a run: writes the files of the next layout, and finds the state that it loads."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ def prepare_run(
         reporter.warning(BATCH_NORM_NOTE)
     if with_agents and spec.cluster.nic_bytes_per_s is None:
         reporter.warning(
-            "cluster.nic_bytes_per_s is missing: the predicted step time takes the network between nodes to "
-            "be as fast as the links within one"
+            "cluster.nic_bytes_per_s is missing: the predicted step time assumes that the network "
+            "between nodes is as fast as the links within a node"
         )
     devices = spec.cluster.world_size
     if plan.world_size > devices:

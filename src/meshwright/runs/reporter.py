@@ -33,7 +33,7 @@ class Reporter:
             self._log(text)
 
     def detail(self, text: str) -> None:
-        """A line that is left out unless everything is asked for."""
+        """A line that is shown only in verbose mode."""
         self.message(text)
 
     def progress(self, text: str) -> None:
@@ -41,7 +41,7 @@ class Reporter:
         self.message(text)
 
     def warning(self, text: str) -> None:
-        """Something that the user should look at."""
+        """A warning."""
         self.message(f"warning: {text}")
 
     def planned(self, plan: PlanContract) -> None:
@@ -58,7 +58,7 @@ class Reporter:
 
     @contextmanager
     def training(self, job: Job) -> Iterator[None]:
-        """Around a training run; its events come inside."""
+        """Context of a training run, during which its events arrive."""
         self._text = EventText(job)
         try:
             yield
@@ -67,17 +67,17 @@ class Reporter:
 
     @contextmanager
     def activity(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Around something that takes a while; yields a function that takes its newest state."""
+        """Context of a long activity; yields a function that takes its newest state."""
         yield lambda text: None
 
     @contextmanager
     def bar(self, total: int) -> Iterator[Callable[[str, int], None]]:
-        """Around something with a known number of steps; yields a function of text and steps done."""
+        """Context of an activity with a known number of steps; yields a function of text and steps done."""
         yield lambda text, done: None
 
     @contextmanager
     def search(self) -> Iterator[Callable[[int, int], None]]:
-        """Around the planner's search; yields a function of layouts done and layouts in all."""
+        """Context of the planner's search; yields a function of layouts done and layouts in all."""
         yield lambda done, total: None
 
 

@@ -17,7 +17,7 @@ from meshwright.spec.model import ResNetModel
 def check_same_data(
     manifest: Manifest, job: Job, folder: Path, corpus: CorpusState | None, checkpoint: AnyPath
 ) -> None:
-    """Refuse data in which the position of a checkpoint would have another meaning.
+    """Refuse data in which the position of a checkpoint would refer to other samples.
 
     Args:
         manifest: Manifest of the checkpoint; its job matches.

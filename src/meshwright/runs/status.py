@@ -195,7 +195,7 @@ def serving_status(
         job: Job of the run.
         run_dir: Folder of the run.
         status: What the pages show.
-        reporter: Is told the address and the token file.
+        reporter: Receives the address and the name of the token file.
         required: Whether an address that cannot be used is an error. Otherwise it is a warning.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Refuses settings of a simulation that make no sense, and warns of those that hardly do."""
+"""Refuses settings of a simulation that are impossible, and warns of implausible ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure model of a job, with the values that were assumed for what is not set."""
+"""The failure model of a job; settings that are left out get assumed values, which are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The throughput of a job on fewer nodes than it was planned for: that of the planner's layout."""
+"""The throughput of a job on fewer nodes than it was planned for, with the layout that the planner finds."""
 
 from __future__ import annotations
 

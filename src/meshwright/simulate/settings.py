@@ -1,4 +1,4 @@
-"""What a user may set for a simulation of failures; what is left out has a default that is printed."""
+"""The settings of a simulation of failures; defaults are printed."""
 
 from __future__ import annotations
 

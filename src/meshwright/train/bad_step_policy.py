@@ -1,4 +1,4 @@
-"""The reaction to a bad step: its cause is named, and ``train.on_bad_step`` decides.
+"""The reaction to a bad step: names its cause and applies ``train.on_bad_step``.
 
 ======== =======================================================================================
 skip     the run goes on with the next samples; ``MAX_IN_A_ROW`` bad steps in a row end it
@@ -24,7 +24,7 @@ MAX_IN_A_ROW = 3
 
 
 class RollbackError(DivergedError):
-    """Ends a generation: the ranks go back, and on with later samples."""
+    """Ends a generation: the ranks restore an earlier state and continue with later samples."""
 
     def __init__(self, *problems: Problem, position: int) -> None:
         """Take the problem of the bad step.

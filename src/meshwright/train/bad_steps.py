@@ -5,8 +5,8 @@ all ranks skip the update if one of them found the step bad. The CPU does not wa
 has a gradient norm of NaN, with which no optimizer changes a parameter or its state (``amp``).
 
 A gradient spike is a finite norm above ``train.spike_factor`` times the median of the last good steps. These
-norms are a part of the counters of a run: in-memory snapshots and checkpoints have them. So a run that is
-resumed judges every step as an undisturbed one does.
+norms are a part of the counters of a run: in-memory snapshots and checkpoints have them. So a resumed run
+judges every step exactly as a run without interruption.
 """
 
 from __future__ import annotations

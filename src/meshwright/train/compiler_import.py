@@ -42,7 +42,7 @@ def skip_compiler_import() -> None:
 
 
 def _is_built(rule: type[Optimizer]) -> bool:
-    """Whether such an optimizer was built before: torch has then wrapped its step again, for hooks."""
+    """Whether an optimizer of this class exists already. Torch has then wrapped its step again, for hooks."""
     return getattr(rule.step, "hooked", False)
 
 

@@ -1,11 +1,11 @@
 """Follows data that grow during a run: all ranks take up the same index at the end of the same step.
 
 Rank 0 looks for another ``index.json`` after each step, checks that the data have only grown, and puts the
-name of the new index into the control all-reduce of the next steps. A rank that has opened an index of this
-name says so there. All ranks see the same sums, so they change at the end of the same step, when all are
-ready. If the data did not only grow, rank 0 asks all ranks to stop, and reports the error after the last
-checkpoint. Folders on several nodes may be copied one after the other; until the last one has grown, the
-run goes on with the old data.
+name of the new index into the control all-reduce of the next steps. A rank that has opened this index adds
+one to a counter in the same all-reduce. All ranks get the same sums, so they change to the new index at the
+end of the same step, when all are ready. If the data did not only grow, rank 0 asks all ranks to stop, and
+reports the error after the last checkpoint. Folders on several nodes may be copied one after the other; until
+the last one has grown, the run goes on with the old data.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DataFollower:
     def __init__(
         self, folder: Path, current: CorpusState, rank: int, ranks: int, open_folder: OpenFolder
     ) -> None:
-        """Look at nothing yet.
+        """Start with the current data; nothing is read.
 
         Args:
             folder: Folder of the prepared data, on this rank's node.

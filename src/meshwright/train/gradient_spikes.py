@@ -1,7 +1,7 @@
 """Names the rank of a gradient spike: recomputes the step, with unchanged weights.
 
-Each rank adds up its gradients before they are reduced. So the norm of each rank is known, which the reduced
-gradient no longer shows. A spike that a transient fault made does not come back and has no rank.
+Each rank adds up its gradients before they are reduced. So the norm of each rank is known; the reduced
+gradient does not show it. A spike from a transient fault does not recur, and then no rank is named.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LocalGradients(FiniteChecks):
 
 
 def _name_ranks(trainer: Trainer, limit: float) -> tuple[list[int], LocalNorm | None]:
-    """The ranks whose own gradients have a norm above the limit; none if the spike does not come back."""
+    """The ranks whose own gradients have a norm above the limit; none if the spike does not recur."""
     gradients = LocalGradients(trainer.model)
     recompute_step(trainer, gradients)
     own = gradients.total()

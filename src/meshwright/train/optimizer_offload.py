@@ -5,7 +5,7 @@ a staging buffer on the device, the optimizer updates its parameters with that s
 back. Two CUDA streams overlap the copies: while one bucket is updated, the next one is copied in and the last
 one out. Optimizers work element by element or matrix by matrix, so buckets do not change the result.
 
-On a CPU the same steps run one after the other; nothing is gained.
+On a CPU the same steps run one after the other, without a benefit.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def report_out_of_memory(
 
 
 def _live_bytes(plan: PlanContract, trainer: Trainer | None) -> int | None:
-    """Bytes of live tensors; on a CPU they are known in the audited step only."""
+    """Bytes of live tensors; on a CPU they are measured in the audited step only."""
     if plan.job.cluster.device == "cuda":
         return int(torch.cuda.memory_allocated())
     observer = None if trainer is None else trainer.observer

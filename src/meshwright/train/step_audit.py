@@ -26,12 +26,12 @@ class ExpertRowCounter:
         self._found: list[list[int]] = [[] for _ in self._layers]
 
     def begin(self) -> None:
-        """A forward pass begins; recomputation in a backward pass may have left counts."""
+        """A forward pass begins: drop the counts that a recomputation in the backward pass may have left."""
         for layer in self._layers:
             layer.rows_read = None
 
     def end(self) -> None:
-        """The forward pass has ended, in the layers of its stage."""
+        """The forward pass has ended: keep the counts of the layers that it ran."""
         for layer, found in zip(self._layers, self._found, strict=True):
             if layer.rows_read is not None:
                 found.append(layer.rows_read)
@@ -82,7 +82,7 @@ class StepAudit:
                 self._tracker = PeakTracker(alive, trainer.rank_parameters.list_all_gather_outputs)
         self._before_forward = 0
         self._kept: list[int] = []
-        """By forward pass; with a profile, what its allocations are to be corrected by."""
+        """Saved bytes by forward pass; with an allocation profile, corrections of its figures."""
         self._rows = ExpertRowCounter(trainer.model)
         self._no_other_frames = trainer.flight.measuring_memory()
 

@@ -1,4 +1,4 @@
-"""Turns signals and orders to stop into a flag that the ranks agree on; finds a grace that is too short."""
+"""Stop requests from signals and orders, as a flag for the control all-reduce; detects too short a grace."""
 
 from __future__ import annotations
 

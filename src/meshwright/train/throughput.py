@@ -18,8 +18,8 @@ from meshwright.plan.contract import PlanContract
 from meshwright.spec.job import Job
 
 PROBE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
-"""How long the peak is measured. On a CPU with many small GEMMs, because a process that shares its cores
-rarely runs undisturbed for the time of a large one; a GPU takes longer to raise its clock."""
+"""How long the peak is measured. A CPU runs many small GEMMs: on shared cores a large one would rarely run
+without interruption. A GPU needs more time to raise its clock."""
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
@@ -41,7 +41,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> 
 def measure_matmul_once(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """The rate of :func:`measure_matmul`, measured in the first generation only.
 
-    A process keeps its result. One that takes over a rank is given the result of its predecessor.
+    A process keeps its result. A process that takes over a rank gets the result of the previous one.
     """
     given = os.environ.get(PEAK_VARIABLE)
     return measure_matmul(device, dtype, seconds) if given is None else float(given)

@@ -50,7 +50,7 @@ from meshwright.train.stop_signal import StopSignal
 from meshwright.train.trainer import RankContext, Trainer
 
 SHARED_STORE_LIMIT_S = 1.0
-"""Longest wait for an answer of the store of small values. It is not needed for correctness."""
+"""Longest wait for a reply of the store of small values. Results do not depend on this store."""
 PEER_LOST_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -60,7 +60,7 @@ PEER_LOST_MESSAGES = (
     "remote process exited or there was a network error",
     "NCCL communicator was aborted",
 )
-"""Messages of gloo and NCCL when another rank is gone: then this rank is not the cause."""
+"""Messages of gloo and NCCL after another rank is lost: then this rank is not the cause."""
 
 
 def run_rank(run_dir: str, listener: Listener | None = None, store: dist.Store | None = None) -> int:
@@ -76,7 +76,7 @@ def run_with_trainer(
 ) -> int:
     """Join the other ranks, build the trainer of this rank, run something with it.
 
-    A process that an agent started waits for a rank first, unless it was started for one.
+    A process that an agent started as a spare first waits until it gets a rank.
 
     Args:
         work: Training, a proof, or a benchmark.

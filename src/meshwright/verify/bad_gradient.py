@@ -1,6 +1,6 @@
 """One rank that trains and gets a bad gradient in some steps: NaN, Inf, or a finite spike.
 
-No signal from outside can do that. This entry exists only for ``meshwright faults``; the entry of training
+No signal from outside can cause that. This entry exists only for ``meshwright faults``; the entry of training
 does not import it.
 """
 
@@ -24,7 +24,7 @@ from meshwright.train.worker import run_with_trainer
 FACTORS = {"nan": float("nan"), "inf": float("inf"), "spike": 2.0**20}
 """What the gradient is multiplied with."""
 MODULE = "ffn.up"
-"""The gradient of the first module with this name is spoilt."""
+"""The gradient of the first module with this name is changed."""
 
 
 def run_rank(run_dir: str, link: RankLink) -> int:
@@ -34,7 +34,7 @@ def run_rank(run_dir: str, link: RankLink) -> int:
 
 
 def _train(trainer: Trainer, faults: Sequence[Fault]) -> None:
-    """Spoil the gradient of a step, and of its second computation, in which the cause is found."""
+    """Change the gradient of a step, and of the recomputed step, which finds the cause."""
     original, handles = trainer.forward_backward, list[RemovableHandle]()
 
     def forward_backward(*arguments: Any) -> Any:
@@ -53,7 +53,7 @@ def _train(trainer: Trainer, faults: Sequence[Fault]) -> None:
 
 
 def _spoil(model: nn.Module, factor: float) -> RemovableHandle:
-    """Spoil the gradient of the weight, or of the input if the weight is sharded: it has none of its own."""
+    """Change the gradient of the weight; of the input, if the weight is sharded and has no full gradient."""
     module = next(module for name, module in model.named_modules() if name.endswith(MODULE))
     is_sharded = hasattr(module.weight, "to_local")
     return (scale_input_gradient if is_sharded else scale_weight_gradient)(module, factor)

@@ -2,8 +2,8 @@
 
 Real text reaches few tokens in ten steps. The last steps of a proof read their samples with other tokens:
 those at the ends of tensor-parallel parts first, then all others, as inputs and as targets. Masks and
-documents stay those of the samples. Besides, the embedding of every token is looked up once, without the rest
-of the model, and so is the loss of those that are probed first.
+documents stay those of the samples. In addition, embedding and head are called alone: the embedding of every
+token is looked up once, and the loss of the tokens that are probed first is computed.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Probe:
                 yield from (int(token) for token in chunk if self._is_wrong(head, rows, token.view(1)))
 
     def _is_wrong(self, head: Head, rows: Tensor, targets: Tensor) -> bool:
-        """Whether the loss of some targets differs; on all tensor-parallel ranks alike."""
+        """Whether the loss of some targets differs; the same result on all tensor-parallel ranks."""
         tp, generator = self.trainer.parallel.tp, torch.Generator().manual_seed(0)
         shape = (1, self.shape[1])  # one sequence: the loss of a whole micro-batch would take long
         x = torch.randn(*shape, rows.shape[1], generator=generator).to(rows.device)

@@ -1,6 +1,6 @@
 """One rank that trains and makes one wrong collective: another op, another shape, or none.
 
-No signal from outside can do that. This entry exists only for ``meshwright faults``; the entry of training
+No signal from outside can cause that. This entry exists only for ``meshwright faults``; the entry of training
 does not import it.
 """
 

@@ -198,7 +198,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved_megatron_659(tmp_path, r
 def test_missing_moments_are_an_error_areal_1468(tmp_path):
     """Not a fresh optimizer."""
     path = save(tmp_path, tensors={"w": torch.ones(4), "w:exp_avg": torch.ones(4)})
-    with pytest.raises(UserError, match="lacks the tensor w:exp_avg_sq"):
+    with pytest.raises(UserError, match=r"w:exp_avg_sq.*\[checkpoint-broken\]"):
         CheckpointReader(path).read("w:exp_avg_sq")
 
 

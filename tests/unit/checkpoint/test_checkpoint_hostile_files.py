@@ -84,7 +84,7 @@ def test_a_manifest_that_is_no_plain_file_is_not_opened(checkpoint, kind):
     else:
         (checkpoint / MANIFEST).mkdir()
     assert "not a plain file" in refusal(checkpoint)
-    with pytest.raises(UserError, match="holds no intact checkpoint"):
+    with pytest.raises(UserError, match="checkpoint-none-good"):
         find_newest(checkpoint.parent)
 
 

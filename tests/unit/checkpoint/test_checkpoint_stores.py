@@ -228,7 +228,7 @@ def test_nothing_is_resumed_when_unreached_stores_may_hold_a_newer_checkpoint(bu
     found, refused = build_stores(tmp_path, bucket, broken_store, quorum=2).find_newest()
     assert found.parent == tmp_path
     assert refused == ["s3://no-such-bucket/x: s3://no-such-bucket/x: the bucket does not exist"]
-    with pytest.raises(UserError, match="1 of 3 stores that cannot be used; the quorum is 1"):
+    with pytest.raises(UserError, match=r"1 of 3 .*\[store-unreachable\]"):
         build_stores(tmp_path, bucket, broken_store, quorum=1).find_newest()
 
 
@@ -368,7 +368,7 @@ def test_the_lock_of_another_machine_that_is_renewed_is_kept(bucket, monkeypatch
     monkeypatch.setattr(store_lock, "POLL_S", 0.05)
     held = StoreLock.take(bucket)
     monkeypatch.setattr(store_lock, "_is_here", lambda owner: False)
-    with held, pytest.raises(UserError, match="in use by another meshwright"):
+    with held, pytest.raises(UserError, match="checkpoint-dir-busy"):
         StoreLock.take(bucket)
 
 

@@ -90,9 +90,9 @@ def test_missing_elements_are_named(tmp_path):
 
 def test_another_shape_and_an_unknown_name_are_refused(tmp_path):
     saved = CheckpointReader(save(tmp_path))
-    with pytest.raises(UserError, match="has low with the shape"):
+    with pytest.raises(UserError, match=r" low .*\[checkpoint-broken\]"):
         saved.read("low", TensorSlice((2,), (2,)))
-    with pytest.raises(UserError, match=r"lacks the tensor head\.weight"):
+    with pytest.raises(UserError, match=r"head\.weight.*\[checkpoint-broken\]"):
         saved.read("head.weight")
 
 

@@ -110,7 +110,7 @@ def test_data_are_opened_as_they_were(prepare):
     documents = TokenDataset.open(new, "train", SEQ_LEN, "document", identities=before)
     assert len(documents) == len(TokenDataset.open(old, "train", SEQ_LEN, "document"))
     assert again.sources[0].index.to_bytes() == (old / "index.json").read_bytes()
-    with pytest.raises(UserError, match="does not begin with the shards"):
+    with pytest.raises(UserError, match="data-shards-broken"):
         TokenDataset.open(prepare(texts(OLD // 2)), "train", SEQ_LEN, identities=before)
 
 

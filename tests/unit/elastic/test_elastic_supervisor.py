@@ -61,7 +61,7 @@ class PlayedAgents:
     def end_adoption(self):
         pass
 
-    def let_return(self, may_return):
+    def allow_redial(self, allowed):
         pass
 
     def close(self, ok=True):

@@ -58,11 +58,11 @@ class Clock:
 def test_a_node_that_sends_nothing_is_found_after_the_limit():
     clock = Clock()
     watch = SilenceWatch(6.0, clock)
-    watch.hear(1)
-    watch.hear(2)
+    watch.note_message(1)
+    watch.note_message(2)
     for second in range(1, 8):
         clock.now = float(second)
-        watch.hear(2)
+        watch.note_message(2)
         assert watch.poll() == ([1] if second > 6 else [])
     watch.forget(1)
     assert watch.poll() == []
@@ -72,11 +72,11 @@ def test_a_pause_of_the_watcher_itself_loses_nobody():
     """The supervisor was stopped for a minute: both nodes have sent messages, which it reads now."""
     clock = Clock()
     watch = SilenceWatch(6.0, clock)
-    watch.hear(1)
+    watch.note_message(1)
     clock.now = 60.0
     assert watch.poll() == []
     clock.now += LONGEST_POLL_S
-    watch.hear(1)
+    watch.note_message(1)
     assert watch.poll() == []
 
 

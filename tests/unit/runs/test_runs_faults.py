@@ -223,7 +223,7 @@ def test_what_this_machine_lacks_skips_a_test_with_the_reason(run_check):
     def work(run):
         raise CannotRunError("strace is not installed")
 
-    with pytest.raises(UserError, match="strace is not installed"):
+    with pytest.raises(UserError, match=r"strace is not installed.*\[faults-budget\]"):
         run_check(work)
 
 
@@ -305,5 +305,5 @@ def test_a_slow_rank_must_be_named(tmp_path, events, clean, passes):
 def test_a_slow_rank_is_a_sentence():
     fault = slow(rank=2, step=501, factor=1.5, for_s=60)
     assert parse_fault(str(fault)) == fault
-    with pytest.raises(UserError, match="factor must be a number of at least 1"):
+    with pytest.raises(UserError, match=r"factor=0\.5.*\[faults-schedule\]"):
         parse_fault("slow(rank=2, step=5, factor=0.5, for_s=60)")

@@ -125,7 +125,7 @@ def test_too_few_devices_are_refused_with_the_number_that_would_do():
 
 
 def test_no_device_is_refused():
-    with pytest.raises(UserError, match="no device is left"):
+    with pytest.raises(UserError, match=r"no device is left.*\[elastic-no-layout\]"):
         find_layout(plan(dp_replicate=2), frozenset())
 
 

@@ -142,7 +142,7 @@ def _errors_of_sorting(stage: str) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """End this worker when its parent is gone: a killed driver leaves nothing running."""
+    """End this worker when its parent process has ended: a killed driver leaves no process behind."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""The results of tasks as files: what a killed preparation has done, and need not do again.
+"""The results of tasks as files: a preparation that was killed does not repeat finished tasks.
 
 ::
 

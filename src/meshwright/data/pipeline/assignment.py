@@ -76,8 +76,8 @@ def read_kept(keys: Path, drops: Path | None) -> Kept:
 
 
 @dataclass
-class Census:
-    """Counts of the driver, and the assignment that follows from them."""
+class DocumentCounts:
+    """Counts of documents, from which the driver assigns them to splits."""
 
     tally: CorpusStats = field(default_factory=CorpusStats)
     sample_characters: int = 0
@@ -89,10 +89,10 @@ class Census:
     rows: int = 0
 
 
-def take_census(keys: Sequence[Path], drops: dict[int, Path]) -> Census:
+def count_documents(keys: Sequence[Path], drops: dict[int, Path]) -> DocumentCounts:
     """Count all documents."""
-    census = Census()
-    tally = census.tally
+    counts = DocumentCounts()
+    tally = counts.tally
     for number, path in enumerate(keys):
         kept = read_kept(path, drops.get(number))
         mask, in_question = kept.mask, kept.status == OK
@@ -103,26 +103,26 @@ def take_census(keys: Sequence[Path], drops: dict[int, Path]) -> Census:
         tally.empty += int((kept.status == EMPTY).sum())
         tally.filtered += int((kept.status == FILTERED).sum())
         tally.text_bytes += int(kept.columns["size"][mask].sum())
-        census.sample_characters += int(kept.columns["sample_characters"][mask].sum())
+        counts.sample_characters += int(kept.columns["sample_characters"][mask].sum())
         bits = np.frexp(kept.columns["characters"][mask].astype(np.float64))[1]
-        census.lengths.update(bits.tolist())
+        counts.lengths.update(bits.tolist())
         if (kept.status >= FILTERED).any():
-            _count_bad(path, census)
-    census.rows = tally.documents_in
-    return census
+            _count_bad(path, counts)
+    counts.rows = tally.documents_in
+    return counts
 
 
-def _count_bad(path: Path, census: Census) -> None:
+def _count_bad(path: Path, counts: DocumentCounts) -> None:
     for row in _bad_rows(path):
         if row["status"] == FILTERED:
-            census.filtered_by[row["reason"]] += 1
+            counts.filtered_by[row["reason"]] += 1
             continue
-        tally = census.tally
+        tally = counts.tally
         tally.quarantined += 1
         if len(tally.quarantined_names) < MAX_NAMED:
             tally.quarantined_names.append(f"{row['name']}: {row['reason']}")
-        if not row["value"] and census.first_bad is None:
-            census.first_bad = row
+        if not row["value"] and counts.first_bad is None:
+            counts.first_bad = row
 
 
 def _bad_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from meshwright.data.engines.engine import ENGINE_FAILED, Engine, engine_problem
 from meshwright.data.engines.work_folder import WorkFolder, read_batches, remove_other_folders
 from meshwright.data.files import BadDataError
 from meshwright.data.growth import warn_of_replacement
-from meshwright.data.pipeline.assignment import Assignment, Census, assign_sides, take_census
+from meshwright.data.pipeline.assignment import Assignment, DocumentCounts, assign_sides, count_documents
 from meshwright.data.pipeline.duplicates import (
     BandTask,
     bands_stage,
@@ -108,7 +108,7 @@ def prepare_on_engine(
         work.remove()
     return PrepareReport.of(
         engine.name,
-        result.census.tally,
+        result.counts.tally,
         result.index,
         prompt_tokens=result.prompt_tokens,
         sha256=sha256,
@@ -169,7 +169,7 @@ def _fingerprint(spec: CorpusSpec, base: Path, splits: Sequence[InputSplit]) -> 
 @dataclass(frozen=True)
 class _Result:
     index: ShardIndex
-    census: Census
+    counts: DocumentCounts
     prompt_tokens: int
 
 
@@ -196,24 +196,24 @@ class _Preparation:
         tokenizer = self._given_tokenizer()
         keys = self._map(scan_stage(), [ScanTask(self._corpus, split) for split in self._splits])
         drops = self._drops(keys)
-        census = take_census(keys, drops)
-        self._documents = census.tally.documents_in
-        self._check(census)
-        fraction, documents = spec.eval_fraction, census.tally.documents_out
+        counts = count_documents(keys, drops)
+        self._documents = counts.tally.documents_in
+        self._check(counts)
+        fraction, documents = spec.eval_fraction, counts.tally.documents_out
         assignment = assign_sides(keys, drops, fraction, documents, can_split=not spec.template)
         kept = [
             KeptTask(self._corpus, split, keys[number], drops.get(number))
             for number, split in enumerate(self._splits)
         ]
         if tokenizer is None:
-            tokenizer = self._train_tokenizer(kept, census)
+            tokenizer = self._train_tokenizer(kept, counts)
         tokenizer_path = work.path / TOKENIZER_FILE
         if not tokenizer_path.exists():
             tokenizer.save(work.path)
         ordered = self._tokenize(kept, assignment, tokenizer_path)
         index = self._write(ordered, tokenizer)
-        self._check_complete(index, census, assignment)
-        return _Result(index, census, _count_prompts(work.path / "shards", index))
+        self._check_complete(index, counts, assignment)
+        return _Result(index, counts, _count_prompts(work.path / "shards", index))
 
     def _given_tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None if it must be trained."""
@@ -236,29 +236,29 @@ class _Preparation:
             found = found + self._shuffle(near_duplicates_stage(), self._map(bands_stage(), tasks))
         return {int(path.stem): path for path in self._shuffle(drops_stage(), found)}
 
-    def _check(self, census: Census) -> None:
+    def _check(self, counts: DocumentCounts) -> None:
         """Refuse an empty corpus, and a bad record if the job says so."""
-        if (bad := census.first_bad) is not None:
+        if (bad := counts.first_bad) is not None:
             code, reason, fix = bad["code"], bad["reason"], bad["fix"] or ""
             raise UserError(bad_record_problem(bad["name"], BadDataError(code, reason, fix)))
-        if census.tally.documents_out == 0:
-            raise UserError(empty_problem(self._spec.sources, self._corpus.options, census.tally))
+        if counts.tally.documents_out == 0:
+            raise UserError(empty_problem(self._spec.sources, self._corpus.options, counts.tally))
 
-    def _check_complete(self, index: ShardIndex, census: Census, assignment: Assignment) -> None:
+    def _check_complete(self, index: ShardIndex, counts: DocumentCounts, assignment: Assignment) -> None:
         """Every document that the scan counted is in the shards; an only document may be split in two."""
-        written, counted = sum(shard.documents for shard in index.shards), census.tally.documents_out
+        written, counted = sum(shard.documents for shard in index.shards), counts.tally.documents_out
         if written == counted or (assignment.single and written == counted + 1):
             return
         rule = f"would have {written} documents, and the first pass over the files counted {counted}"
         fix = "Start again when the files no longer change"
         raise UserError(Problem("data-changed", rule, path=self._spec.out, fix=fix))
 
-    def _train_tokenizer(self, kept: Sequence[KeptTask], census: Census) -> Tokenizer:
+    def _train_tokenizer(self, kept: Sequence[KeptTask], counts: DocumentCounts) -> Tokenizer:
         """Train BPE in the driver, once, on a sample that hashes choose."""
         path = self._work.path / TOKENIZER_FILE
         if path.exists():
             return load_tokenizer(path)
-        bits = sample_bits(census.sample_characters)
+        bits = sample_bits(counts.sample_characters)
         files = self._map(sample_stage(), [SampleTask(task, bits) for task in kept])
         choice, template = parse_tokenizer_name(self._spec.tokenizer), self._corpus.template
         markers = template.markers if template else ()

@@ -1,4 +1,4 @@
-"""The first map: reads a split and says what is known of each document from its text alone."""
+"""The first map: reads a split and extracts from each document the facts that depend on its text alone."""
 
 from __future__ import annotations
 

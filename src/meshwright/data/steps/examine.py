@@ -1,4 +1,4 @@
-"""What is known of a document from its text alone, in one pass: hashes, counts, the filter."""
+"""Examines the text of a document in one pass: hashes, counts, and the verdict of the filter."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.layout.gemms import Kind
 
 PROPOSALS = 8
-"""Number of algorithms to query; the library seldom has more."""
+"""Number of algorithms to query; the library seldom proposes more."""
 ALIGNED_BYTES = 256
 """Alignment that the heuristic assumes for operands."""
 ALGORITHM_BYTES = 64

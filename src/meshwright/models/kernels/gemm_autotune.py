@@ -1,11 +1,10 @@
 """GEMM autotuning: picks the cuBLASLt algorithm with the best sustained speed for each GEMM shape of a step.
 
 A GPU under load is limited by power: an H200 lowers its clock from 1.98 to 1.5 GHz under sustained GEMMs. The
-algorithm that is fastest in a short burst is not the one that needs least energy, and in a step energy
-counts. So the algorithms that cuBLASLt proposes for a shape run one after the other without a pause, each
-long enough for the clock to settle; the best ones and torch's default run again in alternation. The results
-are cached in a file per GPU model and library version, so that a later run with the same shapes starts at
-once.
+algorithm that is fastest in a short burst may need more energy than others. It is then slower under sustained
+load. So the algorithms that cuBLASLt proposes for a shape run one after the other without a pause, each long
+enough for the clock to settle; the best ones and torch's default run again in alternation. The results are
+cached in a file per GPU model and library version, so that a later run with the same shapes starts at once.
 """
 
 from __future__ import annotations
@@ -195,8 +194,8 @@ def pick_fastest(
 ) -> tuple[Candidate, float]:
     """The candidate with the best sustained speed, and the share of the default's time that it saves.
 
-    Among equal candidates the best is so by chance. So the best is timed once more against the default, and
-    only that measurement counts.
+    Among equal candidates, noise decides which one is best. So the best one is timed once more against the
+    default, and only that measurement counts.
 
     Args:
         default: Torch's.

@@ -118,7 +118,7 @@ def add_rms_norm(
     rstd: Tensor,
     eps: float,
 ) -> None:
-    """See ``kernels.add_rms_norm``."""
+    """See ``fused.add_rms_norm``."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _add_rms_norm[(rows,)](
@@ -224,7 +224,7 @@ def rms_norm_backward(
     low: Tensor | None,
     normed: Tensor | None,
 ) -> Tensor:
-    """See ``kernels.rms_norm_backward``; returns the gradient of the weight."""
+    """See ``fused.rms_norm_backward``; returns the gradient of the weight."""
     rows, width = grad.shape
     block = triton.next_power_of_2(width)
     ahead = block == AHEAD_BLOCK
@@ -266,7 +266,7 @@ def _embedding_lookup(table_ptr, tokens_ptr, out_ptr, vocab_size, width, BLOCK: 
 
 
 def embedding_lookup(table: Tensor, tokens: Tensor, out: Tensor) -> None:
-    """See ``kernels.embedding_lookup``; a token outside the table gives NaN."""
+    """See ``fused.embedding_lookup``; a token outside the table gives NaN."""
     rows, width = out.shape
     block = triton.next_power_of_2(width)
     warps = _warps(block, most=8)
@@ -284,7 +284,7 @@ def _embedding_grad(grad_ptr, tokens_ptr, table_ptr, vocab_size, width, BLOCK: t
 
 
 def embedding_grad(grad: Tensor, tokens: Tensor, table: Tensor) -> None:
-    """See ``kernels.embedding_grad``; the table starts as zeros."""
+    """See ``fused.embedding_grad``; the table starts as zeros."""
     rows, width = grad.shape
     block = triton.next_power_of_2(width)
     warps = _warps(block, most=8)
@@ -368,7 +368,7 @@ def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
 
 
 def swiglu(gate_up: Tensor, out: Tensor) -> None:
-    """See ``kernels.swiglu``."""
+    """See ``fused.swiglu``."""
     rows, width = out.shape
     _swiglu[(rows, triton.cdiv(width, SWIGLU_BLOCK))](gate_up, out, width, BLOCK=SWIGLU_BLOCK, num_warps=8)
 
@@ -384,7 +384,7 @@ def _swiglu_cast(gate_up_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
 
 
 def swiglu_cast(gate_up: Tensor, cast: Tensor, scale: Tensor) -> None:
-    """See ``kernels.swiglu``."""
+    """See ``fused.swiglu``."""
     rows, width = cast.shape
     block = triton.next_power_of_2(width)
     _swiglu_cast[(rows,)](gate_up, cast, scale, width, BLOCK=block, num_warps=_warps(block))
@@ -409,7 +409,7 @@ def _swiglu_backward(
 
 
 def swiglu_backward(gate_up: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
-    """See ``kernels.swiglu_backward``."""
+    """See ``fused.swiglu_backward``."""
     rows, width = grad.shape
     block = min(SWIGLU_BACKWARD_BLOCK, triton.next_power_of_2(width))
     grid, warps = (rows, triton.cdiv(width, block)), _warps(block)
@@ -462,7 +462,7 @@ def _swiglu_backward_amax(
 def swiglu_backward_amax(
     gate_up: Tensor, grad: Tensor, out: Tensor, inner: Tensor, out_amax: Tensor, inner_amax: Tensor
 ) -> None:
-    """See ``kernels.swiglu_backward_amax``; amax starts as zeros."""
+    """See ``fused.swiglu_backward_amax``; amax starts as zeros."""
     rows, width = grad.shape
     grid = (triton.cdiv(rows, WIDE_ROWS * WIDE_STEPS), triton.cdiv(width, WIDE_COLUMNS))
     _swiglu_backward_amax[grid](
@@ -494,7 +494,7 @@ def _cast_rows(x_ptr, by_ptr, cast_ptr, scale_ptr, width, BY: tl.constexpr, BLOC
 
 
 def cast_rows(x: Tensor, by: Tensor | None, cast: Tensor, scale: Tensor) -> None:
-    """See ``kernels.cast_rows``."""
+    """See ``fused.cast_rows``."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _cast_rows[(rows,)](
@@ -534,7 +534,7 @@ def _cast_columns(
 
 
 def column_amax(x: Tensor, amax: Tensor) -> None:
-    """See ``kernels.column_amax``; amax starts as zeros."""
+    """See ``fused.column_amax``; amax starts as zeros."""
     rows, width = x.shape
     grid = (triton.cdiv(rows, AMAX_ROWS * AMAX_STEPS), triton.cdiv(width, AMAX_COLUMNS))
     _column_amax[grid](
@@ -543,7 +543,7 @@ def column_amax(x: Tensor, amax: Tensor) -> None:
 
 
 def cast_columns(x: Tensor, amax: Tensor, cast: Tensor, scale: Tensor) -> None:
-    """See ``kernels.cast_columns``."""
+    """See ``fused.cast_columns``."""
     rows, width = x.shape
     grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
     _cast_columns[grid](x, amax, cast, scale, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)
@@ -561,7 +561,7 @@ def _cast_transposed(x_ptr, scale_ptr, cast_ptr, rows, width, ROWS: tl.constexpr
 
 
 def cast_transposed(x: Tensor, scale: Tensor, cast: Tensor) -> None:
-    """See ``kernels.cast_transposed``."""
+    """See ``fused.cast_transposed``."""
     rows, width = x.shape
     grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
     _cast_transposed[grid](x, scale, cast, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)

@@ -64,7 +64,7 @@ def _cross_entropy(
 def cross_entropy(
     logits: Tensor, targets: Tensor, losses: Tensor, factor: float, ignored: int, gradient: bool
 ) -> None:
-    """See ``kernels.cross_entropy``."""
+    """See ``fused.cross_entropy``."""
     rows, vocab_size = logits.shape
     _cross_entropy[(rows,)](
         logits,
@@ -90,6 +90,6 @@ def _scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """See ``kernels.scale``."""
+    """See ``fused.scale``."""
     count = x.numel()
     _scale[(triton.cdiv(count, SCALE_BLOCK),)](x, factor, count, BLOCK=SCALE_BLOCK, num_warps=16)

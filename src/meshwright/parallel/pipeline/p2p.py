@@ -3,12 +3,12 @@
 Between two ranks, results arrive in the order in which the sender computes them (``Mesh.pp_group``). Each
 rank has the whole schedule. It posts its receives in that order, one ahead of the action that it runs. So the
 next result is transferred while the rank computes. Sends are asynchronous. A sent tensor is kept until the
-rank receives something that the receiver computed after using it. Then the transfer is complete, and waiting
-for it takes no time.
+rank receives something that the receiver computed after using it. Then the transfer is complete, and the wait
+for the send returns at once.
 
-On a GPU the first steps post no receive ahead. A receive is a kernel that waits on the device. Whatever is
-initialized for the first time (a kernel that is loaded, a library handle) waits for it to end, and the other
-rank waits for this one.
+On a GPU the first steps post no receive ahead. A receive is a kernel that waits on the device. The first load
+of a kernel and the creation of a library handle wait for all running kernels, so also for this receive. The
+sender would wait for this rank: a deadlock.
 
 Sends and receives are single calls, not batched. NCCL runs batched calls of a group in one queue, where a
 receive that is posted ahead would block the rank's own sends.

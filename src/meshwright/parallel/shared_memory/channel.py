@@ -26,14 +26,14 @@ from meshwright.parallel.shared_memory import futex
 
 Bytes = npt.NDArray[np.uint8]
 LIVENESS_S = 0.1
-"""How often a rank that waits looks whether the others live, and whether it was told to leave."""
+"""A waiting rank checks at this interval that the other ranks live and that it was not told to leave."""
 SPINS = 100
-"""Looks at a counter before a wait in the kernel, where each rank has a core: a few microseconds."""
+"""Reads of a counter before the rank sleeps in the kernel, if each rank has a core: a few microseconds."""
 MASK = 0xFFFFFFFF
 HALF = 0x80000000
 WORDS_PER_LINE = LINE // 4
 SIGNATURES_AT = 4
-"""In the line of a rank, in words: what it calls in each of the last exchanges."""
+"""Offset, in 32-bit words of a rank's cache line, of the signatures of its calls in the last exchanges."""
 
 
 class PeerLostError(RuntimeError):

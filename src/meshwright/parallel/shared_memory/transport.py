@@ -154,7 +154,7 @@ def _prepare_reduce_scatter(
     *rest: Any,
 ) -> Answer | None:
     op = reduce_op.op()
-    if not _are_alike(output, source) or not can_reduce(output.dtype, op):
+    if not _are_dense_of_one_dtype(output, source) or not can_reduce(output.dtype, op):
         return None
     if source.numel() != output.numel() * size:
         return None
@@ -174,7 +174,7 @@ def _prepare_reduce_scatter(
 def _prepare_all_gather(
     _: SharedMemoryTransport, size: int, output: Tensor, source: Tensor, *rest: Any
 ) -> Answer | None:
-    if not _are_alike(output, source) or output.numel() != source.numel() * size:
+    if not _are_dense_of_one_dtype(output, source) or output.numel() != source.numel() * size:
         return None
     out, values = _Flat(output), _Flat(source).bytes
 
@@ -188,7 +188,7 @@ def _prepare_all_gather(
 def _prepare_all_gather_list(
     _: SharedMemoryTransport, size: int, outputs: list[list[Tensor]], sources: list[Tensor], *rest: Any
 ) -> Answer | None:
-    if len(sources) != 1 or len(outputs) != 1 or not _are_alike(*sources, *outputs[0]):
+    if len(sources) != 1 or len(outputs) != 1 or not _are_dense_of_one_dtype(*sources, *outputs[0]):
         return None
     if len(outputs[0]) != size or any(output.numel() != sources[0].numel() for output in outputs[0]):
         return None
@@ -232,7 +232,7 @@ def _prepare_all_to_all(
     sent: list[int],
     *rest: Any,
 ) -> Answer | None:
-    if not _are_alike(output, source) or output.dim() == 0:
+    if not _are_dense_of_one_dtype(output, source) or output.dim() == 0:
         return None
     if (received and sum(received) != len(output)) or (sent and sum(sent) != len(source)):
         return None  # the backend raises an error
@@ -287,7 +287,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
 
 
-def _are_alike(*tensors: Tensor) -> bool:
+def _are_dense_of_one_dtype(*tensors: Tensor) -> bool:
     return all(_is_dense(tensor) and tensor.dtype == tensors[0].dtype for tensor in tensors)
 
 

@@ -25,8 +25,8 @@ NO_WORK_SECONDS = timedelta(0)
 class SharedMemoryWork(dist.Work):
     """One call. C++ callers (DDP's reducer, functional collectives) call ``wait`` and ``get_future``, too.
 
-    The Python object must outlive the call: C++ keeps only its base. So the lane holds it until it was waited
-    for, or its future was taken.
+    The Python object must outlive the call, but C++ keeps only its base. So the lane holds it until a caller
+    has waited for it or has taken its future.
     """
 
     def __init__(self, run: Run, result: Any, lane: Lane) -> None:
@@ -56,7 +56,7 @@ class SharedMemoryWork(dist.Work):
         del self._run
 
     def conclude(self) -> None:
-        """Let those that wait go on, and call what waits for the future."""
+        """Wake the threads that wait for this call, and run the callbacks of the future."""
         with self._mutex:
             self._finished = True
             callback = self._callback
@@ -96,8 +96,8 @@ class SharedMemoryWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """The future of the result tensors.
 
-        A callback raises the error: C++ then sees a failed future. It would take one from ``set_exception``
-        for a result.
+        Its callback raises the error, so that C++ sees a failed future. With ``set_exception``, C++ would
+        read the exception as a result.
         """
         with self._mutex:
             if self._future is None:
@@ -129,8 +129,8 @@ class Lane:
         """Calls that no Python object may refer to any more, and whose result is not taken yet."""
         self._name = name
         self._mutex = threading.Lock()
-        self._turn = threading.Lock()
-        """Held by the thread that runs a call."""
+        self._run_lock = threading.Lock()
+        """Held while a call runs."""
         self._pending = 0
         self._queue: queue.SimpleQueue[SharedMemoryWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -143,11 +143,11 @@ class Lane:
             if self._pending:
                 return False
             self._pending += 1
-            self._turn.acquire()
+            self._run_lock.acquire()
         try:
             self.observe(run)
         finally:
-            self._turn.release()
+            self._run_lock.release()
             self._end()
         return True
 
@@ -203,7 +203,7 @@ class Lane:
             self._queue.put(None)  # the lane is closed: the thread must end
 
     def _execute(self, work: SharedMemoryWork) -> None:
-        with self._turn:
+        with self._run_lock:
             work.execute()
         self._end()
         work.conclude()

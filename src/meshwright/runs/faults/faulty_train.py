@@ -1,4 +1,4 @@
-"""Trains a job whose ranks have a fault of their own: a command of its own, for ``meshwright faults``.
+"""The command that trains a job with a fault inside its ranks, for ``meshwright faults``.
 
 Prints losses and problems as JSON. The ranks are those of ``verify``; ``meshwright train`` cannot start them.
 """

@@ -76,7 +76,7 @@ def is_resumed(trial: Trial) -> bool:
 
 
 def is_past_gradients(trial: Trial) -> bool:
-    """Whether the run has made new steps after all spoilt gradients."""
+    """Whether the run has made new steps after all injected bad gradients."""
     last = max((fault.step or 0 for fault in trial.schedule), default=0)
     return trial.view.steps_done >= last + SETTLE_STEPS
 
@@ -320,7 +320,7 @@ def judge_wrong_call(trial: Trial) -> list[Figure]:
 
 
 def judge_bad_gradients(trial: Trial) -> list[Figure]:
-    """Each bad step is skipped on all ranks alike, its rank is named, and no state changes."""
+    """Each bad step is skipped on all ranks, its rank is named, and no state changes."""
     for fault in trial.schedule:
         step = fault.step or 0
         if not any(e["fault"] == str(fault) for e in trial.view.of("injected")):

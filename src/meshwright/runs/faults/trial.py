@@ -69,7 +69,7 @@ class Trial:
     own_file_growth: int = 0
     """Growth of the command and the agent."""
     rank_file_growth: int = 0
-    """Growth of the rank that grew most; gloo keeps sockets of connections that sent it nothing useful."""
+    """Growth of the rank that grew most; gloo keeps the sockets of connections that sent invalid data."""
 
     def __post_init__(self) -> None:
         self.view = RunView(self.run_dir)

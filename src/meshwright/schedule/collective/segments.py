@@ -2,7 +2,7 @@
 
 Segments of consecutive messages are pipelined: a part of a chunk is passed on while the next part arrives.
 Messages are cut at multiples of the segment size, counted from the start of the tensor. So both sides of a
-message cut it alike, and messages that overlap are cut at the same elements.
+message cut it into the same segments, and overlapping messages are cut at the same elements.
 
 Receives are posted before they are needed: some segments per peer, and at most one step ahead. That has no
 deadlock, even with rendezvous sends, if each message is sent and received in the same round:
@@ -70,8 +70,8 @@ class Segments:
 class _Piece(NamedTuple):
     """A segment of a message."""
 
-    turn: int
-    """Position among the segments of its peer in the step. The segments of all peers take turns."""
+    order: int
+    """Position among the segments of its peer in the step. Pieces are sorted by it: peers alternate."""
     peer: int
     low: int
     high: int
@@ -124,16 +124,16 @@ def cut_into_segments(
 def _cut(
     messages: Sequence[Send | Receive], spans: Sequence[tuple[int, int]], segment_elements: int
 ) -> list[_Piece]:
-    """The segments of the messages of a step. Messages of a peer stay in order; peers take turns."""
-    turns: dict[int, int] = defaultdict(int)
+    """The segments of the messages of a step. Messages of a peer stay in order; peers alternate."""
+    counts: dict[int, int] = defaultdict(int)
     pieces = []
     for message in messages:
         low, end = spans[message.start][0], spans[message.stop - 1][1]
         reduces = isinstance(message, Receive) and message.combine is Combine.REDUCE
         while low < end:
             high = min(end, (low // segment_elements + 1) * segment_elements)
-            pieces.append(_Piece(turns[message.peer], message.peer, low, high, reduces))
-            turns[message.peer] += 1
+            pieces.append(_Piece(counts[message.peer], message.peer, low, high, reduces))
+            counts[message.peer] += 1
             low = high
     return sorted(pieces)
 

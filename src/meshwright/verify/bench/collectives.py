@@ -1,9 +1,10 @@
 """One rank of ``meshwright bench collectives``: times of collectives, by algorithm and transport.
 
-All variants of a size alternate in the same processes, so that other load on the machine affects them alike.
-A round has several calls in a row if they are small, because ranks leave the barrier before it at different
-times. The time of a round is that of its slowest rank; the figure is the median over the rounds, per call.
-Linux counts how long ranks were ready and had no core; without that time, other load hardly matters.
+All variants of a size alternate in the same processes, so that other load on the machine affects all of them
+equally. A round has several calls in a row if they are small, because ranks leave the barrier before it at
+different times. The time of a round is that of its slowest rank; the figure is the median over the rounds,
+per call. Linux counts how long ranks were ready and had no core; without that time, other load hardly
+matters.
 
 The first call of each variant is checked: it must give the right values.
 """
@@ -128,7 +129,7 @@ class _Bench:
         """Rows of each operation and size; none of a size that the budget leaves no time for."""
         cells = [(op, size) for op in self._task.algorithms for size in self._task.sizes]
         weights = [1.0 + size / LARGE_BYTES for _, size in cells]
-        spent_s = self._agree([time.monotonic() - self._task.started])[0]
+        spent_s = self._max_over_ranks([time.monotonic() - self._task.started])[0]
         last: tuple[str, int, float] | None = None  # operation, size, seconds of one round
         for number, (op, size) in enumerate(cells):
             left_s = self._task.budget_s - spent_s
@@ -162,7 +163,7 @@ class _Bench:
             order = variants[at:] + variants[:at]
             found = [self._time(variant, calls[variant], repeat) for variant in order]
             flat = [second for three in found for second in three]
-            *flat, spent_s = self._agree([*flat, time.monotonic() - self._task.started])
+            *flat, spent_s = self._max_over_ranks([*flat, time.monotonic() - self._task.started])
             for number, variant in enumerate(order):
                 wall_s, cpu_s, queued_s = (value / repeat for value in flat[3 * number : 3 * number + 3])
                 times[variant].append((wall_s, ProcessTime(cpu_s, queued_s)))
@@ -202,7 +203,7 @@ class _Bench:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _agree(self, seconds: Sequence[float]) -> list[float]:
+    def _max_over_ranks(self, seconds: Sequence[float]) -> list[float]:
         """The times of the slowest rank, the same on all ranks."""
         values = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         self._counter.transport = None

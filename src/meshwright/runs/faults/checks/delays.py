@@ -1,7 +1,7 @@
 """Fault test 22: delays and stalls of all packets, and connections to the supervisor that are reset.
 
-Delays are made by a switch in user space, resets by a TCP proxy. Nobody is taken for dead, and all losses are
-those of an undisturbed run.
+A switch in user space delays frames, a TCP proxy resets connections. No rank may be lost, and all losses must
+equal those of a run without faults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_delay_and_stalls(check: CheckRun) -> None:
         run.wait_for_step(run.steps_done() + 2)
         _measure_step(run, STEPS)
         run.nodes.slow_switch.configure(0.0)
-        _require_nobody_died(run)
+        _require_all_alive(run)
         check.count("step", 1000 * before_s, unit="ms")
         check.count("step with a round trip of 200 ms", 1000 * delayed_s, unit="ms")
         predicted_s = read_plan(run.nodes.run_dir / PLAN_FILE).step_s
@@ -68,7 +68,7 @@ def _measure_step(run: NodeRun, steps: int) -> float:
     return statistics.median(found)
 
 
-def _require_nobody_died(run: NodeRun) -> None:
+def _require_all_alive(run: NodeRun) -> None:
     for name in ("rank_lost", "hang", "minority", "node_refused"):
         require(not run.events(name), f"a false alarm: {run.events(name)[:1]}")
     pids = {event["pid"] for event in run.events("started")}
@@ -84,6 +84,6 @@ def check_resets(check: CheckRun) -> None:
             count = run.proxy.reset()
             require(count == NODES - 1, f"{count} connections were reset, {NODES - 1} expected")
         run.wait_for_step(run.steps_done() + STEPS)
-        _require_nobody_died(run)
+        _require_all_alive(run)
         check.count("resets without a death", RESETS * (NODES - 1))
         run.finish()

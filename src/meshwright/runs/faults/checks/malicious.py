@@ -172,7 +172,7 @@ def refuse_attack(outer: Path, checkpoint: Path, attack: str, run: Run) -> None:
 
     Args:
         outer: Above the folder of the commands; nothing there may change.
-        checkpoint: In ``root`` of the folder of the commands; it is spoilt.
+        checkpoint: In ``root`` of the folder of the commands; it is changed.
         attack: Of ``ATTACKS``.
         run: Runs a command.
     """

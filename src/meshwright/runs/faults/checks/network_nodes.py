@@ -1,7 +1,7 @@
 """Several machines on one: network namespaces that are connected by a bridge, with their own host names.
 
-Packets are lost by neighbour entries with an address that no machine has: the sender is not told, and the
-other direction still works. No packet filter is needed.
+Packets are dropped by neighbour entries with an address that no machine has: the sender gets no error, and
+the other direction still works. No packet filter is needed.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class NodeRun:
         return [e for e in events if e["event"] in COMMITS and begin < e["time"] < end]
 
     def finish(self) -> None:
-        """Stop the run, and check its invariants and that it equals an undisturbed run on one machine."""
+        """Stop the run, and check its invariants and that it equals a run without faults on one machine."""
         self.wait_for_step(self.steps_done() + SETTLE_STEPS)
         self.running.process.send_signal(signal.SIGTERM)
         status, out, err = self.running.finish(GOES_ON_WITHIN_S)

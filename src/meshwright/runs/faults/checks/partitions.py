@@ -85,7 +85,7 @@ def _require_majority_goes_on(run: NodeRun) -> None:
 
 
 def check_minority(check: CheckRun) -> None:
-    """The supervisor keeps one node of three for 20 s: nobody commits. Then all go on."""
+    """The supervisor keeps one node of three for 20 s: no rank commits. Then all ranks go on."""
     with started(check) as run:
         run.wait_for_step(FIRST_STEP)
         run.nodes.separate([0], [1, 2])

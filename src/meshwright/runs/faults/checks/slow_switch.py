@@ -1,8 +1,8 @@
 """A network switch in user space that delays frames: one TAP device per network namespace.
 
 ``python -m meshwright.runs.faults.checks.slow_switch NAMESPACE...`` makes the devices and forwards frames.
-Each line of its standard input is a JSON list that changes the delay. Where the kernel has no ``netem``,
-nothing else delays the packets of all programs of a machine.
+Each line of its standard input is a JSON list that changes the delay. It replaces the kernel's ``netem``,
+which may be missing.
 """
 
 from __future__ import annotations
