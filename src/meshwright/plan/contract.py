@@ -138,7 +138,7 @@ class RankPrediction:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """CPU memory of one node, the one whose ranks need most of it."""
+    """CPU memory of the node whose ranks need the most."""
 
     ranks: int
     """Ranks on the node."""
@@ -159,8 +159,8 @@ class HostMemory:
     staging_off: str = ""
     """Why that does not fit, as a sentence: then checkpoints are synchronous."""
     changing_bytes: int = 0
-    """For in-memory snapshots of another layout, which the node holds too while the layout changes: those of
-    the previous layout; in the first plan, as much as those of this one. 0 if the layout may not change."""
+    """For the in-memory snapshots of the previous layout, held while the layout changes. In the first plan,
+    as much as for its own. 0 if the layout may not change."""
     collective_bytes: int = 0
     """For collectives through shared memory, at most; 0 with another transport."""
 

@@ -67,7 +67,7 @@ class MemoryRules:
     bucket_bytes: float = 0.0
     """Bucket buffers of ZeRO collectives, per rank."""
     offloads_activations: bool = False
-    """Saved activations wait on the CPU, but for those of two blocks; CPU memory is not checked for them."""
+    """Saved activations are offloaded to the CPU, except those of two blocks. CPU memory is not checked."""
     stale_boundaries: int = 0
     """Stage boundary tensors that are kept per in-flight micro-batch."""
     imbalance: float = 1.0
@@ -143,7 +143,7 @@ class TimeRules:
     overlap_p2p: bool = False
     """Pipeline sends and receives overlap compute."""
     one_copy_per_node: bool = True
-    """A token goes to another node once, however many experts it visits there."""
+    """A token is sent to each node once, even if several of its experts are there."""
     most_nodes: float = float("inf")
     """Nodes that the experts of one token are on, at most: node-limited routing."""
     unfused_routing: bool = False

@@ -34,7 +34,7 @@ def count_balanced(model: DecoderModel, pp: Ints) -> tuple[Ints, Ints, Ints]:
 def balance_parameters(layers: int, pp: int, table: float) -> tuple[int, ...]:
     """Blocks of each stage, so that the largest stage has as few parameters as possible.
 
-    Of the splits that do so, the one that fills early stages first. With very many stages it may need fewer.
+    Among these splits, the one that fills early stages first. With very many stages it may need fewer.
 
     Args:
         layers: Blocks of the model.

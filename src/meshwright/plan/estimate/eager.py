@@ -52,9 +52,9 @@ def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> lis
     late = local.block + local.expert_block + _late_elements(facts, stage, local)
     last_grads = np.where(persistent, 1.0, head / elements)
     first_grads = np.where(persistent, 1.0, 1.0 - late / elements)
-    points = [(name, work, block, recomputed) for name, work in _backward_works(facts)]
+    points = [(name, work, block, recomputed) for name, work in _list_feed_forward_points(facts)]
     if model.query_size * WIDE_ATTENTION > model.ffn_size:
-        works = _attention_works(facts, activations)
+        works = _list_attention_points(facts, activations)
         points += [(name, work, activations.saved, NOTHING) for name, work in works]
     snapshots = []
     for name, work, live, again in points:
@@ -97,7 +97,7 @@ def _late_elements(facts: Facts, stage: Stage, local: LocalWeights) -> Floats:
     return np.where(stage.embeds, table + facts.weights.positions, 0.0)
 
 
-def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
+def _list_feed_forward_points(facts: Facts) -> list[tuple[str, Sum]]:
     """Gradients of the residual and inner activation, and weight gradient of down or a second inner one."""
     model, tokens, low = facts.workload.model, facts.tokens, facts.low
     width, wide = float(model.hidden_size), float(model.ffn_size)
@@ -114,7 +114,7 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
     return works
 
 
-def _attention_works(facts: Facts, activations: StageActivations) -> list[tuple[str, Sum]]:
+def _list_attention_points(facts: Facts, activations: StageActivations) -> list[tuple[str, Sum]]:
     """A block whose attention is in backward, or is recomputed up to RoPE.
 
     RoPE holds its input, the swapped half and three float32 products with its tables.

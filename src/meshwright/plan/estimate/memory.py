@@ -1,8 +1,8 @@
 """Estimates the memory of a rank, by class of pipeline ranks, for every layout of a grid.
 
 ``weights`` and ``state`` count parameters and state, ``activations`` what blocks save for backward,
-``snapshots`` the points of a step (``eager`` for Meshwright's own), ``buffers`` buffers that live through the
-step.
+``memory_snapshots`` the points of a step (``eager`` for Meshwright's own), ``buffers`` buffers that live
+through the step.
 """
 
 from __future__ import annotations

@@ -137,12 +137,12 @@ def list_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> list[Grid
     gathered = sum_gathered(facts, local)
     snapshots = [
         GridMemorySnapshot(name, activations.all, NOTHING, activations.recomputed + work, gathered)
-        for name, work in _backward_works(facts)
+        for name, work in _list_feed_forward_points(facts)
     ]
     return snapshots + _head_snapshots(facts, stage, local, activations) if stage.heads.any() else snapshots
 
 
-def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
+def _list_feed_forward_points(facts: Facts) -> list[tuple[str, Sum]]:
     """Gradients of activations in the backward of a feed-forward.
 
     That of the residual stream; and that of the inner activation with the all-gathered one, or both halves of

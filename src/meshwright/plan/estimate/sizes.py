@@ -33,7 +33,7 @@ class Shares:
 
 
 def expert_shards(grid: Grid) -> Ints:
-    """Ranks that experts are sharded over: what ep and etp leave of dp_shard, cp and tp."""
+    """Ranks that shard an expert's state: dp_shard x cp x tp / (ep x etp)."""
     left: Ints = np.maximum(grid.dp_shard * grid.cp * grid.tp // np.maximum(grid.ep * grid.etp, 1), 1)
     return left
 

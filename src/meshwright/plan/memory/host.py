@@ -98,5 +98,5 @@ def _describe_shortage(memory: HostMemory, what: str, before: int, size: int) ->
         "the staging memory of checkpoints": before,
     }
     taken = "".join(f"; {name} takes {format_bytes(other)}" for name, other in others.items() if other)
-    wanted = f"{what} of {format_plural(memory.ranks, 'rank')} need {format_bytes(size)}"
-    return f"{wanted} of CPU memory per node, which has {format_bytes(memory.room_bytes)}{taken}"
+    need = f"{what} of {format_plural(memory.ranks, 'rank')} need {format_bytes(size)}"
+    return f"{need} of CPU memory per node, which has {format_bytes(memory.room_bytes)}{taken}"

@@ -57,10 +57,10 @@ def list_neighbours(job: Job, layout: Layout) -> list[tuple[str, Layout]]:
     to_run = is_exact(with_layout(job, layout))
     seen: set[Layout] = {_normalize(job, layout)}
     found = []
-    for words, changed in _list_changes(job, layout):
+    for text, changed in _list_changes(job, layout):
         settled = _normalize(job, changed)
         if settled not in seen and not find_problems(with_layout(job, settled), to_run=to_run):
-            found.append((words, settled))
+            found.append((text, settled))
         seen.add(settled)
     return found
 
@@ -99,11 +99,11 @@ def _moved_data(layout: Layout) -> Iterator[tuple[str, Layout]]:
     for giver, taker in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
         if getattr(layout, giver) % 2 == 0:
             changes = {giver: getattr(layout, giver) // 2, taker: getattr(layout, taker) * 2}
-            words = _describe_change(layout, taker, changes[taker])
+            text = _describe_change(layout, taker, changes[taker])
             if taker == "dp_shard" and layout.zero == 0:  # without it dp_shard means ZeRO-3
                 changes["zero"] = 1
-                words = words.replace(" (", " zero=1 (")
-            yield words, dataclasses.replace(layout, **changes)
+                text = text.replace(" (", " zero=1 (")
+            yield text, dataclasses.replace(layout, **changes)
 
 
 def _moved_degree(layout: Layout, axis: str) -> Iterator[tuple[str, Layout]]:
@@ -129,8 +129,8 @@ def _other_schedules(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
     if layout.schedule == "interleaved" and isinstance(job.model, DecoderModel):
         for stages in virtual_stage_choices(job.model.num_layers, layout.pp):
             if stages in (layout.virtual_stages * 2, layout.virtual_stages // 2):
-                words = _describe_change(layout, "virtual_stages", stages)
-                yield words, dataclasses.replace(layout, virtual_stages=stages)
+                text = _describe_change(layout, "virtual_stages", stages)
+                yield text, dataclasses.replace(layout, virtual_stages=stages)
 
 
 def _describe_change(layout: Layout, key: str, value: Any) -> str:
@@ -173,7 +173,7 @@ def explain_neighbours(found: SearchResult) -> list[str]:
     degree.
     """
     best, objective = found.best[0], found.objective
-    told, unfit = [], []
+    explained, unfit = [], []
     for change, layout in list_neighbours(best.job, best.layout):
         tries = [predict(best.job, layout)]
         if any(getattr(layout, axis) != getattr(best.layout, axis) for axis in AXES):
@@ -181,14 +181,16 @@ def explain_neighbours(found: SearchResult) -> list[str]:
             if open_.micro_batch != layout.micro_batch:
                 tries.append(predict(best.job, open_))
         other = min(tries, key=lambda p: (not p.fits, score(objective, p) if p.fits else p.needed_bytes))
-        words = change
+        text = change
         if other.layout.micro_batch != best.layout.micro_batch and not change.startswith("micro_batch"):
-            words += f", micro_batch={other.layout.micro_batch}"
+            text += f", micro_batch={other.layout.micro_batch}"
         if other.fits:
-            told.append((score(objective, other), f"{words}: {compare(best, other, objective, found.pins)}"))
+            explained.append(
+                (score(objective, other), f"{text}: {compare(best, other, objective, found.pins)}")
+            )
         else:
             unfit.append(f"{change.partition(' (')[0]} ({_describe_shortage(other)})")
-    return [*_join_unfit(unfit), *(sentence for _, sentence in sorted(told))]
+    return [*_join_unfit(unfit), *(sentence for _, sentence in sorted(explained))]
 
 
 def _describe_shortage(other: Prediction) -> str:

@@ -106,7 +106,7 @@ def suggest_changes(job: Job, pins: dict[str, Any]) -> list[str]:
     found, until = [], time.process_time() + SUGGEST_S
     tried = (_freed_keys, _eager_blocks, _more_nodes, _shorter_sequences)
     for changes in (find(job, pins) for find in tried):
-        for words, changed, kept in changes:
+        for text, changed, kept in changes:
             left = until - time.process_time()
             if left <= 0:
                 break
@@ -116,7 +116,7 @@ def suggest_changes(job: Job, pins: dict[str, Any]) -> list[str]:
             if search.best:
                 best = search.best[0]
                 figures = f"{describe_layout(best.layout)}: {format_bytes(best.needed_bytes)} per rank"
-                found.append(f"{words} ({figures})")
+                found.append(f"{text} ({figures})")
                 break
     return found
 
@@ -127,8 +127,8 @@ def _freed_keys(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict
     for name in names:
         yield f"Leave layout.{name} to the planner", job, {k: v for k, v in pins.items() if k != name}
     if len(names) > 1:
-        words = f"Leave {', '.join('layout.' + n for n in names)} to the planner"
-        yield words, job, {k: v for k, v in pins.items() if k not in names}
+        text = f"Leave {', '.join('layout.' + n for n in names)} to the planner"
+        yield text, job, {k: v for k, v in pins.items() if k not in names}
 
 
 def _eager_blocks(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
@@ -145,8 +145,8 @@ def _more_nodes(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict
     for power in range(1, MOST_DOUBLINGS + 1):
         nodes = cluster.nodes * 2**power
         if _may_hold(job, nodes * cluster.devices_per_node):
-            words = f"Use cluster.nodes={nodes}, {nodes * cluster.devices_per_node} devices"
-            yield words, with_cluster(job, nodes=nodes), pins
+            text = f"Use cluster.nodes={nodes}, {nodes * cluster.devices_per_node} devices"
+            yield text, with_cluster(job, nodes=nodes), pins
 
 
 def _may_hold(job: Job, devices: int) -> bool:

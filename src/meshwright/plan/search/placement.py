@@ -5,7 +5,7 @@
    nodes may also be filled in part.
 2. **Swaps.** From the best of these, pairs of ranks on different nodes are swapped as long as that helps.
 
-A placement is judged by the predicted step (``plan.time``), which knows the traffic by axis, what overlaps
+A placement is judged by the predicted step (``plan.time``), which includes the traffic by axis, what overlaps
 with compute, and the tiers of the cluster. Rank order is kept unless another placement is faster.
 """
 

@@ -59,22 +59,22 @@ def _explain_best(requested: Job, found: SearchResult) -> str:
     best, devices = found.best[0], requested.cluster.world_size
     fixed = f" with {describe_pins(found.pins)}" if found.pins else ""
     count = f"{format_plural(len(found.best), 'checked layout')}{fixed} that fit"
-    words = f"{describe_layout(best.layout)}: {BEST[found.objective]} among {count}"
+    text = f"{describe_layout(best.layout)}: {BEST[found.objective]} among {count}"
     first = min(found.best, key=lambda p: score(found.objective, p))
     more = score(found.objective, best) / score(found.objective, first) - 1
     if more > 1e-4:
         margin = f"{SIMPLICITY_MARGIN[requested.cluster.device]:.0%} of the {BEST[found.objective]}"
         against = f"{more:+.2%} over {describe_layout(first.layout)}"
-        words = f"{describe_layout(best.layout)}: simplest within {margin} among {count} ({against})"
+        text = f"{describe_layout(best.layout)}: simplest within {margin} among {count} ({against})"
     if best.layout.world_size == 1 < devices:
-        words += "; one device is enough: communication would cost more than it saves"
+        text += "; one device is enough: communication would cost more than it saves"
     elif best.layout.world_size < devices:
-        words += f"; the other {devices - best.layout.world_size} devices would not speed it up"
+        text += f"; the other {devices - best.layout.world_size} devices would not speed it up"
     if best.layout.offload != "none" and found.objective != "memory":
         without = found.without_offload_s
         slow = "nothing fits" if without is None else f"{format_seconds(without)} with recompute=full"
-        words += f"; without offload {slow}. {NOT_BUILT}"
-    return words
+        text += f"; without offload {slow}. {NOT_BUILT}"
+    return text
 
 
 def _explain_others(found: SearchResult, neighbours: bool) -> list[str]:
@@ -101,8 +101,8 @@ def _explain_one_device(requested: Job, best: Prediction) -> list[str]:
     if times > max(WORTH_IT * devices, NO_GAIN):
         return []
     advice = "use one device" if times < NO_GAIN else "consider one device"
-    words = f"{describe_layout(alone.best[0].layout)} takes {format_seconds(alone.best[0].step_s)}/step"
-    return [f"{advice}: {words}; {devices} devices are {times:.2f}x as fast"]
+    text = f"{describe_layout(alone.best[0].layout)} takes {format_seconds(alone.best[0].step_s)}/step"
+    return [f"{advice}: {text}; {devices} devices are {times:.2f}x as fast"]
 
 
 def _explain_micro_batch(requested: Job, best: Prediction) -> list[str]:

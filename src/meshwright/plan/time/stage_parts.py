@@ -1,4 +1,4 @@
-"""What the passes of each pipeline stage consist of: compute, recompute, and communication by axis.
+"""The parts of each pipeline stage's passes: compute, recompute, and communication by axis.
 
 The times are those of the plan: the passes of a stage (``plan.time.stages``), divided by the parts that
 ``plan.time.engine`` added up. A step without a pipeline is one stage.
