@@ -22,7 +22,8 @@ from meshwright.spec.execution import resolve_block_backend  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.train import loop  # noqa: E402
 from meshwright.train.build import build_trainer  # noqa: E402
-from meshwright.train.trainer import RankContext, Trainer  # noqa: E402
+from meshwright.train.rank_context import RankContext  # noqa: E402
+from meshwright.train.trainer import Trainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

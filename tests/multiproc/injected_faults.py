@@ -24,13 +24,13 @@ from meshwright.parallel import expert
 from meshwright.train import build, loop, worker
 from meshwright.train.batches import Batcher, BatchPrefetcher
 from meshwright.train.finite_checks import FiniteChecks
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import StepHooks, Trainer
 from meshwright.train.worker import run_rank, run_with_trainer
 from meshwright.verify.bad_gradient import (
     FACTORS,
+    UpdateWatch,
     scale_input_gradient,
     scale_weight_gradient,
-    watch_updates,
 )
 from meshwright.verify.bench import scaling
 
@@ -40,29 +40,47 @@ M_MMAP_THRESHOLD = -3
 """Parameter of glibc's ``mallopt``."""
 
 
+class Before(StepHooks):
+    """Calls functions with the trainer before a part of each step."""
+
+    def __init__(self, update=lambda trainer: None, forward_backward=lambda trainer: None):
+        self.update, self.forward_backward = update, forward_backward
+
+    def before_forward_backward(self, trainer, observer):
+        self.forward_backward(trainer)
+
+    def before_update(self, trainer):
+        self.update(trainer)
+
+
+def train_with(hooks, run_dir, listener):
+    """Train with hooks in every step."""
+
+    def train(trainer):
+        for one in hooks:
+            trainer.register_hooks(one)
+        loop.train(trainer)
+
+    return run_with_trainer(train, run_dir, listener)
+
+
 def extra_all_reduce(run_dir, listener):
     """Adds an all-reduce to every step."""
-    original = Trainer.update
 
-    def update(trainer, *args):
+    def all_reduce(trainer):
         dist.all_reduce(torch.zeros(3), group=trainer.mesh.group("dp_replicate"))
-        return original(trainer, *args)
 
-    Trainer.update = update
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=all_reduce)], run_dir, listener)
 
 
 def extra_broadcast_once(run_dir, listener):
     """Adds one broadcast to step 3, on a group that belongs to no mesh axis."""
-    original = Trainer.update
 
-    def update(trainer, *args):
+    def broadcast(trainer):
         if trainer.step == 2:
             dist.broadcast(torch.zeros(5, dtype=torch.float64), 0, group=dist.new_group())
-        return original(trainer, *args)
 
-    Trainer.update = update
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=broadcast)], run_dir, listener)
 
 
 def wide_expert_rows(run_dir, listener):
@@ -78,18 +96,15 @@ def wide_expert_rows(run_dir, listener):
 
 def collectives_outside_autograd(run_dir, listener):
     """Adds collectives that bypass autograd: a functional one, and one in inference mode."""
-    original = Trainer.update
 
-    def update(trainer, *args):
+    def add(trainer):
         if trainer.step == 2:
             group = trainer.mesh.group("dp_replicate")
             functional.all_reduce(torch.zeros(4), "sum", group).sum()
             with torch.inference_mode():
                 dist.broadcast(torch.zeros(2), 0, group=group)
-        return original(trainer, *args)
 
-    Trainer.update = update
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=add)], run_dir, listener)
 
 
 def record_all_gathers(run_dir, listener):
@@ -133,65 +148,53 @@ def optimizer_state_not_offloaded(run_dir, listener):
 
 def infinite_gradient(run_dir, listener):
     """Sets a gradient element to inf in step 3. The loss stays finite."""
-    original = Trainer.update
 
-    def update(trainer, *args):
+    def overflow(trainer):
         if trainer.step == 2:
             trainer.model.norm.weight.grad[0] = float("inf")
-        return original(trainer, *args)
 
-    Trainer.update = update
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=overflow)], run_dir, listener)
 
 
 def exception_in_step_3(run_dir, listener):
     """Rank 1 raises an exception in step 3."""
-    original = Trainer.forward_backward
 
-    def forward_backward(trainer, batches, divisor):
+    def fail(trainer):
         if trainer.step == 2 and trainer.mesh.rank == 1:
             raise RuntimeError("raised by the test")
-        return original(trainer, batches, divisor)
 
-    Trainer.forward_backward = forward_backward
-    return run_rank(run_dir, listener)
+    return train_with([Before(forward_backward=fail)], run_dir, listener)
 
 
 def nan_in_step_3(run_dir, listener):
     """Sets the final norm's weights to NaN in step 3."""
-    original = Trainer.forward_backward
 
-    def forward_backward(trainer, batches, divisor):
+    def plant(trainer):
         if trainer.step == 2:
             with torch.no_grad():
                 trainer.model.norm.weight.fill_(float("nan"))
-        return original(trainer, batches, divisor)
 
-    Trainer.forward_backward = forward_backward
-    return run_rank(run_dir, listener)
+    return train_with([Before(forward_backward=plant)], run_dir, listener)
 
 
 def nondeterministic_op(run_dir, listener):
     """Calls an operator that has no deterministic implementation."""
-    original = Trainer.update
 
-    def update(trainer, *args):
+    def put(trainer):
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
-        return original(trainer, *args)
 
-    Trainer.update = update
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=put)], run_dir, listener)
 
 
 def secondary_error_on_rank_0(run_dir, listener):
     """Rank 1 fails. Rank 0 then fails with an error that is not a connection error."""
     original = Trainer.forward_backward
 
-    def forward_backward(trainer, batches, divisor):
+    def forward_backward(trainer, *args):
         if trainer.step == 2 and trainer.mesh.rank == 1:
             raise RuntimeError("primary error")
         try:
-            return original(trainer, batches, divisor)
+            return original(trainer, *args)
         except RuntimeError:
             raise ValueError("secondary error") from None
 
@@ -309,26 +312,24 @@ def plant_nan(run_dir, listener):
     With ``once`` the step after it, unless it is the recomputed one, has the NaN no longer.
     """
     plant = json.loads((Path(run_dir).parent / "plant.json").read_text())
-    original = Trainer.forward_backward
-    planted = []
+    return train_with([PlantNan(plant), UpdateWatch()], run_dir, listener)
 
-    def forward_backward(trainer, batches, divisor):
-        recomputes = isinstance(trainer.observer, FiniteChecks)
-        if planted and plant.get("once") and not recomputes:
+
+class PlantNan(StepHooks):
+    """Plants NaN in a module as its dict says."""
+
+    def __init__(self, plant):
+        self.plant, self.planted = plant, []
+
+    def before_forward_backward(self, trainer, observer):
+        plant, planted = self.plant, self.planted
+        if planted and plant.get("once") and not isinstance(observer, FiniteChecks):
             planted.pop().remove()
         generations = plant.get("generations", [trainer.assignment.generation])
         if trainer.step == plant["step"] - 1 and trainer.assignment.generation in generations:
             found = dict(trainer.model.named_modules()).get(plant["module"])
             if found is not None and trainer.mesh.rank in plant["ranks"]:
                 planted.append(NAN_PLANTS[plant["kind"]](found))
-        return original(trainer, batches, divisor)
-
-    def watched(trainer):
-        watch_updates(trainer)
-        loop.train(trainer)
-
-    Trainer.forward_backward = forward_backward
-    return run_with_trainer(watched, run_dir, listener)
 
 
 def _nan_in_weight(module):
@@ -377,17 +378,6 @@ def flip_a_weight_bit(run_dir, listener):
     return run_rank(run_dir, listener)
 
 
-def _before_update(action):
-    """Call ``action(trainer)`` on every rank before each optimizer step."""
-    original = Trainer.update
-
-    def update(trainer, *args):
-        action(trainer)
-        return original(trainer, *args)
-
-    Trainer.update = update
-
-
 def _is_wrong(trainer):
     return trainer.step == 3 and trainer.mesh.rank == 1
 
@@ -400,8 +390,7 @@ def other_shape_in_step_4(run_dir, listener):
             torch.zeros(5000 if _is_wrong(trainer) else 3), group=trainer.mesh.group("dp_replicate")
         )
 
-    _before_update(reduce)
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=reduce)], run_dir, listener)
 
 
 def other_op_in_step_4(run_dir, listener):
@@ -414,8 +403,7 @@ def other_op_in_step_4(run_dir, listener):
         else:
             dist.all_reduce(torch.zeros(3), group=group)
 
-    _before_update(reduce)
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=reduce)], run_dir, listener)
 
 
 def skipped_all_reduce_in_step_4(run_dir, listener):
@@ -425,8 +413,7 @@ def skipped_all_reduce_in_step_4(run_dir, listener):
         if not _is_wrong(trainer):
             dist.all_reduce(torch.zeros(3), group=trainer.mesh.group("dp_replicate"))
 
-    _before_update(reduce)
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=reduce)], run_dir, listener)
 
 
 def stuck_in_data_in_step_4(run_dir, listener):
@@ -452,8 +439,9 @@ def stuck_in_checkpoint(run_dir, listener):
 
 def blocked_in_step_4(run_dir, listener):
     """Rank 1 sleeps before an optimizer step."""
-    _before_update(lambda trainer: time.sleep(1000 if _is_wrong(trainer) else 0))
-    return run_rank(run_dir, listener)
+    return train_with(
+        [Before(update=lambda trainer: time.sleep(1000 if _is_wrong(trainer) else 0))], run_dir, listener
+    )
 
 
 def jumping_clock(run_dir, listener):
@@ -466,8 +454,7 @@ def jumping_clock(run_dir, listener):
         if trainer.step == 3:
             offset[0] = 3600
 
-    _before_update(jump)
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=jump)], run_dir, listener)
 
 
 def busy_for_seconds(run_dir, listener):
@@ -478,7 +465,10 @@ def busy_for_seconds(run_dir, listener):
         while time.monotonic() < end:
             pass
 
-    _before_update(lambda trainer: compute(12) if trainer.step == 2 and trainer.mesh.rank == 1 else None)
+    def compute_in_step_3(trainer):
+        if trainer.step == 2 and trainer.mesh.rank == 1:
+            compute(12)
+
     original = loop.evaluate
 
     def evaluate(trainer):
@@ -487,7 +477,7 @@ def busy_for_seconds(run_dir, listener):
         return original(trainer)
 
     loop.evaluate = evaluate
-    return run_rank(run_dir, listener)
+    return train_with([Before(update=compute_in_step_3)], run_dir, listener)
 
 
 def slow_blocks(run_dir, listener):

@@ -177,8 +177,8 @@ def counted_as_data(axis):
 
     def entry(run_dir, listener):
         original = Trainer.forward_backward
-        Trainer.forward_backward = lambda trainer, batches, divisor: original(
-            trainer, batches, divisor * getattr(trainer.job.layout, axis)
+        Trainer.forward_backward = lambda trainer, batches, divisor, observer: original(
+            trainer, batches, divisor * getattr(trainer.job.layout, axis), observer
         )
         return run_rank(run_dir, listener)
 
@@ -368,7 +368,9 @@ def pp_loss_from_first_stage(run_dir, listener):
 def loss_divided_twice(run_dir, listener):
     """The loss is divided by the number of ranks a second time."""
     original = Trainer.forward_backward
-    Trainer.forward_backward = lambda trainer, batches, divisor: original(trainer, batches, 2 * divisor)
+    Trainer.forward_backward = lambda trainer, batches, divisor, observer: original(
+        trainer, batches, 2 * divisor, observer
+    )
     return run_rank(run_dir, listener)
 
 

@@ -59,12 +59,15 @@ class FixedBucketDDP(DistributedDataParallel):
     local_grad_norm: LocalGradNorm
     buffers_of_hook: tuple[torch.Tensor, ...] = ()
     """Live from step to step."""
-    times: BucketTimes | None = None
-    """Records when buckets are ready and reduced, in a benchmark."""
+    _bucket_times: BucketTimes | None = None
 
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()
         return list(reversed(parameters)), list(reversed(expect_sparse))
+
+    def record_bucket_times(self, times: BucketTimes) -> None:
+        """Record when buckets are ready and reduced, for a benchmark."""
+        self._bucket_times = times
 
     def fix_buckets(self) -> None:
         """Rebuild the buckets now, in reverse registration order. Costs two small broadcasts from rank 0."""
@@ -120,7 +123,7 @@ def instrument_hook(hook: Hook, ddp: FixedBucketDDP) -> Hook:
         ddp = owner()
         assert ddp is not None, "its reducer calls this hook"
         ddp.local_grad_norm.add_bucket(bucket.buffer())
-        times, index = ddp.times, bucket.index()
+        times, index = ddp._bucket_times, bucket.index()
         if times is None:
             return hook(group, bucket)
 

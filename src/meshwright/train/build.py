@@ -40,8 +40,10 @@ from meshwright.train.data import OpenSplit, TrainData, open_data
 from meshwright.train.expert_balance import build_expert_balancer
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.optimizer_offload import build_offloaded_state
+from meshwright.train.parallel_model import ParallelModel
+from meshwright.train.rank_context import RankContext
 from meshwright.train.stop_signal import StopSignal
-from meshwright.train.trainer import ParallelModel, RankContext, Trainer
+from meshwright.train.trainer import Trainer
 
 
 def build_trainer(

@@ -314,16 +314,14 @@ def recompute_step(trainer: Trainer, checks: FiniteChecks) -> Samples:
     """
     batch = trainer.data.prefetcher.get(trainer.state.position - trainer.job.train.global_batch)
     trainer.rank_parameters.zero_grads()
-    trainer.observer = checks
     eager: AbstractContextManager[Any] = nullcontext()
     if uses_torch_compile(trainer.job):  # compiled code has no hooks
         eager = torch.compiler.set_stance("force_eager")
     try:
         with eager, trainer.counter.during(CHECK_PHASE):
-            trainer.forward_backward(batch.micro_batches, max(batch.targets, 1))
+            trainer.forward_backward(batch.micro_batches, max(batch.targets, 1), checks)
     finally:
         checks.remove()
-        trainer.observer = None
     return batch.samples
 
 

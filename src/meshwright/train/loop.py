@@ -15,9 +15,10 @@ from meshwright.train.evaluate import evaluate
 from meshwright.train.finite_checks import name_cause
 from meshwright.train.replica_check import ReplicaCheck
 from meshwright.train.step_audit import StepAudit
+from meshwright.train.step_result import StepResult
 from meshwright.train.stop_signal import StopGrace
 from meshwright.train.throughput import ThroughputMeter
-from meshwright.train.trainer import StepResult, Trainer
+from meshwright.train.trainer import Trainer
 
 
 def train(trainer: Trainer) -> None:
@@ -106,7 +107,7 @@ def run_step(
         first_step, saved_step = trainer.state.first_step, trainer.saver.saved_step
         short = trainer.job.train.steps - first_step <= 2
         typical = not audited and trainer.step not in (first_step, saved_step)
-        trainer.pipeline.times.counts = short or typical
+        trainer.pipeline.time_next_steps(short or typical)
     try:
         with audit or nullcontext():
             return trainer.train_step(meter, audit, overlap_next_step)

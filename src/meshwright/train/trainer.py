@@ -10,52 +10,39 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.retired_snapshots import RetiredSnapshots
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import TrainState
-from meshwright.core.events import Commit, EventWriter
 from meshwright.data.corpus_file import write_corpus
 from meshwright.data.growth import describe_growth
 from meshwright.data.mixture import count_by_source
-from meshwright.launch.assignment import Assignment
-from meshwright.launch.snapshot_slots import SnapshotSlots
 from meshwright.layout.lr_schedule import lr_at
-from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.link_time import LinkMeter
 from meshwright.measure.step_observer import StepObserver
-from meshwright.models.bf16_weights import WeightCopies
-from meshwright.models.decoder import Decoder, Stages
-from meshwright.models.resnet import ResNet
+from meshwright.models.decoder import Decoder
 from meshwright.parallel.backup_replicas import BackupReplicas
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.bucket_reducer import BucketReducer
 from meshwright.parallel.data_parallel import gradient_sync
 from meshwright.parallel.ddp import sync_batch_norm_stats
-from meshwright.parallel.mesh import ControlAllReduce, Mesh
-from meshwright.parallel.parallel_context import ParallelContext
-from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.rank_parameters import RankParameters
-from meshwright.plan.contract import PlanContract
+from meshwright.parallel.mesh import ControlAllReduce
 from meshwright.spec.job import Job
 from meshwright.train.amp import MixedPrecision
-from meshwright.train.bad_steps import BadStep, describe_bad_step, is_bad, keep_norm, spike_limit
+from meshwright.train.bad_steps import describe_bad_step, is_bad, keep_norm, spike_limit
 from meshwright.train.batches import SliceReader
 from meshwright.train.data import TrainData
-from meshwright.train.expert_balance import ExpertBalancer, ExpertLoad, is_load_report_due
+from meshwright.train.expert_balance import ExpertBalancer, is_load_report_due
 from meshwright.train.follow import Votes, build_follower
 from meshwright.train.gradient_noise import NoiseScale, add_noise
 from meshwright.train.optimizer import set_lr, updates_weight_copies
 from meshwright.train.optimizer_offload import OffloadedOptimizerState
-from meshwright.train.setup_times import SetupTimes
+from meshwright.train.parallel_model import ParallelModel
+from meshwright.train.rank_context import RankContext
+from meshwright.train.step_result import StepResult
 from meshwright.train.stop_signal import StopSignal
 from meshwright.train.throughput import ThroughputMeter
 
@@ -63,73 +50,27 @@ BAD_RANKS = 2
 """Index in the control all-reduce of the ranks that found the step bad; before it are loss and targets."""
 
 
-@dataclass(frozen=True)
-class RankContext:
-    """Arguments of the launcher to a rank: its plan and mesh, and where it reports."""
+class StepHooks:
+    """Hooks of a step, for fault injection and probes: a subclass overrides what it needs."""
 
-    plan: PlanContract
-    assignment: Assignment
-    mesh: Mesh
-    counter: CollectiveCounter
-    events: EventWriter
-    snapshot_slots: SnapshotSlots | None = None
-    """Where this rank keeps in-memory snapshots."""
-    restore_step: int | None = None
-    """The step of the in-memory snapshot to start from."""
-    setup: SetupTimes = field(default_factory=SetupTimes)
-    commit: Commit = nullcontext
-    """Entered around each commit; raises where this rank must write no more."""
-    min_position: int = 0
-    """Samples that are not read again: a rollback skips them."""
-    retired: RetiredSnapshots | None = None
-    """Snapshots of another layout to start from."""
-    store: dist.Store | None = None
-    """Small values that all ranks of the generation see; None for one process."""
+    def before_forward_backward(self, trainer: Trainer, observer: StepObserver | None) -> None:
+        """Before the first forward pass of a step, and of a step that is computed again to find a cause.
 
+        Args:
+            trainer: Whose step it is.
+            observer: Observes this step.
+        """
 
-@dataclass(frozen=True)
-class ParallelModel:
-    """The model of a rank after all axes are applied."""
+    def before_update(self, trainer: Trainer) -> None:
+        """Before the gradients of the step are clipped and applied."""
 
-    model: Decoder | ResNet | Stages
-    """Without the data-parallel wrapper."""
-    module: nn.Module
-    """With it (DDP or FSDP2)."""
-    pipeline: Pipeline | None
-    """Runs the stages, with ``layout.pp > 1``."""
-    reducer: BucketReducer | None
-    """All-reduces gradients, where neither the module nor the pipeline does."""
-    parallel: ParallelContext
-    """This rank's shards by the inner axes: cp, tp, ep."""
-    rank_parameters: RankParameters
-    """The parameters that this rank updates and keeps optimizer state for."""
-    backup: BackupReplicas | None
-    """Sums the gradients of replicas that choose their samples, with ``layout.backup_replicas > 0``."""
-    weight_copies: WeightCopies | None
-    """bf16 copies of the weights that GEMMs read."""
+    def after_update(self, trainer: Trainer, grad_norm: Tensor) -> None:
+        """After the optimizer step.
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """Results of a step; sums are over all ranks."""
-
-    loss_sum: float
-    target_count: float
-    """Targets that were trained on."""
-    stop_requested: bool
-    """A rank received a request to stop."""
-    save_requested: bool
-    """Rank 0 found a save due by ``checkpoint.every_minutes``; only if a save is a collective."""
-    noise_sums: list[float]
-    loss_scale: float
-    lr: float
-    grad_norm: float
-    """Before clipping."""
-    bad: BadStep | None
-    """Why the parameters did not change; None for a usual step."""
-    expert_load: ExpertLoad | None
-    grown_data: Votes
-    """Votes on data that have grown."""
+        Args:
+            trainer: Whose step it is.
+            grad_norm: Norm of the whole gradient; not finite if the update was skipped.
+        """
 
 
 class Trainer:
@@ -178,7 +119,8 @@ class Trainer:
         self.links = LinkMeter() if self.job.cluster.nodes > 1 else None
         """Meter of the connections to other hosts."""
         self.observer: StepObserver | None = None
-        """Observes the running step, if it is audited or proved; ``compute_step`` sets it."""
+        """Observes the running step, if it is audited or proved; a report of an error reads from it."""
+        self._hooks: list[StepHooks] = []
 
     @property
     def job(self) -> Job:
@@ -189,6 +131,14 @@ class Trainer:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.state.step
+
+    def register_hooks(self, hooks: StepHooks) -> None:
+        """Call these hooks in every step from now on."""
+        self._hooks.append(hooks)
+
+    def replace_data(self, data: TrainData) -> None:
+        """Read the batches of the next steps from other data."""
+        self.data = data
 
     def train_step(
         self, meter: ThroughputMeter, observer: StepObserver | None = None, overlap_next_step: bool = False
@@ -266,7 +216,7 @@ class Trainer:
             before.copy_(buffer)
         self.noise_scale.begin(self.step + 1)
         divisor = max(targets, 1)  # a batch of long masked prompts has no target, and no gradient
-        local_loss, local_targets = self.forward_backward(micro_batches, divisor)
+        local_loss, local_targets = self.forward_backward(micro_batches, divisor, observer)
         if observer is not None:
             observer.after_backward()
         noise = self.noise_scale.parts(divisor, local_targets)
@@ -313,7 +263,7 @@ class Trainer:
         positions = count_by_source(weights, counters.position)
         before, state.corpus = state.corpus, state.corpus.grown(grown, positions)
         counters.corpus = write_corpus(Path(self.assignment.run_dir), state.corpus)
-        self.data = self.data.reopened(state.corpus)
+        self.replace_data(self.data.reopened(state.corpus))
         if self.mesh.rank == 0:
             notes = describe_growth(before.sources, grown.sources, state.corpus.epochs)
             self.events.write("data_grew", step=self.step, position=counters.position, notes=notes)
@@ -363,48 +313,55 @@ class Trainer:
         own = [local_loss, local_targets] if self.mesh.reports_loss else [0.0, 0.0]
         return self.mesh.start_control_all_reduce([*own, bad, *flags, *noise], local_values=[grad_norm])
 
-    def forward_backward(self, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
+    def forward_backward(
+        self, batches: Iterable[Batch], divisor: int, observer: StepObserver | None = None
+    ) -> tuple[Tensor, int]:
         """Accumulate the gradients of one step.
 
         Args:
             batches: The micro-batches of this rank.
             divisor: Divisor of the loss: target tokens of all ranks.
+            observer: Observes the passes.
 
         Returns:
             The summed loss of this rank, and its number of targets.
         """
+        for hooks in self._hooks:
+            hooks.before_forward_backward(self, observer)
         if self.pipeline is not None:
             read = self.flight.read_data(batches, "forward and backward")
-            found = self.pipeline.train(read, divisor, self.observer)
+            found = self.pipeline.train(read, divisor, observer)
             self.rank_parameters.finalize_grads()
             return found
         if self.backup is not None:
-            return self._compute_slices(self.backup, batches, divisor)
-        found = self._accumulate(batches, divisor)
+            return self._compute_slices(self.backup, batches, divisor, observer)
+        found = self._accumulate(batches, divisor, observer)
         if self.reducer is not None:
             self.reducer.finish()
         self.rank_parameters.finalize_grads()
         return found
 
     def _compute_slices(
-        self, backup: BackupReplicas, batches: Iterable[Batch], divisor: int
+        self, backup: BackupReplicas, batches: Iterable[Batch], divisor: int, observer: StepObserver | None
     ) -> tuple[Tensor, int]:
         """The gradients of a step with backup replicas. The loss of a slice counts on one replica."""
         found: list[tuple[Tensor, int]] = []
 
         def accumulate(index: int) -> None:
             read = batches.read(index) if isinstance(batches, SliceReader) else batches
-            found.append(self._accumulate(read, divisor))
+            found.append(self._accumulate(read, divisor, observer))
 
-        audited = self.observer is not None or self.counter.phase != "step"
+        audited = observer is not None or self.counter.phase != "step"
         backup.compute(accumulate, audited)
         self.rank_parameters.finalize_grads()
         none = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return (none, 0) if backup.used_slice is None else found[-1]
 
-    def _accumulate(self, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
+    def _accumulate(
+        self, batches: Iterable[Batch], divisor: int, observer: StepObserver | None
+    ) -> tuple[Tensor, int]:
         """Gradient accumulation over micro-batches; returns the summed loss and the number of targets."""
-        device, observer = self.mesh.device, self.observer
+        device = self.mesh.device
         if isinstance(self.model, Decoder):
             self.model.set_expected_loss_grad(1 / divisor)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -439,6 +396,8 @@ class Trainer:
         Returns:
             The gradient norm of the whole model; NaN in a bad step. If it is not finite, nothing changed.
         """
+        for hooks in self._hooks:
+            hooks.before_update(self)
         rank_parameters = self.rank_parameters
         self.flight.enter("update")
         rank_parameters.assign_shard_grads()
@@ -453,6 +412,8 @@ class Trainer:
         rank_parameters.zero_grads()
         if self.weight_copies is not None:
             self.weight_copies.is_stale = not updates_weight_copies(self.optimizer)
+        for hooks in self._hooks:
+            hooks.after_update(self, grad_norm)
         return grad_norm
 
     def _estimate_noise_scale(self, result: StepResult, samples: int) -> float | None:

@@ -45,9 +45,10 @@ from meshwright.train.out_of_memory import (
     measure_free_memory,
     report_out_of_memory,
 )
+from meshwright.train.rank_context import RankContext
 from meshwright.train.setup_times import SetupTimes
 from meshwright.train.stop_signal import StopSignal
-from meshwright.train.trainer import RankContext, Trainer
+from meshwright.train.trainer import Trainer
 
 SHARED_STORE_LIMIT_S = 1.0
 """Longest wait for a reply of the store of small values. Results do not depend on this store."""

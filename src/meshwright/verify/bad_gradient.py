@@ -7,7 +7,7 @@ does not import it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.elastic.faults.schedule import FAULT_VARIABLE, Fault, parse_fault
 from meshwright.launch.rank_process import RankLink
+from meshwright.measure.step_observer import StepObserver
 from meshwright.train.finite_checks import FiniteChecks
 from meshwright.train.loop import train
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import StepHooks, Trainer
 from meshwright.train.worker import run_with_trainer
 
 FACTORS = {"nan": float("nan"), "inf": float("inf"), "spike": 2.0**20}
@@ -34,22 +35,27 @@ def run_rank(run_dir: str, link: RankLink) -> int:
 
 
 def _train(trainer: Trainer, faults: Sequence[Fault]) -> None:
-    """Change the gradient of a step, and of the recomputed step, which finds the cause."""
-    original, handles = trainer.forward_backward, list[RemovableHandle]()
-
-    def forward_backward(*arguments: Any) -> Any:
-        if handles and not isinstance(trainer.observer, FiniteChecks):
-            handles.pop().remove()
-        for fault in faults:
-            mine = (trainer.mesh.rank, trainer.step + 1) == (fault.rank, fault.step)
-            if mine and not handles:
-                handles.append(_spoil(trainer.model, FACTORS[fault.value or ""]))
-                trainer.events.write("injected", fault=str(fault))
-        return original(*arguments)
-
-    trainer.forward_backward = forward_backward  # type: ignore[method-assign, assignment]
-    watch_updates(trainer)
+    trainer.register_hooks(BadGradients(faults))
+    trainer.register_hooks(UpdateWatch())
     train(trainer)
+
+
+class BadGradients(StepHooks):
+    """Changes the gradient of a step, and of the recomputed step, which finds the cause."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = faults
+        self._handles: list[RemovableHandle] = []
+
+    def before_forward_backward(self, trainer: Trainer, observer: StepObserver | None) -> None:
+        """Register the hook that changes the gradient in the fault's step; remove it in the next one."""
+        if self._handles and not isinstance(observer, FiniteChecks):
+            self._handles.pop().remove()
+        for fault in self._faults:
+            mine = (trainer.mesh.rank, trainer.step + 1) == (fault.rank, fault.step)
+            if mine and not self._handles:
+                self._handles.append(_spoil(trainer.model, FACTORS[fault.value or ""]))
+                trainer.events.write("injected", fault=str(fault))
 
 
 def _spoil(model: nn.Module, factor: float) -> RemovableHandle:
@@ -75,19 +81,21 @@ def scale_weight_gradient(module: nn.Module, factor: float) -> RemovableHandle:
     return weight.register_hook(lambda grad: grad * factor)
 
 
-def watch_updates(trainer: Trainer) -> None:
-    """After an update that was skipped, write whether this rank's state is unchanged."""
-    original: Callable[..., Tensor | None] = trainer.update
+class UpdateWatch(StepHooks):
+    """After an update that was skipped, writes whether this rank's state is unchanged."""
 
-    def update(*arguments: Any) -> Tensor | None:
-        before = [tensor.clone() for tensor in _list_state(trainer)]
-        norm = original(*arguments)
-        if norm is not None and not norm.isfinite():
-            unchanged = all(map(torch.equal, before, _list_state(trainer)))
+    def __init__(self) -> None:
+        self._before: list[Tensor] = []
+
+    def before_update(self, trainer: Trainer) -> None:
+        """Copy the state."""
+        self._before = [tensor.clone() for tensor in _list_state(trainer)]
+
+    def after_update(self, trainer: Trainer, grad_norm: Tensor) -> None:
+        """Compare it."""
+        if not grad_norm.isfinite():
+            unchanged = all(map(torch.equal, self._before, _list_state(trainer)))
             trainer.events.write("skipped_update", step=trainer.step, unchanged=unchanged)
-        return norm
-
-    trainer.update = update  # type: ignore[method-assign, assignment]
 
 
 def _list_state(trainer: Trainer) -> list[Tensor]:

@@ -25,8 +25,9 @@ from meshwright.plan.contract import PlanContract
 from meshwright.train.batches import Batcher, Samples
 from meshwright.train.build import build_trainer
 from meshwright.train.loop import report_end
+from meshwright.train.rank_context import RankContext
 from meshwright.train.step_audit import StepAudit
-from meshwright.train.trainer import RankContext, Trainer
+from meshwright.train.trainer import Trainer
 from meshwright.verify.even_routing import route_evenly
 from meshwright.verify.fake_tensors import RealIntegers, SharedChunks, keep_fsdp_shards
 from meshwright.verify.synthetic_data import ZeroDataset

@@ -25,7 +25,8 @@ from meshwright.train.evaluate import evaluate
 from meshwright.train.gradient_noise import draw_noise
 from meshwright.train.loop import report_end, start_meter
 from meshwright.train.optimizers.adamw import CLIPPING_EPS
-from meshwright.train.trainer import StepResult, Trainer
+from meshwright.train.step_result import StepResult
+from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_with_trainer
 from meshwright.verify.activation_hooks import ActivationHooks
 from meshwright.verify.checkpoint_reload import can_save, compare_checkpoints, save_and_reload

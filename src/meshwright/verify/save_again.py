@@ -6,13 +6,9 @@ Its checkpoint must have the tensors of the one that was loaded, in any layout. 
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from meshwright.launch.rank_process import RankLink
 from meshwright.train.loop import train
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import StepHooks, Trainer
 from meshwright.train.worker import run_with_trainer
 
 
@@ -22,13 +18,15 @@ def run_rank(run_dir: str, link: RankLink) -> int:
 
 
 def _train(trainer: Trainer) -> None:
-    original = trainer.update
+    trainer.register_hooks(SaveBeforeFirstUpdate())
+    train(trainer)
 
-    def update(*arguments: Any) -> Tensor | None:
+
+class SaveBeforeFirstUpdate(StepHooks):
+    """Saves a checkpoint of the state that was loaded."""
+
+    def before_update(self, trainer: Trainer) -> None:
+        """Save before the first update."""
         if trainer.step == trainer.state.first_step:
             trainer.saver._save(None)
             trainer.saver._collect(wait=True)
-        return original(*arguments)
-
-    trainer.update = update  # type: ignore[method-assign, assignment]
-    train(trainer)

@@ -81,7 +81,7 @@ def probe_last_steps(trainer: Trainer, steps: int) -> int:
     settings = {field.name: getattr(batcher, field.name) for field in dataclasses.fields(batcher)}
     batcher = ProbeBatcher(**settings, rows=rows, probe=tokens)
     prefetcher = BatchPrefetcher(trainer.data.order, batcher, batch, trainer.mesh.device)
-    trainer.data = dataclasses.replace(trainer.data, train=batcher, prefetcher=prefetcher)
+    trainer.replace_data(dataclasses.replace(trainer.data, train=batcher, prefetcher=prefetcher))
     return min(len(rows) * trainer.job.data.seq_len, len(tokens))
 
 

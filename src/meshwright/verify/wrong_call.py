@@ -7,16 +7,14 @@ does not import it.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from meshwright.elastic.faults.schedule import FAULT_VARIABLE, Fault, parse_fault
 from meshwright.launch.rank_process import RankLink
 from meshwright.train.loop import train
-from meshwright.train.trainer import Trainer
+from meshwright.train.trainer import StepHooks, Trainer
 from meshwright.train.worker import run_with_trainer
 
 AXES = ("dp_replicate", "dp_shard", "tp", "pp")
@@ -31,19 +29,24 @@ def run_rank(run_dir: str, link: RankLink) -> int:
 
 
 def _train(trainer: Trainer, fault: Fault) -> None:
-    """Add an all-reduce before every update; in one step one rank does something else."""
-    axis = next(axis for axis in AXES if axis in trainer.mesh.groups)
-    group, original = trainer.mesh.group(axis), trainer.update
+    trainer.register_hooks(ExtraAllReduce(fault))
+    train(trainer)
 
-    def update(*arguments: Any) -> Tensor | None:
-        wrong = (trainer.mesh.rank, trainer.step + 1) == (fault.rank, fault.step)
+
+class ExtraAllReduce(StepHooks):
+    """An all-reduce before every update; in one step one rank does something else."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+
+    def before_update(self, trainer: Trainer) -> None:
+        """Make the call of this rank."""
+        fault, mesh = self._fault, trainer.mesh
+        wrong = (mesh.rank, trainer.step + 1) == (fault.rank, fault.step)
         if wrong:
             trainer.events.write("injected", fault=str(fault))
-        _reduce(group, fault.call if wrong else None)
-        return original(*arguments)
-
-    trainer.update = update  # type: ignore[method-assign, assignment]
-    train(trainer)
+        axis = next(axis for axis in AXES if axis in mesh.groups)
+        _reduce(mesh.group(axis), fault.call if wrong else None)
 
 
 def _reduce(group: dist.ProcessGroup, instead: str | None) -> None:

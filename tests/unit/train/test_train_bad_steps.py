@@ -20,7 +20,8 @@ from meshwright.train import loop
 from meshwright.train.bad_step_policy import MAX_IN_A_ROW, BadStepPolicy, RollbackError
 from meshwright.train.bad_steps import MIN_STEPS, WINDOW, is_bad, keep_norm, median_norm, spike_limit
 from meshwright.train.build import build_trainer
-from meshwright.train.trainer import RankContext, Trainer
+from meshwright.train.rank_context import RankContext
+from meshwright.train.trainer import Trainer
 
 ALONE = ("layout.micro_batch=4", "layout.dp_replicate=1", "checkpoint.every_minutes=0", "train.steps=14")
 SPIKE = 2.0**20

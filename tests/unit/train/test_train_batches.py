@@ -24,7 +24,8 @@ from meshwright.spec.load import load_job
 from meshwright.train import loop
 from meshwright.train.batches import Batcher, BatchPrefetcher, assign_samples
 from meshwright.train.build import build_trainer
-from meshwright.train.trainer import RankContext, Trainer
+from meshwright.train.rank_context import RankContext
+from meshwright.train.trainer import Trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BATCH, MICRO_BATCH, SEQ_LEN = 6, 2, 16

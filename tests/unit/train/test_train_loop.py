@@ -22,7 +22,8 @@ from meshwright.plan.build import build_plan
 from meshwright.spec.load import load_job
 from meshwright.train import loop
 from meshwright.train.build import build_trainer
-from meshwright.train.trainer import RankContext, Trainer
+from meshwright.train.rank_context import RankContext
+from meshwright.train.trainer import Trainer
 from saved_checkpoints import require_equal_files
 
 STEPS = 8

@@ -28,7 +28,7 @@ class ActionTimes:
         self._sums = [0.0] * (2 * len(actions))
         self.steps = 0
         """Steps in the mean."""
-        self.counts = True
+        self.is_timed = True
         """Whether the current step is timed."""
 
     def begin(self) -> None:
@@ -45,7 +45,7 @@ class ActionTimes:
 
     def finish(self) -> None:
         """End a step."""
-        if not self.counts or self.steps == MAX_TIMED_STEPS:
+        if not self.is_timed or self.steps == MAX_TIMED_STEPS:
             return
         origin, *timestamps = self._timestamps
         if self._gpu:

@@ -45,8 +45,8 @@ class Pipeline:
         self._schedule = schedule_of(job, micro_batches)
         connect_pp_groups(self._schedule, mesh)
         self._runner = StageRunner(stages, job, precision, mesh.device)
-        self.times = ActionTimes(self._schedule.ranks[mesh.pp_rank], mesh.device)
-        self._train_step = self._build_interpreter(self._schedule, self.times)
+        self._times = ActionTimes(self._schedule.ranks[mesh.pp_rank], mesh.device)
+        self._train_step = self._build_interpreter(self._schedule, self._times)
         self._eval_steps: dict[int, Interpreter] = {}
 
     def train(
@@ -79,9 +79,13 @@ class Pipeline:
         self._eval_steps[count].run(self._runner)
         return float(self._runner.loss_sum), _count_targets(micro_batches)
 
+    def time_next_steps(self, is_timed: bool) -> None:
+        """Say whether the next steps count in the times of the actions."""
+        self._times.is_timed = is_timed
+
     def record(self) -> dict[str, Any]:
         """The times of the actions, for the rank's events."""
-        return {"pp_rank": self._mesh.pp_rank, "steps": self.times.steps, "actions": self.times.rows()}
+        return {"pp_rank": self._mesh.pp_rank, "steps": self._times.steps, "actions": self._times.rows()}
 
     def _build_interpreter(self, schedule: PipelineSchedule, times: ActionTimes | None = None) -> Interpreter:
         proof = prove_schedule(schedule)

@@ -27,6 +27,7 @@ from meshwright.plan.estimate.stages import Stage
 from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import LocalWeights
+from meshwright.plan.memory.block import rope_peak_bytes
 
 WIDE_ATTENTION = 2.5
 """From this ratio of feed-forward size to query width on, attention is never the peak."""
@@ -115,10 +116,7 @@ def _list_feed_forward_points(facts: Facts) -> list[tuple[str, Sum]]:
 
 
 def _list_attention_points(facts: Facts, activations: StageActivations) -> list[tuple[str, Sum]]:
-    """A block whose attention is in backward, or is recomputed up to RoPE.
-
-    RoPE holds its input, the swapped half and three float32 products with its tables.
-    """
+    """A block whose attention is in backward, or is recomputed up to RoPE."""
     model, tokens, low, grid = facts.workload.model, facts.tokens, facts.low, facts.grid
     width, queries, keys = float(model.hidden_size), float(model.query_size), float(model.kv_size)
     kept = attention_saved_bytes(facts.workload)
@@ -134,9 +132,7 @@ def _list_attention_points(facts: Facts, activations: StageActivations) -> list[
     inside = Sum.of(hidden, copies, Term("gradients inside attention", (tokens.split, gradients)))
     works = [("attention, backward", activations.saved.times(-1.0) + half + inside)]
     if model.positions == "rope":
-        once = 2 * low + 3 * FLOAT32
-        each = max(queries * once + 2 * keys * low, 2 * queries * low + keys * (once + low))
-        rotated = Sum.of(hidden, copies, Term("rotated", (tokens.split, each)))
+        rotated = Sum.of(hidden, copies, Term("rotated", (tokens.split, rope_peak_bytes(model, low))))
         stream = (grid.recompute == 1, tokens.residual, -width * FLOAT32)
         read = (grid.recompute == 1, tokens.split, -(queries + 2 * keys) * low)
         spare = Sum.of(Term("input", stream), Term("GEMM outputs read", read)) + activations.saved.times(

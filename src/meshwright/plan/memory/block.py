@@ -192,24 +192,34 @@ def _norm_bytes(model: DecoderModel, tokens: int, on_gpu: bool) -> int:
     return tokens * ((1 if on_gpu else 2) * width + 1) * FLOAT32_BYTES
 
 
+def rope_peak_bytes(model: DecoderModel, elem: float) -> float:
+    """Most bytes per token of queries, keys and values while RoPE runs, on the queries or on the keys.
+
+    It holds its input, the swapped half and three float32 products with its tables.
+
+    Args:
+        model: As the rank has it.
+        elem: Bytes per element.
+    """
+    queries, keys, rotated = model.query_size, model.kv_size, 2 * elem + 3 * FLOAT32_BYTES
+    of_queries = queries * rotated + 2 * keys * elem
+    of_keys = 2 * queries * elem + keys * (rotated + elem)
+    return max(of_queries, of_keys)
+
+
 def _attention_forward_bytes(model: DecoderModel, elem: int, exchanged_keys: int) -> int:
     """Bytes per token of queries, keys and values while RoPE or an all-to-all of Ulysses runs.
 
-    RoPE holds its input, the swapped half and three float32 products with its tables. The all-to-all holds
-    queries, keys and values as made, repeated, packed and received; or received with the attention output
-    three times: as made, packed and received.
+    The all-to-all holds queries, keys and values as made, repeated, packed and received; or received with the
+    attention output three times: as made, packed and received.
 
     Args:
         model: As the rank has it.
         elem: Bytes per element.
         exchanged_keys: Width of the exchanged keys; 0 without Ulysses.
     """
-    queries, keys, largest = model.query_size, model.kv_size, 0
-    if model.positions == "rope":
-        rotated = 2 * elem + 3 * FLOAT32_BYTES
-        of_queries = queries * rotated + 2 * keys * elem
-        of_keys = 2 * queries * elem + keys * (rotated + elem)
-        largest = max(of_queries, of_keys)
+    queries, keys = model.query_size, model.kv_size
+    largest = int(rope_peak_bytes(model, elem)) if model.positions == "rope" else 0
     if exchanged_keys:
         packed = queries + 2 * exchanged_keys
         repeated = 2 * exchanged_keys if exchanged_keys > keys else 0

@@ -39,7 +39,8 @@ from meshwright.train.build import build_trainer
 from meshwright.train.host_memory import keep_freed_memory
 from meshwright.train.loop import run_step, start_meter
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.trainer import RankContext, Trainer
+from meshwright.train.rank_context import RankContext
+from meshwright.train.trainer import Trainer
 from meshwright.verify.synthetic_data import RandomTokens
 
 MIN_CALLS = 3

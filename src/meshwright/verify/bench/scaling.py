@@ -25,7 +25,7 @@ def measure(trainer: Trainer) -> None:
     meter = start_meter(trainer)
     times = BucketTimes(trainer.mesh.device)
     if isinstance(trainer.module, FixedBucketDDP):
-        trainer.module.times = times
+        trainer.module.record_bucket_times(times)
     step_s: list[float] = []
     spent_s: list[tuple[float, float]] = []
     buckets: list[list[tuple[float, float]]] = []

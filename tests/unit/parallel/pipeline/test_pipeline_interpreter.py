@@ -88,8 +88,8 @@ def test_every_action_runs_once_in_order_with_the_result_of_its_producer(name):
 def test_steps_that_do_not_count_are_left_out_of_the_mean():
     actions = [Action(Kind.FORWARD, 0, 0)]
     times = ActionTimes(actions, torch.device("cpu"))
-    for counts in (True, False, True):
-        times.counts = counts
+    for is_timed in (True, False, True):
+        times.is_timed = is_timed
         times.begin()
         times.start()
         times.end()

@@ -1,0 +1,41 @@
+"""What the launcher gives a rank: its plan, its mesh, and where it reports."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from meshwright.checkpoint.retired_snapshots import RetiredSnapshots
+from meshwright.core.events import Commit, EventWriter
+from meshwright.launch.assignment import Assignment
+from meshwright.launch.snapshot_slots import SnapshotSlots
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.parallel.mesh import Mesh
+from meshwright.plan.contract import PlanContract
+from meshwright.train.setup_times import SetupTimes
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Arguments of the launcher to a rank: its plan and mesh, and where it reports."""
+
+    plan: PlanContract
+    assignment: Assignment
+    mesh: Mesh
+    counter: CollectiveCounter
+    events: EventWriter
+    snapshot_slots: SnapshotSlots | None = None
+    """Where this rank keeps in-memory snapshots."""
+    restore_step: int | None = None
+    """The step of the in-memory snapshot to start from."""
+    setup: SetupTimes = field(default_factory=SetupTimes)
+    commit: Commit = nullcontext
+    """Entered around each commit; raises where this rank must write no more."""
+    min_position: int = 0
+    """Samples that are not read again: a rollback skips them."""
+    retired: RetiredSnapshots | None = None
+    """Snapshots of another layout to start from."""
+    store: dist.Store | None = None
+    """Small values that all ranks of the generation see; None for one process."""
