@@ -106,13 +106,19 @@ def test_the_first_failed_rank_is_reported_when_the_next_error_is_not_a_lost_pee
 def test_sighup_stops_a_run_unless_started_by_nohup(command, job_file, tmp_path):
     """SIGHUP stops the run with a checkpoint: status 0. Under nohup all processes of the group ignore it."""
     run_dir = tmp_path / "run"
-    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # children inherit it; the tests may run under nohup
+    try:
+        running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    finally:
+        signal.signal(signal.SIGHUP, before)
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
     os.killpg(running.process.pid, signal.SIGHUP)
     os.killpg(running.process.pid, signal.SIGHUP)
     assert running.finish()[0] == 0
     assert list(run_dir.glob("checkpoints/step-*/manifest.json"))
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; children inherit it
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
     try:
         kept = command(
             "train", job_file, "layout.dp_replicate=2", "train.steps=40", f"run_dir={tmp_path / 'kept'}"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -26,21 +22,6 @@ def _injected_faults_are_importable(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "multiproc"))
 
 
-def kill_rank_1_at(path, step):
-    """SIGKILL rank 1 from a thread when the run has done a step."""
-
-    def wait_and_kill():
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
-            time.sleep(0.02)  # polls the file
-            log = read_events(path) if path.exists() else None
-            if log is not None and any(e["step"] == step for e in log.of("step")):
-                os.kill(next(e["pid"] for e in log.of("started") if e["rank"] == 1), signal.SIGKILL)
-                return
-
-    threading.Thread(target=wait_and_kill, daemon=True).start()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -50,7 +31,7 @@ def test_ranks_with_compiled_blocks_regroup(train, tmp_path, monkeypatch, layout
     """The survivor compiles nothing after the regroup, and the losses are those of a calm run."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:count_graphs")
     calm = train(layout, *OPTIONS, "run_dir=calm")
-    kill_rank_1_at(tmp_path / "run" / "events.jsonl", 13)
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "injected_faults:count_graphs_and_kill_rank_1")
     run = train(layout, *OPTIONS, "run_dir=run")
     assert run.losses == calm.losses
     log = read_events(tmp_path / "run" / "events.jsonl")

@@ -125,7 +125,7 @@ def record_all_gathers(run_dir, listener):
     return run_with_trainer(watched, run_dir, listener)
 
 
-def count_graphs(run_dir, listener):
+def count_graphs(run_dir, listener, hooks=()):
     """Probe: the graphs that torch.compile built in this process before and after each generation."""
     original = loop.train
 
@@ -134,10 +134,22 @@ def count_graphs(run_dir, listener):
 
     def counted(trainer):
         before, models = count(), sum(isinstance(one, Decoder) for one in gc.get_objects())
+        for one in hooks:
+            trainer.register_hooks(one)
         original(trainer)
         trainer.events.write("graphs", before=before, graphs=count(), models=models)
 
     return run_with_trainer(counted, run_dir, listener)
+
+
+def count_graphs_and_kill_rank_1(run_dir, listener):
+    """The same; rank 1 gets SIGKILL in step 14 of the first generation."""
+
+    def kill(trainer):
+        if (trainer.mesh.rank, trainer.step, trainer.assignment.generation) == (1, 13, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return count_graphs(run_dir, listener, [Before(update=kill)])
 
 
 def optimizer_state_not_offloaded(run_dir, listener):

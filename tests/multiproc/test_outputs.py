@@ -12,7 +12,7 @@ from meshwright.cli.bench import bench_scaling
 from meshwright.cli.output import Output
 from meshwright.core.units import format_rate
 from meshwright.plan.contract import PLAN_FILE, read_plan
-from meshwright.report.run_list import summarise_run
+from meshwright.report.run_list import summarize_run
 
 
 def test_a_resumed_run_has_one_report_page_with_both_attempts(train, monkeypatch):
@@ -25,7 +25,7 @@ def test_a_resumed_run_has_one_report_page_with_both_attempts(train, monkeypatch
     assert f"report: {page}" in first.messages
     second = train("layout.dp_replicate=2", "run_dir=run", "train.steps=6", resume=True)
     assert "restart 1 at step 4" in page.read_text()
-    listed = summarise_run(second.run_dir)
+    listed = summarize_run(second.run_dir)
     assert (listed.status, listed.steps, listed.attempts, listed.audit_ok) == ("complete", 6, 2, True)
     assert listed.loss == second.losses[-1]
     assert listed.eval_loss == second.result["eval_loss"]
@@ -44,7 +44,7 @@ def test_a_failed_run_has_a_report_page_with_the_error(train, tmp_path):
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'class="badge bad">failed' in page
     assert "train-not-finite" in page
-    assert summarise_run(tmp_path / "run").status == "failed"
+    assert summarize_run(tmp_path / "run").status == "failed"
 
 
 def test_a_report_page_that_cannot_be_written_gives_a_warning(train, tmp_path):

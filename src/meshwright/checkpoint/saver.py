@@ -97,7 +97,7 @@ class CheckpointSaver:
         return min(max(0.0, time.time() - max(saved)), 60 * self._settings.every_minutes)
 
     @property
-    def needs_all_ranks(self) -> bool:
+    def sends_save_request(self) -> bool:
         """Whether the control all-reduce carries rank 0's decision that a save is due by time."""
         return self.state.plan.world_size > 1
 
@@ -121,6 +121,11 @@ class CheckpointSaver:
         """Whether there is one to resume from; reads the stores: only rank 0 records saves."""
         return self._stores.has_checkpoints() is not None
 
+    def save_now(self) -> None:
+        """Save a checkpoint of the current state, and wait until it is committed."""
+        self._save(None)
+        self._collect(wait=True)
+
     def after_step(
         self, last: bool, eval_loss: float | None, save_requested: bool, step_s: float | None = None
     ) -> None:
@@ -136,7 +141,7 @@ class CheckpointSaver:
             self._step_times.add(step_s, during_write=self._in_flight is not None)
         self._collect(wait=False)
         counters = self.state.counters
-        timely = save_requested if self.needs_all_ranks else self.is_due_by_time()
+        timely = save_requested if self.sends_save_request else self.is_due_by_time()
         best = self._settings.on_best and eval_loss is not None and eval_loss < counters.best_eval_loss
         if eval_loss is not None:
             counters.best_eval_loss = min(eval_loss, counters.best_eval_loss)

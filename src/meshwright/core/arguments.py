@@ -1,4 +1,4 @@
-"""Arguments of the public API that are one value or several: a text is one value, not its letters."""
+"""Accepts one value or a sequence for arguments of the public API; a string is one value."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _NO_CONNECTION = (errno.EAGAIN, errno.EINTR, errno.ECONNABORTED)
 
 
 class Acceptor:
-    """A listener in a selector; it is left out of it during a pause."""
+    """A listening socket in a selector; it is unregistered while accepting is paused."""
 
     def __init__(self, listener: socket.socket, selector: selectors.BaseSelector, data: Any = None) -> None:
         """Register the listener, which must not block, with data for the selector."""

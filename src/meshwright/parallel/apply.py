@@ -1,7 +1,8 @@
-"""Applies all parallelisms of a layout to a model, in one order.
+"""Applies all axes of a layout to a model, in one order.
 
 The order, as in torchtitan: pp (build the stages), cp, tp, ep, activation checkpointing, block backend
-(compile), data parallelism. Each line works on the result of the lines above it.
+(compile), data parallelism. Each line works on the result of the lines above it. ``train.build`` adds what
+runs the steps: the pipeline, the bucket reducer and backup replicas.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Parallelized(NamedTuple):
     """A model with every axis of the layout applied."""
 
     model: LocalModel
-    """This rank's part of the model."""
+    """This rank's part of the model, without the data-parallel wrapper."""
     module: nn.Module
-    """The model as data parallelism wraps it: what a step calls."""
+    """The same with the wrapper (DDP or FSDP2): what a step calls."""
     parallel: ParallelContext
-    """This rank's cp, tp and ep groups and its local shards."""
+    """This rank's cp and tp groups, and its tp and ep shards."""
     weight_copies: WeightCopies | None
-    """The bf16 weight copies, if there are any."""
+    """bf16 weight copies, which the GEMMs read."""
 
 
 def parallelize(job: Job, mesh: Mesh, weights: WeightSource, gemms: Gemms = TORCH_GEMMS) -> Parallelized:

@@ -44,7 +44,7 @@ def apply_data_parallel(model: LocalModel, job: Job, mesh: Mesh, weights: Weight
 
 
 def build_bucket_reducer(model: nn.Module, job: Job, mesh: Mesh) -> BucketReducer | None:
-    """Reduces the gradients of a model with experts, whose group is not that of the dense parameters."""
+    """Build the reducer of a model with experts, whose gradients have another group than dense ones."""
     if job.layout.zero >= 2 or not has_expert_axes(job):
         return None
     buckets = find_bucket_groups(job, mesh, local_buckets(job, mesh.pp_rank))
@@ -54,7 +54,7 @@ def build_bucket_reducer(model: nn.Module, job: Job, mesh: Mesh) -> BucketReduce
 def build_backup_replicas(
     model: nn.Module, job: Job, mesh: Mesh, store: dist.Store | None
 ) -> BackupReplicas | None:
-    """Sums the gradients with ``layout.backup_replicas > 0``.
+    """Build the backup replicas; None without ``layout.backup_replicas``.
 
     Args:
         model: Model of this rank.

@@ -1,6 +1,7 @@
 """Runtime profiles: what each framework keeps in memory, and which communication it overlaps.
 
-These are facts of each framework. Nothing here is fitted; fitted rates are in ``calibration.toml``.
+Most settings are facts of each framework's code. Some were chosen by hand on published runs
+(docs/validate.md, "Fit"). The fitted rates are in ``calibration.toml``.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class TimeRules:
     """RoPE is one kernel; otherwise negate, concatenate, two multiplications and an addition."""
     fused_activation: bool = True
     """SwiGLU is one kernel; otherwise two."""
-    block_kernels: float = 1.0
+    kernel_count_ratio: float = 1.0
     """Kernels per block that the CPU launches, over those of Megatron with its fused kernels."""
     blocking_launches: bool = False
     """The CPU waits for each kernel before it launches the next (`CUDA_LAUNCH_BLOCKING=1`)."""
@@ -110,7 +111,7 @@ class TimeRules:
     """Under fp8 the GEMMs of weight gradients run in fp8, too."""
     fused_casts: bool = False
     """Norms and activations write their fp8 output themselves; other casts are one pass each."""
-    kernels: Literal["typical", "eager", "compiled", "triton"] = "typical"
+    elementwise_kernels: Literal["typical", "eager", "compiled", "triton"] = "typical"
     """Elementwise kernels of a block: one per norm, addition and activation; those of Meshwright's eager
     blocks; those that torch.compile makes of them; or its Triton kernels, each counted
     (``plan.time.triton_block_bytes``), in layouts that allow them, and compiled ones in others."""
@@ -130,21 +131,21 @@ class TimeRules:
     """Tensor-parallel collectives are chunked and overlap the GEMMs."""
     hides_tp_backward: bool = False
     """In backward, a tensor-parallel reduction overlaps the weight-gradient GEMM."""
-    gradient_sum_bytes: float = 6.0
-    """Bytes per element that accumulating a weight gradient moves, beyond the GEMM's own."""
-    fp16_gradient_sum_bytes: float | None = None
+    weight_grad_bytes: float = 6.0
+    """Bytes per weight that every micro-batch moves for weight gradients beyond the GEMM: casts and sums."""
+    fp16_weight_grad_bytes: float | None = None
     """The same under fp16, if it differs."""
     sums_bias_grads: bool = False
     """Gradients of biases are kernels of their own, not part of the weight-gradient GEMM; in compiled blocks
     adding the biases of queries, keys and values is one, too."""
     accumulate_bytes: float = 0.0
-    """Bytes per weight that each micro-batch after the first moves to add its gradient, if the GEMM does
-    not."""
+    """Bytes per weight that only micro-batches after the first move, to add their gradients to the earlier
+    ones; 0 if the GEMM does it."""
     overlap_p2p: bool = False
     """Pipeline sends and receives overlap compute."""
     one_copy_per_node: bool = True
     """A token is sent to each node once, even if several of its experts are there."""
-    most_nodes: float = float("inf")
+    max_nodes_per_token: float = float("inf")
     """Nodes that the experts of one token are on, at most: node-limited routing."""
     unfused_routing: bool = False
     """The router is a float32 GEMM, and the outputs of a token's experts are summed by a batched GEMM."""
@@ -152,17 +153,17 @@ class TimeRules:
     """Expert dispatch and combine overlap the compute of another micro-batch (DualPipe, DeepEP)."""
     fp8_dispatch: bool = False
     """Tokens are dispatched in fp8; they are combined in 16 bits."""
-    balanced_stages: bool = False
+    balances_stages_by_time: bool = False
     """Layers are assigned to pipeline stages by cost; else evenly, with the head on the last stage."""
     head_in_forward: bool = False
     """The loss computes both gradients of the head in forward."""
     embedding_bytes: float = 0.0
     """Bytes that the embedding's gradient moves per element of the table and micro-batch."""
-    balanced_parameters: bool = False
+    balances_stages_by_parameters: bool = False
     """Embedding, layers and head are assigned to pipeline stages by parameters, not by time."""
-    checkpoints_ends: bool = False
+    checkpoints_head: bool = False
     """Full activation checkpointing recomputes the head, too."""
-    reduces_ends: bool = False
+    reduces_embedding_and_head: bool = False
     """Tensor-parallel collectives of embedding and head are counted: sum of the rows, all-gather of logits,
     gradient of the head's input."""
     separate_gate: bool = False
@@ -182,11 +183,11 @@ class TimeRules:
     """Parameters per reduction and all-gather of ZeRO-0 to 2, at least; Megatron's default."""
     bucket_parameters_per_rank: float = 0.0
     """The same per data-parallel rank: Megatron grows its buckets, so that latency does not dominate."""
-    scatters_each: bool = False
+    reduce_scatters_each_micro_batch: bool = False
     """ZeRO-2 reduce-scatters the gradients of every micro-batch."""
     all_reduces_shards: bool = False
     """ZeRO-1 and 2 all-reduce gradients and keep a shard of the sums."""
-    counts_calls: bool = False
+    counts_every_collective: bool = False
     """Every collective call has its latency: gathers and scatters of sequence parallelism, reductions of
     embedding, head and loss, the gradient of a tied embedding, the control all-reduce of a step."""
 
@@ -200,46 +201,50 @@ class Profile:
     time: TimeRules = TimeRules()
 
 
-_OLD = TimeRules(
+_MEGATRON_2021_TIME = TimeRules(
     flash_attention=False,
     selective="attention",
     dropout=True,
-    block_kernels=2.6,
+    kernel_count_ratio=2.6,
     step_s=0.005,
     loss_bytes=28.0,
     reduce_bytes=2.0,
     optimizer_bytes=46.0,
-    gradient_sum_bytes=10.0,
+    weight_grad_bytes=10.0,
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )
 """Megatron as of 2020 and 2021: no fused attention, an optimizer step in several passes, no overlap. The CPU
 launches attention as about ten kernels, and switches the random state for each dropout and checkpoint."""
-_OLD_DEEPSPEED = dataclasses.replace(_OLD, gradient_sum_bytes=18.0, fp16_gradient_sum_bytes=6.0)
+_MEGATRON_DEEPSPEED_TIME = dataclasses.replace(
+    _MEGATRON_2021_TIME, weight_grad_bytes=18.0, fp16_weight_grad_bytes=6.0
+)
 """With DeepSpeed as of 2022. Under fp16 autograd sums the gradients of all micro-batches (`stage_1_and_2.py`
 without hooks: ZeRO-1, no `overlap_comm`); bf16 ones are cast to float32, then added (`BF16_Optimizer`,
 `update_hp_grads`)."""
-_OLD_2022 = dataclasses.replace(_OLD, hides_tp_backward=True, gradient_sum_bytes=4.0)
+_MEGATRON_2022_TIME = dataclasses.replace(_MEGATRON_2021_TIME, hides_tp_backward=True, weight_grad_bytes=4.0)
 """As of 2022: gradients are accumulated inside the GEMM (half of that traffic is hidden), and backward
 reductions overlap it."""
 
-_CORE = TimeRules(
+_MEGATRON_CORE_TIME = TimeRules(
     bucket_parameters_per_rank=1e6,
     selective="attention",
     loss_bytes=12.0,
     hides_tp_backward=True,
-    gradient_sum_bytes=4.0,
+    weight_grad_bytes=4.0,
     overlap_p2p=True,
 )
 """Megatron as of 2023 on, with Transformer Engine."""
-_BRIDGE = dataclasses.replace(_CORE, overlap_tp=True, reduce_bytes=2.0)
+_MEGATRON_BRIDGE_TIME = dataclasses.replace(_MEGATRON_CORE_TIME, overlap_tp=True, reduce_bytes=2.0)
 """The recipes of NeMo and Megatron Bridge; gradients are reduced in 16 bits (`grad_reduce_in_fp32=False`)."""
-_BRIDGE_2026 = dataclasses.replace(_BRIDGE, overlap_ep=True)
+_MEGATRON_BRIDGE_2026_TIME = dataclasses.replace(_MEGATRON_BRIDGE_TIME, overlap_ep=True)
 """As of release 26.06, whose recipes set `overlap_moe_expert_parallel_comm` and `delay_wgrad_compute`."""
-_HAI_LLM = dataclasses.replace(_CORE, overlap_ep=True, fp8_dispatch=True, most_nodes=4)
+_HAI_LLM_TIME = dataclasses.replace(
+    _MEGATRON_CORE_TIME, overlap_ep=True, fp8_dispatch=True, max_nodes_per_token=4
+)
 """DeepSeek-V3's framework (arXiv 2412.19437, sections 3.2 and 3.3): DualPipe hides dispatch, which is in fp8
 and to at most 4 nodes."""
-_MEGATRON_2021 = MemoryRules(
+_MEGATRON_2021_MEMORY = MemoryRules(
     master_weights=True,
     blocks="fused",
     fused_attention=False,
@@ -250,8 +255,8 @@ _MEGATRON_2021 = MemoryRules(
     vocabulary_multiple=128,
 )
 """16-bit weights, float32 main gradients, master weights and moments: 18 bytes (Korthikanti et al. 2022)."""
-_MEGATRON_CORE = dataclasses.replace(
-    _MEGATRON_2021,
+_MEGATRON_CORE_MEMORY = dataclasses.replace(
+    _MEGATRON_2021_MEMORY,
     fused_attention=True,
     dropout=False,
     logit_bytes=2.0,
@@ -260,16 +265,16 @@ _MEGATRON_CORE = dataclasses.replace(
 )
 """With Transformer Engine: fused attention and norms, an in-place cross entropy."""
 _HAI_LLM_MEMORY = dataclasses.replace(
-    _MEGATRON_CORE,
+    _MEGATRON_CORE_MEMORY,
     moment_bytes=2.0,
     recomputed_modules=("mla_up_proj", "layernorm", "act"),
     gates_in_fp8=True,
 )
 """bf16 moments; norms, up-projections and SwiGLU are recomputed; SwiGLU's inputs are saved in fp8."""
-_MEGATRON_BRIDGE = dataclasses.replace(_MEGATRON_CORE, gradient_bytes=2.0)
+_MEGATRON_BRIDGE_MEMORY = dataclasses.replace(_MEGATRON_CORE_MEMORY, gradient_bytes=2.0)
 """Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
-_DEEPSPEED = dataclasses.replace(
-    _MEGATRON_2021,
+_DEEPSPEED_MEMORY = dataclasses.replace(
+    _MEGATRON_2021_MEMORY,
     gradient_bytes=6.0,
     fp16_gradient_bytes=2.0,
     step_gradient_bytes=4.0,
@@ -280,7 +285,7 @@ _DEEPSPEED = dataclasses.replace(
 )
 """bf16 has 16-bit gradients and their float32 sum, both unsharded; fp16 has no sum, but a float32 copy of the
 shard that the optimizer updates. Buckets for reducing and gathering of 5e8 elements each, its defaults."""
-_TORCHTITAN = MemoryRules(
+_TORCHTITAN_MEMORY = MemoryRules(
     blocks="operators",
     selective="half",
     pipeline_unsharded=True,
@@ -289,31 +294,33 @@ _TORCHTITAN = MemoryRules(
 )
 """The loss holds 16-bit logits and three float32 copies; torch's parallel loss four. Its pipeline keeps the
 outputs of in-flight micro-batches and a gradient buffer for each."""
-_TORCHTITAN_2025 = dataclasses.replace(_TORCHTITAN, compiled_logit_bytes=4.0)
+_TORCHTITAN_2025_MEMORY = dataclasses.replace(_TORCHTITAN_MEMORY, compiled_logit_bytes=4.0)
 """As of 2025 `compile` covers the loss too: the logits and their gradient in 16 bits, no float32 copies."""
-_FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0)
+_FSDP_MEMORY = MemoryRules(
+    blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0
+)
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
-_EAGER = TimeRules(
+_EAGER_TIME = TimeRules(
     attention_kernel="flash-2",
     fused_norms=False,
     fused_rope=False,
     fused_activation=False,
-    block_kernels=2.0,
-    gradient_sum_bytes=0.0,
+    kernel_count_ratio=2.0,
+    weight_grad_bytes=0.0,
 )
 """Blocks of plain PyTorch modules around `scaled_dot_product_attention` or flash-attn 2."""
-_TITAN = dataclasses.replace(_EAGER, selective="half", optimizer_bytes=28.0)
-_TITAN_2025 = dataclasses.replace(_TITAN, attention_kernel="native")
+_TORCHTITAN_TIME = dataclasses.replace(_EAGER_TIME, selective="half", optimizer_bytes=28.0)
+_TORCHTITAN_2025_TIME = dataclasses.replace(_TORCHTITAN_TIME, attention_kernel="native")
 """As of 2025 torch prefers cuDNN's attention on Hopper."""
-_HUGGING_FACE = dataclasses.replace(
-    _EAGER,
+_HUGGING_FACE_TIME = dataclasses.replace(
+    _EAGER_TIME,
     attention_kernel="flash-1",
     skips_masked=False,
     overlap_grad_reduce=False,
     loss_bytes=40.0,
     reduce_bytes=2.0,
-    gradient_sum_bytes=6.0,
-    scatters_each=True,
+    weight_grad_bytes=6.0,
+    reduce_scatters_each_micro_batch=True,
     all_reduces_shards=True,
 )
 """transformers: LlamaRMSNorm and rotate_half as written, logits cast to float32 (modeling_llama.py); with
@@ -329,15 +336,15 @@ _HUGGING_FACE_MEMORY = MemoryRules(
     split_logit_bytes=14.0,
 )
 """DeepSpeed or FSDP under the Trainer: 16-bit weights and gradients, float32 optimizer state."""
-_LIKE_MEGATRON = dataclasses.replace(
-    _CORE,
+_MEGATRON_LIKE_TIME = dataclasses.replace(
+    _MEGATRON_CORE_TIME,
     attention_kernel="flash-2",
     fused_rope=False,
     fused_activation=False,
-    block_kernels=1.5,
+    kernel_count_ratio=1.5,
     loss_bytes=28.0,
     hides_tp_backward=False,
-    gradient_sum_bytes=6.0,
+    weight_grad_bytes=6.0,
     overlap_p2p=False,
     overlap_param_gather=False,
     reduce_bytes=2.0,
@@ -346,8 +353,8 @@ _LIKE_MEGATRON = dataclasses.replace(
 )
 """Other frameworks with Megatron's axes: flash-attn 2 and a fused norm, the rest plain PyTorch; blocking
 tensor-parallel collectives."""
-_LIKE_MEGATRON_MEMORY = dataclasses.replace(
-    _MEGATRON_CORE,
+_MEGATRON_LIKE_MEMORY = dataclasses.replace(
+    _MEGATRON_CORE_MEMORY,
     gradient_bytes=2.0,
     scratch_gradients=False,
     blocks="operators",
@@ -357,18 +364,18 @@ _LIKE_MEGATRON_MEMORY = dataclasses.replace(
 )
 """16-bit gradients; the loss holds the gathered logits in 16 bits twice and three float32 copies."""
 
-_ALEPH_ALPHA = dataclasses.replace(
-    _LIKE_MEGATRON,
-    block_kernels=2.6,
+_ALEPH_ALPHA_TIME = dataclasses.replace(
+    _MEGATRON_LIKE_TIME,
+    kernel_count_ratio=2.6,
     loss_bytes=40.0,
     reduce_bytes=4.0,
     overlap_grad_reduce=False,
     all_reduces_shards=True,
     bucket_parameters=5e8,
     splits_sends=False,
-    balanced_parameters=True,
-    checkpoints_ends=True,
-    reduces_ends=True,
+    balances_stages_by_parameters=True,
+    checkpoints_head=True,
+    reduces_embedding_and_head=True,
     separate_gate=True,
 )
 """Aleph Alpha's `scaling` (GitHub, 0.2.0). DeepSpeed's schedule, whole activations sent by every rank, and
@@ -380,7 +387,7 @@ log-softmax 8, its gradient 16, argmax 4, cast 6. Activation checkpointing cover
 (`parallel_module.py`). After the last micro-batch gradients are all-reduced in float32, in buckets of 5e8,
 although ZeRO-1 needs a shard (`optimizer.py`, `allreduce.py`). A block has about 43 kernels, and switches the
 random state as old Megatron does (`layer.py`, `rng_tracker.py`)."""
-_ALEPH_ALPHA_MEMORY = dataclasses.replace(_LIKE_MEGATRON_MEMORY, keeps_gathered=True)
+_ALEPH_ALPHA_MEMORY = dataclasses.replace(_MEGATRON_LIKE_MEMORY, keeps_gathered=True)
 """Norms gather their output for sequence parallelism, which autograd saves (`norm/rms_norm.py`)."""
 
 _MESHWRIGHT_TIME = TimeRules(
@@ -388,19 +395,19 @@ _MESHWRIGHT_TIME = TimeRules(
     unfused_routing=True,
     sums_bias_grads=True,
     accumulate_bytes=12.0,
-    gradient_sum_bytes=12.0,
-    kernels="eager",
+    weight_grad_bytes=12.0,
+    elementwise_kernels="eager",
     clip_bytes=12.0,
-    block_kernels=2.0,
+    kernel_count_ratio=2.0,
     fp8_weight_grads=False,
     overlap_p2p=True,
-    balanced_stages=True,
+    balances_stages_by_time=True,
     head_in_forward=True,
     embedding_bytes=16.0,
     splits_sends=False,
     reduces_after_pipeline=True,
     ring_head_chunks=8,
-    counts_calls=True,
+    counts_every_collective=True,
 )
 """Meshwright: an eager embedding zeroes its gradient, adds to it and accumulates it."""
 _MESHWRIGHT = Profile("meshwright", memory=MemoryRules(imbalance=1.2), time=_MESHWRIGHT_TIME)
@@ -410,10 +417,10 @@ MESHWRIGHT_COMPILED = dataclasses.replace(
         _MESHWRIGHT_TIME,
         fused_casts=True,
         clip_bytes=0.0,
-        kernels="compiled",
+        elementwise_kernels="compiled",
         step_s=2e-3,
         loss_bytes=6.0,
-        gradient_sum_bytes=2.0,
+        weight_grad_bytes=2.0,
         embedding_bytes=4.0,
     ),
 )
@@ -427,17 +434,23 @@ def compiled_profile(profile: Profile, triton: bool, experts: bool, fp8_weight_g
     Args:
         profile: Profile of the framework.
         triton: Whether blocks are Triton kernels.
-        experts: Whether blocks have experts: torch.compile then compiles only what is outside the blocks.
+        experts: Whether blocks have experts. Their kernels are counted as eager: under activation
+            checkpointing torch.compile leaves these blocks alone.
         fp8_weight_grads: Whether, under fp8, the GEMMs of weight gradients run in fp8.
     """
     if profile.name != "meshwright":
         return profile
     kernels: Literal["compiled", "triton"] = "triton" if triton else "compiled"
-    time = dataclasses.replace(MESHWRIGHT_COMPILED.time, kernels=kernels, fp8_weight_grads=fp8_weight_grads)
+    time = dataclasses.replace(
+        MESHWRIGHT_COMPILED.time, elementwise_kernels=kernels, fp8_weight_grads=fp8_weight_grads
+    )
     if experts:
         eager = _MESHWRIGHT_TIME
         time = dataclasses.replace(
-            time, kernels=eager.kernels, gradient_sum_bytes=eager.gradient_sum_bytes, fused_casts=False
+            time,
+            elementwise_kernels=eager.elementwise_kernels,
+            weight_grad_bytes=eager.weight_grad_bytes,
+            fused_casts=False,
         )
     return dataclasses.replace(MESHWRIGHT_COMPILED, time=time)
 
@@ -446,36 +459,36 @@ PROFILES = {
     profile.name: profile
     for profile in (
         _MESHWRIGHT,
-        Profile("megatron-lm", _MEGATRON_2021, _OLD),
-        Profile("megatron-lm-2022", _MEGATRON_2021, _OLD_2022),
-        Profile("megatron-core", _MEGATRON_CORE, _CORE),
-        Profile("megatron-bridge", _MEGATRON_BRIDGE, _BRIDGE),
-        Profile("megatron-bridge-2026", _MEGATRON_BRIDGE, _BRIDGE_2026),
-        Profile("hai-llm", _HAI_LLM_MEMORY, _HAI_LLM),
-        Profile("megatron-like", _LIKE_MEGATRON_MEMORY, _LIKE_MEGATRON),
-        Profile("aleph-alpha-scaling", _ALEPH_ALPHA_MEMORY, _ALEPH_ALPHA),
-        Profile("megatron-deepspeed", _DEEPSPEED, _OLD_DEEPSPEED),
-        Profile("torchtitan", _TORCHTITAN, _TITAN),
-        Profile("torchtitan-2025", _TORCHTITAN_2025, _TITAN_2025),
-        Profile("huggingface", _HUGGING_FACE_MEMORY, _HUGGING_FACE),
+        Profile("megatron-lm", _MEGATRON_2021_MEMORY, _MEGATRON_2021_TIME),
+        Profile("megatron-lm-2022", _MEGATRON_2021_MEMORY, _MEGATRON_2022_TIME),
+        Profile("megatron-core", _MEGATRON_CORE_MEMORY, _MEGATRON_CORE_TIME),
+        Profile("megatron-bridge", _MEGATRON_BRIDGE_MEMORY, _MEGATRON_BRIDGE_TIME),
+        Profile("megatron-bridge-2026", _MEGATRON_BRIDGE_MEMORY, _MEGATRON_BRIDGE_2026_TIME),
+        Profile("hai-llm", _HAI_LLM_MEMORY, _HAI_LLM_TIME),
+        Profile("megatron-like", _MEGATRON_LIKE_MEMORY, _MEGATRON_LIKE_TIME),
+        Profile("aleph-alpha-scaling", _ALEPH_ALPHA_MEMORY, _ALEPH_ALPHA_TIME),
+        Profile("megatron-deepspeed", _DEEPSPEED_MEMORY, _MEGATRON_DEEPSPEED_TIME),
+        Profile("torchtitan", _TORCHTITAN_MEMORY, _TORCHTITAN_TIME),
+        Profile("torchtitan-2025", _TORCHTITAN_2025_MEMORY, _TORCHTITAN_2025_TIME),
+        Profile("huggingface", _HUGGING_FACE_MEMORY, _HUGGING_FACE_TIME),
         Profile(
             "composer-fsdp",
-            _FSDP,
+            _FSDP_MEMORY,
             TimeRules(
-                attention_kernel="flash-1", reduce_bytes=2.0, optimizer_bytes=28.0, gradient_sum_bytes=0.0
+                attention_kernel="flash-1", reduce_bytes=2.0, optimizer_bytes=28.0, weight_grad_bytes=0.0
             ),
         ),
         Profile(
             "deepspeed-zero",
-            _DEEPSPEED,
+            _DEEPSPEED_MEMORY,
             TimeRules(
                 flash_attention=False,
                 dropout=True,
                 reduce_bytes=2.0,
-                gradient_sum_bytes=0.0,
+                weight_grad_bytes=0.0,
                 gather_calls=4.0,
                 gather_share=0.125,
-                scatters_each=True,
+                reduce_scatters_each_micro_batch=True,
             ),
         ),
     )

@@ -74,12 +74,12 @@ def list_runs(folder: Path) -> list[RunSummary]:
 
 def _list_folder(folder: Path) -> list[RunSummary]:
     if _is_run(folder):
-        return [summarise_run(folder)]
-    found = [summarise_run(path) for path in folder.iterdir() if path.is_dir() and _is_run(path)]
+        return [summarize_run(folder)]
+    found = [summarize_run(path) for path in folder.iterdir() if path.is_dir() and _is_run(path)]
     return sorted(found, key=lambda run: (run.began or 0.0, run.name), reverse=True)
 
 
-def summarise_run(folder: Path) -> RunSummary:
+def summarize_run(folder: Path) -> RunSummary:
     """Summarise one run; a damaged run has a reason, it is not an error."""
     found = RunScan()
     damage: list[str] = []

@@ -49,9 +49,9 @@ def wanted_block_backend(job: Job) -> BlockBackend:
 
 
 def explain_block_backend(job: Job) -> list[str]:
-    """Why the default is this backend, or which blocks a named one leaves as they are, as a sentence.
+    """Explain the default backend, or name the blocks that a chosen backend does not compile.
 
-    Empty if there is nothing to say, and for jobs that have no choice of a backend.
+    Empty if there is nothing to explain, and for jobs that cannot choose a backend.
 
     Args:
         job: With its layout settled.

@@ -31,7 +31,7 @@ from meshwright.spec.job import Job
 from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor
 
 MIN_LOSS_SCALE = 1.0
-"""Below this the scale divides instead of multiplying, so it is not the cause of an overflow."""
+"""A loss scale below this would reduce the loss, so an overflow has another cause."""
 
 
 class MixedPrecision:
@@ -40,7 +40,7 @@ class MixedPrecision:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._device = device.type
         torch.backends.cudnn.allow_tf32 = False  # by default convolutions on GPUs round fp32 to TF32
-        self._low = AUTOCAST_DTYPES.get(job.train.precision)
+        self._autocast_dtype = AUTOCAST_DTYPES.get(job.train.precision)
         self._compiled = not uses_eager_blocks(job)
         self._scaled = job.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler(
@@ -55,15 +55,15 @@ class MixedPrecision:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Context of a forward pass."""
-        low = self._low or torch.bfloat16
-        with torch.autocast(self._device, low, enabled=self._low is not None), self._prefer_kernels():
+        dtype, enabled = self._autocast_dtype or torch.bfloat16, self._autocast_dtype is not None
+        with torch.autocast(self._device, dtype, enabled=enabled), self._prefer_kernels():
             yield
 
     def backward(self, end: Tensor | GradientEdge, grad: Tensor | None = None) -> None:
         """Run the backward pass of a loss, scaled in fp16, or of another output.
 
-        It prefers the attention kernels of the forward pass. Activation checkpointing recomputes here; with
-        another kernel it would not find what the forward pass has saved.
+        It prefers the attention kernels of the forward pass: activation checkpointing recomputes here, and
+        another kernel would save other tensors.
 
         Args:
             end: The loss, or the gradient edge of an output.

@@ -64,15 +64,16 @@ def build_trainer(
     _set_determinism(job)
     amp = MixedPrecision(job, mesh.device)
     model = _parallelize(context, amp, weights or find_weight_source(job, from_hf=assignment.hf_weights))
-    copies = None if model.weight_copies is None else model.weight_copies.copies
+    applied = model.applied
+    copies = None if applied.weight_copies is None else applied.weight_copies.copies
     optimizer = build_optimizer(model.rank_parameters, job.train, copies, uses_fused_adamw(job))
     offloaded = build_offloaded_state(optimizer, model.rank_parameters, job, mesh)
-    balancer = build_expert_balancer(model.model, job, mesh.device, amp)
+    balancer = build_expert_balancer(applied.model, job, mesh.device, amp)
     data = open_data(
         job,
         Path(assignment.data_dir),
         mesh,
-        model.parallel.cp,
+        applied.parallel.cp,
         open_split,
         assignment.eval_sets,
         None if assignment.corpus is None else parse_corpus(assignment.corpus),
@@ -81,7 +82,7 @@ def build_trainer(
     state = CheckpointedState(
         plan=context.plan,
         counters=TrainState(),
-        model=model.model,
+        model=applied.model,
         sharded=model.rank_parameters,
         optimizer=optimizer,
         loss_scaler=amp,
@@ -106,18 +107,29 @@ def build_trainer(
     skip_samples(context, state.counters)
     data = _open_restored(context, state, data)
     context.setup.end("load")
-    if model.weight_copies is not None and state.counters.step:
-        model.weight_copies.is_stale = True
+    if applied.weight_copies is not None and state.counters.step:
+        applied.weight_copies.is_stale = True
     stores = _stores_of(context)
     saver = CheckpointSaver(
         stores, state, mesh.rank, context.events, snapshots, context.commit, assignment.attempt
     )
     stop = stop or StopSignal()
-    return Trainer(context, model, amp, optimizer, offloaded, balancer, data, state.counters, saver, stop)
+    return Trainer(
+        context=context,
+        parallel_model=model,
+        amp=amp,
+        optimizer=optimizer,
+        offloaded_state=offloaded,
+        balancer=balancer,
+        data=data,
+        state=state.counters,
+        saver=saver,
+        stop=stop,
+    )
 
 
 def _open_restored(context: RankContext, state: CheckpointedState, data: TrainData) -> TrainData:
-    """The data that the restored position counts in: they may have grown during the run.
+    """Open the data at the restored position; they may have grown during the run.
 
     Args:
         context: Context of this rank.
@@ -207,12 +219,12 @@ def _parallelize(context: RankContext, amp: MixedPrecision, weights: WeightSourc
     """Build the rank's part of the model with all axes applied, its pipeline and its optimizer shard."""
     plan, job, mesh = context.plan, context.plan.job, context.mesh
     gemms = autotune_gemms(job, mesh.device, context.events)
-    model, module, parallel, weight_copies = parallelize(job, mesh, weights, gemms)
-    pipeline, reducer, backup = None, None, None
+    applied = parallelize(job, mesh, weights, gemms)
+    model, pipeline, reducer, backup = applied.model, None, None, None
     if isinstance(model, Stages):
         pipeline = build_pipeline(model, job, plan.micro_batches, mesh, amp)
     else:
         reducer = build_bucket_reducer(model, job, mesh)
         backup = build_backup_replicas(model, job, mesh, context.store)
-    rank_parameters = build_rank_parameters(model, job, mesh, parallel.local_shards)
-    return ParallelModel(model, module, pipeline, reducer, parallel, rank_parameters, backup, weight_copies)
+    rank_parameters = build_rank_parameters(model, job, mesh, applied.parallel.local_shards)
+    return ParallelModel(applied, pipeline, reducer, rank_parameters, backup)

@@ -42,7 +42,7 @@ def train(trainer: Trainer) -> None:
             check_grace(trainer, grace, step_s)
         policy.after_step(trainer, result.bad)
         replicas.after_step(trainer)
-        trainer.follow_data(result.grown_data)
+        trainer.follow_data(result.data_votes)
         stopping = result.stop_requested and trainer.step < steps
         last = stopping or trainer.step == steps
         eval_loss = None

@@ -1,4 +1,4 @@
-"""What the launcher gives a rank: its plan, its mesh, and where it reports."""
+"""Arguments of the launcher to a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.train.setup_times import SetupTimes
 
 @dataclass(frozen=True)
 class RankContext:
-    """Arguments of the launcher to a rank: its plan and mesh, and where it reports."""
+    """Plan and mesh of a rank, where it reports, and what it starts from."""
 
     plan: PlanContract
     assignment: Assignment
@@ -31,10 +31,11 @@ class RankContext:
     restore_step: int | None = None
     """The step of the in-memory snapshot to start from."""
     setup: SetupTimes = field(default_factory=SetupTimes)
+    """Times of the parts of the start-up."""
     commit: Commit = nullcontext
-    """Entered around each commit; raises where this rank must write no more."""
+    """Context manager around each commit; raises FencedError if another process has this rank."""
     min_position: int = 0
-    """Samples that are not read again: a rollback skips them."""
+    """Position in the data to continue from after a rollback; earlier samples are skipped."""
     retired: RetiredSnapshots | None = None
     """Snapshots of another layout to start from."""
     store: dist.Store | None = None

@@ -64,7 +64,8 @@ class StepAudit:
         }
         offloaded = OFFLOADED[trainer.job.layout.offload]
         alive = [tensor for kind, tensors in state.items() if kind not in offloaded for tensor in tensors]
-        alive += [*trainer.model.buffers(), *(trainer.offloaded.staging if trainer.offloaded else ())]
+        alive += trainer.model.buffers()
+        alive += trainer.offloaded_state.staging if trainer.offloaded_state else ()
         alive += [trainer.backup.buffers] if trainer.backup else []
         alive += trainer.module.buffers_of_hook if isinstance(trainer.module, FixedBucketDDP) else ()
         alive += trainer.weight_copies.copies.values() if trainer.weight_copies else ()
@@ -84,10 +85,10 @@ class StepAudit:
         self._kept: list[int] = []
         """Saved bytes by forward pass; with an allocation profile, corrections of its figures."""
         self._rows = ExpertRowCounter(trainer.model)
-        self._no_other_frames = trainer.flight.measuring_memory()
+        self._memory_measurement = trainer.flight.measuring_memory()
 
     def __enter__(self) -> StepAudit:
-        self._no_other_frames.__enter__()
+        self._memory_measurement.__enter__()
         if self._tracker is not None:
             self._tracker.__enter__()
         elif self._profile is not None:
@@ -103,7 +104,7 @@ class StepAudit:
             self._tracker.__exit__(kind, error, trace)
         elif self._profile is not None:
             self._profile.stop()
-        self._no_other_frames.__exit__(kind, error, trace)
+        self._memory_measurement.__exit__(kind, error, trace)
 
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass begins."""
@@ -127,7 +128,7 @@ class StepAudit:
             step=trainer.step,
             state_bytes=state_bytes(trainer.rank_parameters, trainer.optimizer),
             offloaded_bytes=offloaded_bytes(
-                trainer.rank_parameters, trainer.optimizer, trainer.offloaded, trainer.job, self._device
+                trainer.rank_parameters, trainer.optimizer, trainer.offloaded_state, trainer.job, self._device
             ),
             activation_bytes=activations,
             peak_bytes=peak,

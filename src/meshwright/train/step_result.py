@@ -1,4 +1,4 @@
-"""What one optimizer step results in."""
+"""The result of one optimizer step: sums over all ranks, and requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class StepResult:
     stop_requested: bool
     """A rank received a request to stop."""
     save_requested: bool
-    """Rank 0 found a save due by ``checkpoint.every_minutes``; only if a save is a collective."""
+    """Rank 0 found a save due by ``checkpoint.every_minutes``; always False with one rank."""
     noise_sums: list[float]
+    """Sums for the gradient noise scale."""
     loss_scale: float
     lr: float
     grad_norm: float
@@ -28,5 +29,6 @@ class StepResult:
     bad: BadStep | None
     """Why the parameters did not change; None for a usual step."""
     expert_load: ExpertLoad | None
-    grown_data: Votes
+    """Tokens per expert; None without experts."""
+    data_votes: Votes
     """Votes on data that have grown."""

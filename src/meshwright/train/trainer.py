@@ -29,7 +29,6 @@ from meshwright.parallel.backup_replicas import BackupReplicas
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.data_parallel import gradient_sync
 from meshwright.parallel.ddp import sync_batch_norm_stats
-from meshwright.parallel.mesh import ControlAllReduce
 from meshwright.spec.job import Job
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.bad_steps import describe_bad_step, is_bad, keep_norm, spike_limit
@@ -42,12 +41,10 @@ from meshwright.train.optimizer import set_lr, updates_weight_copies
 from meshwright.train.optimizer_offload import OffloadedOptimizerState
 from meshwright.train.parallel_model import ParallelModel
 from meshwright.train.rank_context import RankContext
+from meshwright.train.step_control import StepControl
 from meshwright.train.step_result import StepResult
 from meshwright.train.stop_signal import StopSignal
 from meshwright.train.throughput import ThroughputMeter
-
-BAD_RANKS = 2
-"""Index in the control all-reduce of the ranks that found the step bad; before it are loss and targets."""
 
 
 class StepHooks:
@@ -79,10 +76,10 @@ class Trainer:
     def __init__(
         self,
         context: RankContext,
-        model: ParallelModel,
+        parallel_model: ParallelModel,
         amp: MixedPrecision,
         optimizer: Optimizer,
-        offloaded: OffloadedOptimizerState | None,
+        offloaded_state: OffloadedOptimizerState | None,
         balancer: ExpertBalancer | None,
         data: TrainData,
         state: TrainState,
@@ -93,10 +90,10 @@ class Trainer:
 
         Args:
             context: Plan, mesh and reporting of this rank.
-            model: With all axes applied.
+            parallel_model: Model with all axes applied.
             amp: Mixed precision.
             optimizer: Optimizer of the parameters that this rank updates.
-            offloaded: Its state, if that is in CPU memory.
+            offloaded_state: Its state, if that is in CPU memory.
             balancer: Balancer of experts, if there are some.
             data: To train and evaluate on.
             state: Counters; restored if the run is resumed.
@@ -106,17 +103,18 @@ class Trainer:
         self.plan, self.assignment, self.mesh = context.plan, context.assignment, context.mesh
         self.counter, self.events, self.flight = context.counter, context.events, context.counter.flight
         self.setup, self.has_snapshot_slots = context.setup, context.snapshot_slots is not None
-        self.model, self.module, self.pipeline = model.model, model.module, model.pipeline
-        self.reducer, self.parallel, self.backup = model.reducer, model.parallel, model.backup
-        self.rank_parameters, self.weight_copies = model.rank_parameters, model.weight_copies
-        self.amp, self.optimizer, self.offloaded, self.balancer = amp, optimizer, offloaded, balancer
+        self.model, self.module, self.parallel, self.weight_copies = parallel_model.applied
+        self.pipeline, self.reducer = parallel_model.pipeline, parallel_model.reducer
+        self.backup, self.rank_parameters = parallel_model.backup, parallel_model.rank_parameters
+        self.amp, self.optimizer, self.balancer = amp, optimizer, balancer
+        self.offloaded_state = offloaded_state
         self.data, self.state, self.saver, self.stop = data, state, saver, stop
         self.follower = build_follower(self.job, Path(self.assignment.data_dir), data.corpus, self.mesh)
         self.noise_scale = NoiseScale(self.module, self.job.train.noise_scale_every)
         buffers = self.model.buffers() if self.job.mixes_samples else ()
         self._batch_norm_stats = [(buffer, buffer.clone()) for buffer in buffers]
         """Running statistics of batch norms, and their values before the step: a bad step keeps them."""
-        self.links = LinkMeter() if self.job.cluster.nodes > 1 else None
+        self.link_meter = LinkMeter() if self.job.cluster.nodes > 1 else None
         """Meter of the connections to other hosts."""
         self.observer: StepObserver | None = None
         """Observes the running step, if it is audited or proved; a report of an error reads from it."""
@@ -183,7 +181,7 @@ class Trainer:
             **self.amp.step_fields(result.grad_norm, bad is not None),
             bad_step=None if bad is None else bad.kind,
             spent_s=self.flight.own_time.take(),
-            **({} if self.links is None else {"links": self.links.take()}),
+            **({} if self.link_meter is None else {"links": self.link_meter.take()}),
             **({} if self.backup is None else {"slice": self.backup.used_slice}),
             **({} if result.expert_load is None else result.expert_load.step_fields()),
         )
@@ -222,7 +220,7 @@ class Trainer:
         noise = self.noise_scale.parts(divisor, local_targets)
         loss_scale = self.amp.loss_scale() if noise else 1.0
         lr, early = lr_at(self.step, self.job.train), overlap_next_step and self.can_read_loss_early()
-        control: list[ControlAllReduce] = []
+        control: list[StepControl] = []
 
         def judge(grad_norm: Tensor) -> Tensor:
             self.flight.enter("control all-reduce")
@@ -230,23 +228,32 @@ class Trainer:
             if early:
                 control[0].start_copy()
             self.flight.enter("update")
-            return control[0].values[BAD_RANKS] > 0
+            return control[0].is_bad
 
         self.update(lr, judge)
         sync_batch_norm_stats(self.model, self.job, self.mesh)
         prefetch()
         self.flight.enter("control all-reduce")
         # The first read of a device value in this step: all its work is queued by now.
-        loss_sum, target_count, bad_ranks, stop_requests, *sums, norm = control[0].wait()
-        bad = describe_bad_step(loss_sum, norm, self.state.grad_norms, self.step + 1) if bad_ranks else None
-        save_requested = self.saver.needs_all_ranks and sums.pop(0) > 0
-        votes = Votes(sums.pop(0), sums.pop(0)) if self.job.data.follow else Votes()
+        sums = control[0].wait()
+        bad = None
+        if sums.bad_ranks:
+            bad = describe_bad_step(sums.loss, sums.grad_norm, self.state.grad_norms, self.step + 1)
         load = None if self.balancer is None else self.balancer.end_step(self.mesh, update_biases=bad is None)
         if bad is not None:
             self.restore_forward_state()
-        stop = stop_requests > 0
         return StepResult(
-            loss_sum, target_count, stop, save_requested, sums, loss_scale, lr, norm, bad, load, votes
+            loss_sum=sums.loss,
+            target_count=sums.targets,
+            stop_requested=sums.stop_requests > 0,
+            save_requested=sums.save_requests > 0,
+            noise_sums=sums.noise,
+            loss_scale=loss_scale,
+            lr=lr,
+            grad_norm=sums.grad_norm,
+            bad=bad,
+            expert_load=load,
+            data_votes=sums.data_votes,
         )
 
     def follow_data(self, votes: Votes) -> None:
@@ -269,10 +276,12 @@ class Trainer:
             self.events.write("data_grew", step=self.step, position=counters.position, notes=notes)
 
     def raise_changed_data(self) -> None:
-        """Report on rank 0 that followed data changed, after the last checkpoint was saved.
+        """Raise the error of followed data that changed, on the rank that found it.
+
+        It is called after the last checkpoint was saved.
 
         Raises:
-            UserError: They did.
+            UserError: The data changed.
         """
         if self.follower is not None and self.follower.refused is not None:
             raise self.follower.refused
@@ -291,7 +300,7 @@ class Trainer:
         GPU never waits for the CPU. With several ranks the time of a step includes its optimizer step.
         Offloaded state needs the CPU for the update.
         """
-        return self.mesh.device.type == "cuda" and self.mesh.control is None and self.offloaded is None
+        return self.mesh.device.type == "cuda" and self.mesh.control is None and self.offloaded_state is None
 
     def _start_control_all_reduce(
         self,
@@ -299,19 +308,28 @@ class Trainer:
         local_targets: int,
         noise: Sequence[Tensor | float],
         grad_norm: Tensor,
-    ) -> ControlAllReduce:
+    ) -> StepControl:
         """Sum verdict, loss, targets and flags over all ranks; the gradient norm is read back beside them."""
         limit = spike_limit(self.state.grad_norms, self.job.train.spike_factor)
-        bad = is_bad(local_loss, grad_norm, limit, self.amp.is_scaled)
         refused = self.follower is not None and self.follower.refused is not None
-        flags = [float(self.stop.requested or refused)]
-        if self.saver.needs_all_ranks:  # rank 0 decides when
-            flags.append(float(self.mesh.rank == 0 and self.saver.is_due_by_time()))
+        save_due = None
+        if self.saver.sends_save_request:
+            save_due = self.mesh.rank == 0 and self.saver.is_due_by_time()
+        votes = None
         if self.job.data.follow:
             votes = Votes() if self.follower is None else self.follower.vote()
-            flags += [votes.proposed, votes.ready]
-        own = [local_loss, local_targets] if self.mesh.reports_loss else [0.0, 0.0]
-        return self.mesh.start_control_all_reduce([*own, bad, *flags, *noise], local_values=[grad_norm])
+        reports = self.mesh.reports_loss
+        return StepControl.start(
+            self.mesh,
+            loss=local_loss if reports else 0.0,
+            targets=local_targets if reports else 0.0,
+            bad=is_bad(local_loss, grad_norm, limit, self.amp.is_scaled),
+            stop=self.stop.requested or refused,
+            save_due=save_due,
+            data_votes=votes,
+            noise=noise,
+            grad_norm=grad_norm,
+        )
 
     def forward_backward(
         self, batches: Iterable[Batch], divisor: int, observer: StepObserver | None = None

@@ -221,20 +221,19 @@ class _Generation:
                 aborter.add(mesh.transport)
                 setup.end("join")
                 free = measure_free_memory(plan)
-                memory = None if self.link is None else self.link.snapshots
                 context = RankContext(
-                    plan,
-                    self.assignment,
-                    mesh,
-                    counter,
-                    self.events,
-                    memory,
-                    self.order.restore_step,
-                    setup,
-                    nullcontext if self.link is None else self.link.commit,
-                    self.order.min_position,
-                    self._open_retired(),
-                    store or self._shared_store(),
+                    plan=plan,
+                    assignment=self.assignment,
+                    mesh=mesh,
+                    counter=counter,
+                    events=self.events,
+                    snapshot_slots=None if self.link is None else self.link.snapshots,
+                    restore_step=self.order.restore_step,
+                    setup=setup,
+                    commit=nullcontext if self.link is None else self.link.commit,
+                    min_position=self.order.min_position,
+                    retired=self._open_retired(),
+                    store=store or self._shared_store(),
                 )
                 trainer = build_trainer(context, stop)
                 work(trainer)

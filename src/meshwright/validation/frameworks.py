@@ -208,7 +208,7 @@ def _apply_note(profile: Profile, cells: Cells) -> Profile:
         if re.search(pattern, note):
             changes |= settings
     if few := _FEW_NODES.search(note):
-        changes["most_nodes"] = float(few[1])
+        changes["max_nodes_per_token"] = float(few[1])
     if NAMED_NORMS.search(note):
         changes["fused_norms"] = False
     overlaps: bool | None = None

@@ -28,5 +28,4 @@ class SaveBeforeFirstUpdate(StepHooks):
     def before_update(self, trainer: Trainer) -> None:
         """Save before the first update."""
         if trainer.step == trainer.state.first_step:
-            trainer.saver._save(None)
-            trainer.saver._collect(wait=True)
+            trainer.saver.save_now()

@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.layout.flops import flops_per_token
 from meshwright.layout.optimizer_state import predict_optimizer
-from meshwright.layout.parameters import count_parameters, list_parameters
+from meshwright.layout.parameters import FLOAT32_BYTES, count_parameters, list_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.layout import DEGREES, Layout
 from meshwright.spec.legality.table import find_problems, with_layout
@@ -29,7 +29,6 @@ MAX_MEMORY_SHARE = 0.5
 """Share of free memory for the state of all ranks; the rest is for activations."""
 MAX_SECONDS = 600.0
 """Time of the reference, at the assumed FLOP/s of the machine."""
-FLOAT32_BYTES = 4
 
 SMALL_HEAD = 16
 SMALL_HEADS = 2

@@ -10,12 +10,12 @@ from meshwright.audit import event_scan as scan
 from meshwright.audit.event_scan import read_record
 from meshwright.core.events import EVENTS_FILE, EventWriter
 from meshwright.launch.lock import RunLock, is_held
-from meshwright.report.run_list import list_runs, summarise_run
+from meshwright.report.run_list import list_runs, summarize_run
 
 
 def test_finished_run_has_the_figures_of_its_record(matching_events, run_folder):
     folder = run_folder(matching_events())
-    run = summarise_run(folder)
+    run = summarize_run(folder)
     assert (run.status, run.steps, run.steps_asked, run.ranks) == ("complete", 4, 4, 2)
     assert (run.loss, run.eval_loss, run.audit_ok) == (2.0, 5.5, True)
     assert run.tokens_per_s == read_record(folder).tokens_per_s
@@ -25,20 +25,20 @@ def test_finished_run_has_the_figures_of_its_record(matching_events, run_folder)
 def test_failed_audit_is_shown(matching_events, run_folder, find_event):
     events = matching_events()
     find_event(events, "state", 1)["state_bytes"]["optimizer"] += 1
-    assert summarise_run(run_folder(events)).audit_ok is False
+    assert summarize_run(run_folder(events)).audit_ok is False
 
 
 def test_run_without_an_audited_step_is_not_measured(matching_events, run_folder):
     events = [{**e, "status": "interrupted"} if e["event"] == "finished" else e for e in matching_events()]
     folder = run_folder([e for e in events if e["event"] != "state"])
-    run = summarise_run(folder)
+    run = summarize_run(folder)
     assert (run.status, run.audit_ok, run.measured) == ("interrupted", False, False)
-    assert summarise_run(run_folder(matching_events())).measured is True
+    assert summarize_run(run_folder(matching_events())).measured is True
 
 
 def test_figures_are_those_of_the_newest_attempt(matching_events, run_folder):
     late = [{**e, "loss": 1.25} if e["event"] == "step" else e for e in matching_events(generation=1)]
-    run = summarise_run(run_folder(matching_events() + late))
+    run = summarize_run(run_folder(matching_events() + late))
     assert (run.attempts, run.loss) == (2, 1.25)
 
 
@@ -46,13 +46,13 @@ def test_states_of_unfinished_runs(matching_events, run_folder):
     """A run is unfinished, failed with the first cause, or running while its lock is held."""
     cut = [e for e in matching_events() if e["event"] in ("ready", "step")]
     folder = run_folder(cut)
-    assert (summarise_run(folder).status, summarise_run(folder).audit_ok) == ("unfinished", None)
+    assert (summarize_run(folder).status, summarize_run(folder).audit_ok) == ("unfinished", None)
     with RunLock.take(folder):
-        assert summarise_run(folder).status == "running"
+        assert summarize_run(folder).status == "running"
     head = {"v": 1, "event": "error", "time": 0.0, "generation": 0, "kind": "RuntimeError", "problems": []}
     victim = {**head, "rank": 0, "message": "Connection closed by peer", "peer_lost": True}
     cause = {**head, "rank": 1, "message": "out of paper\nmore", "peer_lost": False}
-    failed = summarise_run(run_folder([*cut, victim, cause]))
+    failed = summarize_run(run_folder([*cut, victim, cause]))
     assert (failed.status, failed.reason) == ("failed", "rank 1: out of paper")
 
 
@@ -74,7 +74,7 @@ def test_damaged_run_is_listed_with_the_reason(matching_events, run_folder, name
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_text(content)
-    run = summarise_run(folder)
+    run = summarize_run(folder)
     assert run.status == "damaged"
     assert says in run.reason
     assert run.steps == 4, "readable figures are shown"
@@ -84,7 +84,7 @@ def test_damaged_event_lines_are_counted(matching_events, run_folder):
     folder = run_folder(matching_events())
     with (folder / EVENTS_FILE).open("a") as file:
         file.write('{"v":1,"event":"step","time":1.0,"rank":0,"generation":0,"step":9,"lo\nnonsense\n[]\n')
-    run = summarise_run(folder)
+    run = summarize_run(folder)
     assert (run.status, run.steps) == ("complete", 4)
     assert "3 lines" in run.reason
 
@@ -118,6 +118,6 @@ def test_only_the_newest_step_of_a_long_log_is_parsed(matching_events, run_folde
     parsed = []
     real = scan.parse_event
     monkeypatch.setattr(scan, "parse_event", lambda line: parsed.append(1) or real(line))
-    run = summarise_run(folder)
+    run = summarize_run(folder)
     assert len(parsed) == 3, "the newest step and two finished events"
     assert (run.steps, run.loss, run.tokens_per_s) == (2000, 1 / 2000, 200.0)

@@ -196,7 +196,7 @@ def test_only_a_single_gpu_reads_the_loss_early(job_file, tmp_path):
     gpu = dataclasses.replace(trainer.mesh, device=torch.device("cuda", 0))
     trainer.mesh = gpu
     assert trainer.can_read_loss_early()
-    trainer.offloaded = object()
+    trainer.offloaded_state = object()
     assert not trainer.can_read_loss_early()
-    trainer.offloaded, trainer.mesh = None, dataclasses.replace(gpu, control=object())
+    trainer.offloaded_state, trainer.mesh = None, dataclasses.replace(gpu, control=object())
     assert not trainer.can_read_loss_early()

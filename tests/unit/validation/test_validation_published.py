@@ -259,10 +259,10 @@ def test_latent_attention_on_blackwell_needs_a_recent_cudnn(case, gpu, framework
 
 def test_expert_dispatch_is_read_from_the_note(case):
     rules = case(note="EP overlap; fp8 dispatch; tokens go to at most 4 nodes").workload.profile.time
-    assert (rules.overlap_ep, rules.fp8_dispatch, rules.most_nodes) == (True, True, 4)
+    assert (rules.overlap_ep, rules.fp8_dispatch, rules.max_nodes_per_token) == (True, True, 4)
     plain = case(note="DeepEP; experts balanced").workload.profile.time
     assert (plain.overlap_ep, plain.fp8_dispatch) == (False, False)
-    assert plain.most_nodes == float("inf")
+    assert plain.max_nodes_per_token == float("inf")
 
 
 def test_blocking_launches_are_read_from_the_note(case):

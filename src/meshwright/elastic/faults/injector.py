@@ -106,10 +106,12 @@ class Injector:
         return False
 
     def _inject(self, fault: Fault) -> None:
-        now, furthest = time.time(), self.view.steps_done
+        now = time.time()
         pid = self._signal(fault) if fault.kind not in self.actions else self.actions[fault.kind](fault)
         progress = self.view.progress(fault.rank or 0)
         where = (progress.step, progress.phase, progress.generation) if progress else (0, "", 0)
+        # A rank in a step has done the one before, even if its event has not been read yet.
+        furthest = max(self.view.steps_done, where[0] - 1)
         self.injections.append(Injection(fault, now, pid, *where, furthest))
 
     def _signal(self, fault: Fault) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid
-from meshwright.plan.estimate.state import FLOAT32, LOW_BYTES
+from meshwright.plan.estimate.state import ACTIVATION_BYTES, FLOAT32
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.workload import Workload
 
@@ -61,7 +61,7 @@ class SavedBytes:
 
 def attention_saved_bytes(workload: Workload) -> SavedBytes:
     """Attention with its norm, without activation checkpointing."""
-    model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
+    model, rules, low = workload.model, workload.profile.memory, ACTIVATION_BYTES[workload.precision]
     width, heads, gemm_input = model.hidden_size, model.num_heads, _gemm_input_bytes(workload)
     inputs = SavedBytes(
         shared=norm_input_bytes(workload) + (width if rules.dropout else 0), gathered=width * gemm_input
@@ -90,7 +90,7 @@ def _key_width(workload: Workload) -> int:
 
 def ffn_saved_bytes(workload: Workload, expert: bool) -> SavedBytes:
     """A feed-forward with its norm, dense or MoE, without activation checkpointing."""
-    model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
+    model, rules, low = workload.model, workload.profile.memory, ACTIVATION_BYTES[workload.precision]
     width, gemm_input = model.hidden_size, _gemm_input_bytes(workload)
     gated = model.activation == "swiglu"
     gate = 1.0 if rules.gates_in_fp8 and workload.precision == "fp8" else low
@@ -118,7 +118,7 @@ def ffn_saved_bytes(workload: Workload, expert: bool) -> SavedBytes:
 
 def _gemm_input_bytes(workload: Workload) -> float:
     """Bytes per element of a saved GEMM input: Transformer Engine saves low precision, torchao does not."""
-    low = LOW_BYTES[workload.precision]
+    low = ACTIVATION_BYTES[workload.precision]
     return GEMM_INPUT_BYTES.get(workload.precision, low) if workload.profile.memory.scratch_gradients else low
 
 
@@ -126,7 +126,7 @@ def norm_input_bytes(workload: Workload) -> float:
     """A norm's input; with statistics if it is not fused into a GEMM; on CPU also RMSNorm's output."""
     model = workload.model
     if workload.profile.memory.blocks != "eager":
-        low, time = LOW_BYTES[workload.precision], workload.profile.time
+        low, time = ACTIVATION_BYTES[workload.precision], workload.profile.time
         unfused = not (time.fused_norms or workload.compiled or model.norm == "layer")
         # Unfused: the float32 copy for the square and the scale, and the output before the weight.
         return model.hidden_size * (FLOAT32 + low if unfused else low)
@@ -139,7 +139,7 @@ def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, Sav
     """A block without activation checkpointing, with selective, and with full."""
     model, rules = workload.model, workload.profile.memory
     attention, ffn = attention_saved_bytes(workload), ffn_saved_bytes(workload, expert)
-    residual = FLOAT32 if rules.blocks == "eager" else LOW_BYTES[workload.precision]
+    residual = FLOAT32 if rules.blocks == "eager" else ACTIVATION_BYTES[workload.precision]
     whole, full = attention + ffn, SavedBytes(shared=model.hidden_size * residual)
     if rules.recomputed_modules and rules.fused_attention:
         return whole, whole + _recomputed_modules(workload, expert), full
@@ -157,7 +157,7 @@ def _recomputed_modules(workload: Workload, expert: bool) -> SavedBytes:
     model, modules, low = (
         workload.model,
         workload.profile.memory.recomputed_modules,
-        LOW_BYTES[workload.precision],
+        ACTIVATION_BYTES[workload.precision],
     )
     gemm_input, found = _gemm_input_bytes(workload), SavedBytes()
     if "mla_up_proj" in modules and model.attention == "latent":
@@ -175,7 +175,7 @@ def _recomputed_modules(workload: Workload, expert: bool) -> SavedBytes:
 
 def _saved_gemm_outputs(workload: Workload, expert: bool) -> SavedBytes:
     """The output of every GEMM and of attention: Meshwright's selective activation checkpointing."""
-    model, low = workload.model, LOW_BYTES[workload.precision]
+    model, low = workload.model, ACTIVATION_BYTES[workload.precision]
     first = 2 if model.activation == "swiglu" else 1
     heads = SavedBytes(split=(2 * model.query_size + 2 * model.kv_size) * low + FLOAT32 * model.num_heads)
     if model.attention == "latent":
@@ -196,7 +196,7 @@ def _saved_half(workload: Workload, expert: bool) -> SavedBytes:
     torchao's fp8 GEMMs are the same operator on a tensor subclass, so fp8 saves as much, in 16 bits.
     Grouped GEMMs of experts are not on its list.
     """
-    model, low = workload.model, LOW_BYTES[workload.precision]
+    model, low = workload.model, ACTIVATION_BYTES[workload.precision]
     attention = SavedBytes(split=model.value_size * low + FLOAT32 * model.num_heads)
     odd = SavedBytes(split=(model.query_size + model.kv_size) * low)
     if expert:

@@ -15,7 +15,7 @@ from meshwright.plan.estimate.weights import Weights, count_elements
 from meshwright.spec.model import DecoderModel
 
 BISECTIONS = 50
-"""Halvings of the interval that the size of the largest stage is in."""
+"""Bisection steps for the size of the largest stage."""
 
 
 def count_balanced(model: DecoderModel, pp: Ints) -> tuple[Ints, Ints, Ints]:

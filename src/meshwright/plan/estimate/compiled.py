@@ -1,4 +1,4 @@
-"""The peak of compiled steps with unsharded layers (``plan.memory.compiled``), on columns.
+"""The peak of compiled steps whose layers are not sharded (``plan.memory.compiled``), on columns.
 
 The peak depends on the micro-batch, activation checkpointing and persistence of gradients alone. So each such
 case is walked once for all layouts that share it.
@@ -23,23 +23,23 @@ from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.model import DecoderModel
 
 
-def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) -> GridMemorySnapshot:
-    """The peak of each layout with unsharded layers.
+def find_compiled_peak(job: Job, grid: Grid, unsharded: Flags, persistent: Flags) -> GridMemorySnapshot:
+    """The peak of each layout that does not shard its layers.
 
     Args:
         job: With compiled blocks.
         grid: The layouts.
-        whole: Which of them have unsharded layers.
+        unsharded: Which of them do not shard their layers.
         persistent: Where gradients live through the whole step.
     """
     held = np.zeros((3, len(grid)))
     cases = np.stack((grid.micro_batch, grid.recompute, persistent, may_keep_bf16_grads(grid)))
-    found, indices = np.unique(cases[:, whole], axis=1, return_inverse=True)
+    found, indices = np.unique(cases[:, unsharded], axis=1, return_inverse=True)
     parts = [
         _find_peak(job, int(micro), int(recompute), bool(kept), bool(bf16_grads))
         for micro, recompute, kept, bf16_grads in found.T
     ]
-    held[:, whole] = np.array(parts).T[:, indices.reshape(-1)]
+    held[:, unsharded] = np.array(parts).T[:, indices.reshape(-1)]
     activations, temporary, gradients = held
     return GridMemorySnapshot(
         "peak of a compiled step",
@@ -48,7 +48,7 @@ def find_compiled_peak(job: Job, grid: Grid, whole: Flags, persistent: Flags) ->
         Sum((Term("temporary buffers of a block or the loss", (temporary,)),)),
         NOTHING,
         gradients,
-        whole,
+        unsharded,
     )
 
 

@@ -70,11 +70,13 @@ def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> lis
     )
     if stage.heads.any():
         snapshots.append(_loss(facts, stage, local, saved, persistent))
-    job, whole = facts.workload.compiled_job, grid.has_unsharded_layers
-    if job is None or not whole.any():
+    job, unsharded = facts.workload.compiled_job, grid.has_unsharded_layers
+    if job is None or not unsharded.any():
         return snapshots
-    others = [dataclasses.replace(snapshot, possible=snapshot.possible & ~whole) for snapshot in snapshots]
-    return [*others, find_compiled_peak(job, grid, whole, persistent)]
+    others = [
+        dataclasses.replace(snapshot, possible=snapshot.possible & ~unsharded) for snapshot in snapshots
+    ]
+    return [*others, find_compiled_peak(job, grid, unsharded, persistent)]
 
 
 def _has_persistent_grads(facts: Facts) -> Flags:

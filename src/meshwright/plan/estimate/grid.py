@@ -63,7 +63,7 @@ class Grid:
 
     @property
     def has_unsharded_layers(self) -> Flags:
-        """Flags of layouts with unsharded layers.
+        """Layouts whose layers are not sharded: pp, tp and cp of 1, ZeRO below 2.
 
         Only these run Triton blocks (``spec.execution.find_triton_obstacle``), and their compiled steps have
         their own memory ledger.

@@ -121,7 +121,7 @@ def _host_bytes(workload: Workload, grid: Grid) -> Floats:
 def ledger_stages(workload: Workload, grid: Grid) -> list[StageLedger]:
     """The classes of ranks that any layout of the grid has."""
     facts = Facts.of(workload, grid)
-    balanced = workload.profile.time.balanced_parameters
+    balanced = workload.profile.time.balances_stages_by_parameters
     given = count_balanced(workload.model, grid.pp) if balanced else None
     stages = split_stages(workload.model, grid, workload.global_batch, given)
     return [_ledger_stage(facts, stage) for stage in stages if stage is stages[0] or stage.exists.any()]

@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.plan.estimate.activations import SavedBytes, Tokens, block_saved_bytes, sum_saved_bytes
 from meshwright.plan.estimate.grid import Flags, Floats, Grid
 from meshwright.plan.estimate.stages import Stage
-from meshwright.plan.estimate.state import FLOAT32, LOW_BYTES, Sharding
+from meshwright.plan.estimate.state import ACTIVATION_BYTES, FLOAT32, Sharding
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import LocalWeights, Weights
 from meshwright.plan.estimate.workload import Workload
@@ -44,7 +44,7 @@ class Facts:
             Weights.of(workload.model),
             tokens,
             Sharding.of(workload, grid),
-            LOW_BYTES[workload.precision],
+            ACTIVATION_BYTES[workload.precision],
             BlockActivations.of(block_saved_bytes(workload, expert=False), grid, tokens),
             BlockActivations.of(block_saved_bytes(workload, expert=True), grid, tokens),
         )

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.layout.parameters import FLOAT32_BYTES
 from meshwright.plan.estimate.grid import Flags, Floats, Grid
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import LocalWeights
 from meshwright.plan.estimate.workload import Workload
 
-FLOAT32 = 4.0
-LOW_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp4": 2.0}
+FLOAT32 = float(FLOAT32_BYTES)
+ACTIVATION_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp4": 2.0}
 """Bytes of a weight or activation that is not float32; fp8 and fp4 are formats of GEMMs, not of state."""
 ADAM_MOMENTS = 2.0
 STATE_LINES = ("parameters", "gradients", "master weights", "optimizer")
@@ -68,7 +69,7 @@ class StateBytes:
     @classmethod
     def of(cls, workload: Workload) -> StateBytes:
         """In the profile's framework at the workload's precision."""
-        rules, low = workload.profile.memory, LOW_BYTES[workload.precision]
+        rules, low = workload.profile.memory, ACTIVATION_BYTES[workload.precision]
         gradient, moments = rules.gradient_bytes, ADAM_MOMENTS * rules.moment_bytes
         if workload.precision == "fp32":
             return cls(FLOAT32, FLOAT32, 0.0, moments)

@@ -70,10 +70,10 @@ class Workload:
         """The workload of a decoder's job."""
         if not isinstance(job.model, DecoderModel):
             raise TypeError(f"a workload is of a decoder, not {type(job.model).__name__}")
-        own, whole = job.train.runtime == "meshwright", dataclasses.replace(job, layout=Layout())
+        own, unsharded_job = job.train.runtime == "meshwright", dataclasses.replace(job, layout=Layout())
         profile = PROFILES[job.train.runtime]
         if not uses_eager_blocks(job) and job.cluster.device == "cuda":
-            triton = uses_triton_blocks(whole)
+            triton = uses_triton_blocks(unsharded_job)
             experts = job.model.num_experts is not None
             profile = compiled_profile(profile, triton, experts, job.train.fp8_weight_grads)
         return cls(
@@ -86,9 +86,9 @@ class Workload:
             recipe="rowwise" if job.train.precision == "fp8" and job.train.runtime == "meshwright" else "",
             compiled=not uses_eager_blocks(job),
             document_mask=job.data.mask == "document",
-            compiled_job=job if own and is_compiled(whole) else None,
+            compiled_job=job if own and is_compiled(unsharded_job) else None,
             copy_bytes=float(weight_copies_line(job, job.model).bytes)
-            if own and uses_bf16_weight_copies(whole)
+            if own and uses_bf16_weight_copies(unsharded_job)
             else 0.0,
             residual_bytes=float(residual_bytes(job.train)) if own else 2.0,
             optimizer=_optimizer_rate(job.model, job.train) if own else None,

@@ -223,12 +223,12 @@ class PeakBound:
 
     def _compiled(self, grid: Grid, eager: Floats, sums: Flags) -> Floats:
         """The ledger's exact peak for compiled or Triton blocks whose layers are not split."""
-        whole = grid.has_unsharded_layers
-        if self.workload.compiled_job is None or not whole.any():
+        unsharded = grid.has_unsharded_layers
+        if self.workload.compiled_job is None or not unsharded.any():
             return eager
-        peak = find_compiled_peak(self.workload.compiled_job, grid, whole, sums)
+        peak = find_compiled_peak(self.workload.compiled_job, grid, unsharded, sums)
         made = np.asarray(peak.activations.bytes) + np.asarray(peak.workspace.bytes)
-        return np.where(whole, made, eager)
+        return np.where(unsharded, made, eager)
 
     def _with_pipeline(self, grid: Grid, columns: Floats, ends: EndCosts) -> Floats:
         """The larger of the first and the last pipeline rank, with their in-flight micro-batches.

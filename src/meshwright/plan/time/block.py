@@ -16,6 +16,7 @@ from meshwright.plan.time.triton_block_bytes import KernelBytes, kernel_bytes
 from meshwright.spec.model import DecoderModel
 
 ATTENTION_BACKWARD_FLOPS = 2.5
+"""FLOPs of attention's backward pass over those of its forward pass."""
 ATTENTION_BACKWARD_RATE = 0.92
 """Rate of attention's backward pass over its forward pass, for long sequences (cuDNN on an H200)."""
 BACKWARD_RAMP = 3.6
@@ -23,7 +24,7 @@ BACKWARD_RAMP = 3.6
 FULL_RATE_HEAD_DIM = 124
 """Head width from which fused attention reaches its full rate (cuDNN on an H200): 67% at 80, 78% at 96."""
 HALF_HEAD_DIM, HALF_HEAD_RATE = 64, 0.75
-"""Kernels have a tile for this head width, and its rate."""
+"""Head width with a tile of its own, and the rate of attention there."""
 EXPERT_ROW_MULTIPLE = 16
 """An expert's tokens are padded to a multiple of this."""
 COMBINE_DEPTH = 8
@@ -44,7 +45,7 @@ UNFUSED_SOFTMAX_BYTES, UNFUSED_SOFTMAX_BACKWARD_BYTES = 32.0, 34.0
 """Extra bytes per score without the fused softmax: cast to float32, scale, mask, softmax, cast back."""
 EMBEDDING_OUTPUT_BYTES = 4.0
 """Bytes per element of the embedding's output."""
-LOW_BYTES = 2.0
+TRITON_ACTIVATION_BYTES = 2.0
 """Bytes of an activation of Triton blocks."""
 RING = CONTEXTS.index("ring")
 UNFUSED_SOFTMAX_KERNELS = 1.2
@@ -74,16 +75,17 @@ COUNTED_KERNELS = 1.08
 """Time of kernels whose bytes are counted one by one, over a copy of these bytes. Triton kernels alone on an
 H200: 1.11. Real steps of an H200 with compiled blocks take 1.33 times as long for them as with Triton blocks,
 which is the ratio of the counted bytes."""
-COMPILED_STREAM = ((4.0, 10.0), (12.0, 22.0))
+COMPILED_RESIDUAL_BYTES = ((4.0, 10.0), (12.0, 22.0))
 """Bytes per element of the residual stream that norms and additions move, forward and backward: a multiple of
-the stream's own bytes, plus those of 16-bit tensors. Counted in the kernels that torch.compile (torch 2.13)
-makes of a block; parameter gradients of norms are reductions of their own."""
+the residual stream's own bytes, plus those of 16-bit tensors. Counted in the kernels that torch.compile
+(torch 2.13) makes of a block; parameter gradients of norms are reductions of their own."""
 EAGER_KERNELS = 1.6
 """Time of torch's elementwise kernels in eager blocks, over a copy of the bytes that they read and write.
 From profiles of two steps on an H200: 327 GB (GPT-2 XL) and 378 GB (16 experts), both at 2.55 TB/s."""
-EAGER_STREAM = Moved(48.0, 100.0)
-"""Bytes per element of the residual stream in eager blocks, which is float32: a norm 8 forward and 20
-backward, a cast 6, adding to the stream 10, adding gradients in float32 12 and in 16 bits 6."""
+EAGER_RESIDUAL_BYTES = Moved(48.0, 100.0)
+"""Bytes per element of the float32 residual stream that the kernels of an eager block move. Each norm moves 8
+forward and 20 backward, each cast 6, each addition to the stream 10, each addition of gradients 12 in float32
+and 6 in 16 bits."""
 EAGER_ROPE = Moved(36.0, 46.0)
 """Negate, concatenate, two multiplications and an addition in float32, a cast; the same backward."""
 EAGER_DISPATCH = Moved(5.0, 17.0)
@@ -119,12 +121,12 @@ class Passes:
         """Scaled by a factor."""
         return Passes(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
 
-    def where(self, wanted: Flags, other: Passes) -> Passes:
-        """These where ``wanted``, else those of ``other``."""
+    def where(self, condition: Flags, other: Passes) -> Passes:
+        """These where ``condition`` holds, else those of ``other``."""
         return Passes(
-            np.where(wanted, self.forward, other.forward),
-            np.where(wanted, self.backward_input, other.backward_input),
-            np.where(wanted, self.backward_weight, other.backward_weight),
+            np.where(condition, self.forward, other.forward),
+            np.where(condition, self.backward_input, other.backward_input),
+            np.where(condition, self.backward_weight, other.backward_weight),
         )
 
     def take(self, indices: Ints) -> Passes:
@@ -177,9 +179,9 @@ class BlockModel:
         """Tokens of a micro-batch on a rank, before any split over tp."""
         self.tp = grid.tp.astype(float)
         self.token_split = np.where(grid.sequence_parallel, self.tp, 1.0)
-        fp16 = self.rules.fp16_gradient_sum_bytes if workload.precision == "fp16" else None
-        self.sum_bytes = self.rules.gradient_sum_bytes if fp16 is None else fp16
-        """Bytes per element that accumulating a weight gradient moves."""
+        fp16 = self.rules.fp16_weight_grad_bytes if workload.precision == "fp16" else None
+        self.weight_grad_bytes = self.rules.weight_grad_bytes if fp16 is None else fp16
+        """Bytes per weight that casting and summing a weight gradient move."""
         self.head_chunks = np.clip(self.model.num_kv_heads // self.tp, 1, self.rules.ring_head_chunks)
         """Kernels and messages per chunk of ring attention."""
         batches = grid.micro_batch * self.model.num_heads / self.tp
@@ -187,7 +189,7 @@ class BlockModel:
             (batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention)
         )
         """Layouts whose attention runs without the fused softmax."""
-        self.triton: Flags = grid.has_unsharded_layers & (self.rules.kernels == "triton")
+        self.triton: Flags = grid.has_unsharded_layers & (self.rules.elementwise_kernels == "triton")
         """Layouts whose blocks are Triton kernels."""
 
     def times(self) -> BlockTimes:
@@ -204,8 +206,8 @@ class BlockModel:
                 gemms = gemms + shared.times(1 - dense_share)
             experts = self._experts().times(1 - dense_share)
         attention, elementwise = self._attention(), self._elementwise(dense_share)
-        again = self._selective_s(gemms, attention, elementwise)
-        return BlockTimes(gemms, attention, elementwise, experts, again)
+        recomputed = self._selective_s(gemms, attention, elementwise)
+        return BlockTimes(gemms, attention, elementwise, experts, recomputed)
 
     def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
         """Recompute time of selective activation checkpointing."""
@@ -238,7 +240,7 @@ class BlockModel:
     ) -> Passes:
         """The three GEMMs of a linear layer: forward, input gradient, weight gradient."""
         device = self.device
-        stored = self.sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
+        stored = self.weight_grad_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
         cast = Passes(*(np.zeros(len(self.grid)),) * 3) if plain else self._casts(rows, columns, depth, count)
         return cast + Passes(
             gemm_s(device, rows, columns, depth, count, plain),
@@ -259,16 +261,16 @@ class BlockModel:
         return Passes(none + forward, none + rows * columns * count * moved, none)
 
     def _fused_casts(self, rows: Floats, columns: Floats, depth: Floats, count: Sizes) -> Passes:
-        """Casts of Triton blocks (models/triton_block.py).
+        """Casts of Meshwright's compiled and Triton blocks (models/triton_block.py).
 
         Weights in both passes, gradients, and both operands of an fp8 weight-gradient GEMM.
         """
         weights = columns * depth * CAST_ONCE_BYTES
         forward = rows * depth * CAST_FUSED_BYTES + weights
         backward = rows * columns * CAST_ONCE_BYTES + weights
-        again = rows * (columns + depth) * CAST_ONCE_BYTES * self.rules.fp8_weight_grads
+        weight_grad = rows * (columns + depth) * CAST_ONCE_BYTES * self.rules.fp8_weight_grads
         scale = np.asarray(count, float) / self.device.bytes_per_s + np.zeros(len(self.grid))
-        return Passes(forward * scale, backward * scale, again * scale)
+        return Passes(forward * scale, backward * scale, weight_grad * scale)
 
     def _attention_projections(self) -> Passes:
         """The projections around attention."""
@@ -316,20 +318,24 @@ class BlockModel:
         """The router's float32 GEMMs, and the weighted sum of each token's outputs as a batched GEMM."""
         model, device = self.model, self.device
         tokens, width = self.rows / self.tp, float(model.hidden_size)
-        exact = dataclasses.replace(device, flops_per_s=device.float32_flops_per_s, operand_width=4.0)
+        float32_device = dataclasses.replace(
+            device, flops_per_s=device.float32_flops_per_s, operand_width=4.0
+        )
         experts = float(model.num_experts or 1)
         chosen = float(max(model.experts_per_token or 1, COMBINE_DEPTH))
 
         def combine(rows: float, columns: float, depth: float) -> Floats:
             return gemm_s(device, rows, columns, depth, tokens, plain=True)
 
-        forward = gemm_s(exact, tokens, experts, width) + combine(1, width, chosen)
+        forward = gemm_s(float32_device, tokens, experts, width) + combine(1, width, chosen)
         tile = OUTER_PRODUCT_TILE
-        backward = gemm_s(exact, tokens, width, experts) + combine(tile, width, tile) / OUTER_PRODUCT_RATE
+        backward = (
+            gemm_s(float32_device, tokens, width, experts) + combine(tile, width, tile) / OUTER_PRODUCT_RATE
+        )
         return Passes(
             forward + ROUTING_KERNELS * device.rates.launch_s + EXPERT_SYNC_S,
             backward + ROUTING_BACKWARD_KERNELS * device.rates.launch_s,
-            gemm_s(exact, experts, width, tokens) + combine(1, chosen, width),
+            gemm_s(float32_device, experts, width, tokens) + combine(1, chosen, width),
         )
 
     def _attention(self) -> Passes:
@@ -401,11 +407,12 @@ class BlockModel:
         """Norms, residual additions, RoPE and activation functions: memory traffic."""
         model, grid, rules = self.model, self.grid, self.rules
         width, gated = model.hidden_size, model.activation == "swiglu"
-        eager, compiled = rules.kernels == "eager", rules.kernels in ("compiled", "triton")
-        stream, rope, gate = self._moved_bytes()
+        eager = rules.elementwise_kernels == "eager"
+        compiled = rules.elementwise_kernels in ("compiled", "triton")
+        residual, rope, gate = self._moved_bytes()
         dispatch = EAGER_DISPATCH if eager else DISPATCH_BYTES
-        forward = stream.forward * width / self.token_split
-        backward = stream.backward * width / self.token_split
+        forward = residual.forward * width / self.token_split
+        backward = residual.backward * width / self.token_split
         rotated = (model.query_size + model.kv_size) / self.tp * (model.positions == "rope")
         inner = dense_share * model.ffn_size / self.tp
         if model.expert_layers:
@@ -426,7 +433,7 @@ class BlockModel:
         forward = forward + rope.forward * rotated + act.forward * inner
         backward = backward + rope.backward * rotated + act.backward * inner
         over_counted = {"typical": self.device.rates.elementwise, "eager": EAGER_KERNELS}.get(
-            rules.kernels, COUNTED_KERNELS
+            rules.elementwise_kernels, COUNTED_KERNELS
         )
         scale = self.rows * over_counted / self.device.bytes_per_s
         return self._counted_kernels().where(
@@ -435,9 +442,9 @@ class BlockModel:
 
     def _moved_bytes(self) -> tuple[Moved, Moved, Moved]:
         """Bytes per element of the residual stream, of RoPE and of a gated activation."""
-        rules, residual = self.rules, self.workload.residual_bytes
-        if rules.kernels == "eager":
-            return EAGER_STREAM, EAGER_ROPE, UNFUSED_GATE_BYTES
+        rules, residual_bytes = self.rules, self.workload.residual_bytes
+        if rules.elementwise_kernels == "eager":
+            return EAGER_RESIDUAL_BYTES, EAGER_ROPE, UNFUSED_GATE_BYTES
         norm, rope, gate = (
             fused if self.compiled or flag else apart
             for flag, fused, apart in (
@@ -448,17 +455,17 @@ class BlockModel:
             )
         )
         added = 7.0 if rules.dropout else 6.0
-        stream = Moved(2 * (norm.forward + added), 2 * (norm.backward + added))
-        if rules.kernels in ("compiled", "triton"):
-            stream = Moved(*(r * residual + low for r, low in COMPILED_STREAM))
-        return stream, rope, gate
+        residual = Moved(2 * (norm.forward + added), 2 * (norm.backward + added))
+        if rules.elementwise_kernels in ("compiled", "triton"):
+            residual = Moved(*(r * residual_bytes + low for r, low in COMPILED_RESIDUAL_BYTES))
+        return residual, rope, gate
 
     def _kernel_bytes(self) -> KernelBytes[Floats]:
         """Bytes per token of the kernels of Triton blocks."""
         model = self.model
         shares = (size / self.tp for size in (model.query_size, model.kv_size, model.ffn_size))
         residual = self.workload.residual_bytes
-        return kernel_bytes(LOW_BYTES, residual, model.hidden_size / self.token_split, *shares)
+        return kernel_bytes(TRITON_ACTIVATION_BYTES, residual, model.hidden_size / self.token_split, *shares)
 
     def _counted_kernels(self) -> Passes:
         """The kernels of Triton blocks; under fp8 they write one byte in place of two, counted as casts."""

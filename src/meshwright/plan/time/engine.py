@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.layout.parameters import FLOAT32_BYTES
 from meshwright.plan.estimate.activations import Tokens, block_saved_bytes, sum_saved_bytes
 from meshwright.plan.estimate.balance import count_balanced
 from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Floats, Grid, Ints
@@ -30,7 +31,6 @@ SHARDED = ACCUMULATES.index("sharded")
 OFFLOAD_ALL = OFFLOADS.index("all")
 WEIGHT_BYTES = 2.0
 """Bytes per weight that is streamed from the CPU."""
-FLOAT32_BYTES = 4.0
 FP8_BYTES = 1.0
 DUALPIPE, INTERLEAVED = SCHEDULES.index("dualpipe-v"), SCHEDULES.index("interleaved")
 HOST_ADAM_SHARE = 0.2
@@ -44,6 +44,8 @@ GATHER_COPY_BYTES = 8.0
 """Bytes per logit that are copied after an all-gather into a list of tensors: out of the buffer of the
 collective, and into one tensor."""
 ULYSSES = CONTEXTS.index("ulysses")
+LEAST_EXPOSED_RING = 0.1
+"""Share of ring attention's sends that is exposed at least."""
 WORK_PARTS = (
     "compute",
     "tensor parallel",
@@ -150,7 +152,9 @@ class _Step:
         self.embedding: Passes = blocks.embedding().take(back)
         self.logits_s: Floats = blocks.logits()[back]
         self.rows, self.tp, self.head_chunks = blocks.rows[back], blocks.tp[back], blocks.head_chunks[back]
-        self.kernels: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[back]
+        self.softmax_kernel_ratio: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[
+            back
+        ]
         """Kernels per block, relative to the blocks that the host time was calibrated with."""
         self.shares: Shares = share_parameters(self.model, grid)
         self.recompute_s: Floats = self._recompute_s()
@@ -251,7 +255,9 @@ class _Step:
             return np.zeros(len(self.grid))
         routed = self.model.expert_layers / self.model.num_layers
         host = (
-            (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels * self.rules.block_kernels
+            (self.rates.host_s + self.rates.expert_host_s * routed)
+            * self.softmax_kernel_ratio
+            * self.rules.kernel_count_ratio
         )
         host = host + COLLECTIVE_HOST_S * 2 * np.log2(np.maximum(self.grid.tp, 1))
         return host if self.probed is None else np.where(self.probed.known, 0.0, host)
@@ -259,20 +265,21 @@ class _Step:
     def _head_and_embedding(self) -> tuple[Passes, Passes, Passes, Passes]:
         """Head and embedding with their tensor-parallel collectives, and these collectives."""
         none = np.zeros(len(self.grid))
-        head, given, taken = self.head, Passes(none, none, none), Passes(none, none, none)
+        head, embedding_tp, head_tp = self.head, Passes(none, none, none), Passes(none, none, none)
         moved, group = self.rows * self.model.hidden_size, self.groups.tp
         one = group.all_reduce_s(moved * self.workload.wire_bytes)
-        if self.rules.counts_calls:
-            given = Passes(group.all_reduce_s(moved * FLOAT32_BYTES), none, none)
+        if self.rules.counts_every_collective:
+            embedding_tp = Passes(group.all_reduce_s(moved * FLOAT32_BYTES), none, none)
             loss = 2 * group.all_reduce_s(self.rows * FLOAT32_BYTES)
-            taken = Passes(one + loss, none, none)
-        elif self.rules.reduces_ends:
-            given, taken = Passes(one, none, none), Passes(self._gather_logits_s(), one, none)
-        if self.rules.checkpoints_ends:
+            head_tp = Passes(one + loss, none, none)
+        elif self.rules.reduces_embedding_and_head:
+            embedding_tp = Passes(one, none, none)
+            head_tp = Passes(self._gather_logits_s(), one, none)
+        if self.rules.checkpoints_head:
             again = np.where(self.grid.recompute == FULL, 1.0, 0.0)
-            taken = taken + Passes(none, again * taken.forward, none)
+            head_tp = head_tp + Passes(none, again * head_tp.forward, none)
             head = head + Passes(none, again * self.logits_s, none)
-        return head + taken, self.embedding + given, taken, given
+        return head + head_tp, self.embedding + embedding_tp, head_tp, embedding_tp
 
     def _gather_logits_s(self) -> Floats:
         """The all-gather of logits over tp, if the loss needs them, and the copies that order them."""
@@ -283,7 +290,9 @@ class _Step:
         return self.groups.tp.all_gather_s(logits * self.workload.wire_bytes) + copied
 
     def _tensor_parallel(self) -> Overlap:
-        """Two all-reduces in each direction; in expert layers only that of attention.
+        """Two all-reduces in each direction: of attention and the feed-forward.
+
+        An expert layer has the second one only for shared experts.
 
         With separate gate and up projections a third one in the backward pass, if the rows are not sharded.
         """
@@ -292,18 +301,18 @@ class _Step:
         calls = 1 + (1 - routed) + bool(model.shared_experts) * routed
         moved = self.rows * model.hidden_size * self.workload.wire_bytes
         one = group.all_reduce_s(moved)
-        if self.rules.counts_calls:  # sequence parallelism: an all-gather and a reduce-scatter
+        if self.rules.counts_every_collective:  # sequence parallelism: an all-gather and a reduce-scatter
             one = np.where(self.grid.sequence_parallel, 2 * group.all_gather_s(moved), one)
         exposed = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
-        whole_s = calls * one
+        forward_s = calls * one
         twice = self.rules.separate_gate and model.activation == "swiglu"
         more_s = np.where(self.grid.sequence_parallel, 0.0, (calls - 1) * one * twice)
-        whole_back_s = whole_s + more_s
-        forward, backward = whole_s * exposed, whole_back_s * exposed
+        backward_s = forward_s + more_s
+        forward, backward = forward_s * exposed, backward_s * exposed
         if self.rules.hides_tp_backward:
             beside = self.rates.overlap * self.block.gemms.backward_weight
             backward = np.maximum(backward - beside, (1 - self.rates.overlap) * backward)
-        return Overlap(forward, backward, whole_s - forward, whole_back_s - backward)
+        return Overlap(forward, backward, forward_s - forward, backward_s - backward)
 
     def _context_parallel(self) -> Overlap:
         """Ring attention's sends, overlapped with attention; or the all-to-alls of Ulysses."""
@@ -316,11 +325,13 @@ class _Step:
         exchange = self.groups.cp.all_to_all_s(exchanged_bytes, self.rates.all_to_all)
         attention, hide = self.block.attention, self.rates.overlap
         exchanged = grid.context == ULYSSES
-        forward = np.where(exchanged, exchange, np.maximum(ring - hide * attention.forward, 0.1 * ring))
+        forward = np.where(
+            exchanged, exchange, np.maximum(ring - hide * attention.forward, LEAST_EXPOSED_RING * ring)
+        )
         backward = np.where(
             exchanged,
             exchange,
-            np.maximum(ring_back - hide * attention.backward_input, 0.1 * ring_back),
+            np.maximum(ring_back - hide * attention.backward_input, LEAST_EXPOSED_RING * ring_back),
         )
         return Overlap(
             forward,
@@ -333,7 +344,7 @@ class _Step:
         """Ring sends: keys and values forward; the same and their gradients backward."""
         group = self.groups.cp
         ring = group.all_gather_s(keys * self.grid.cp)
-        if not self.rules.counts_calls:
+        if not self.rules.counts_every_collective:
             return ring, 2 * ring
         calls = self.head_chunks * (self.grid.cp - 1)
         return group.sends_s(keys, calls), group.sends_s(keys, calls) + group.sends_s(gradients, calls)
@@ -347,21 +358,29 @@ class _Step:
         sent = self.rows / self.tp * copies * model.hidden_size
         combined = sent * self.workload.wire_bytes
         dispatched = sent * (FP8_BYTES if rules.fp8_dispatch else self.workload.wire_bytes)
-        seen = copies if rules.one_copy_per_node else 1
+        copies_per_node = copies if rules.one_copy_per_node else 1
         group, rate = self.groups.ep, self.rates.all_to_all
-        most = rules.most_nodes
-        there, back = (group.all_to_all_s(moved, rate, seen, most) for moved in (dispatched, combined))
+        dispatch_s, combine_s = (
+            group.all_to_all_s(moved, rate, copies_per_node, rules.max_nodes_per_token)
+            for moved in (dispatched, combined)
+        )
         # etp ranks all-gather the tokens of an expert before it and reduce-scatter its outputs.
         shared = 2 * self.groups.etp.all_gather_s(combined * self.grid.etp)
         share = model.expert_layers / model.num_layers
         # Gradients are dispatched in 16 bits.
-        forward, backward = (there + back + shared) * share, (2 * back + shared) * share
+        forward, backward = (dispatch_s + combine_s + shared) * share, (2 * combine_s + shared) * share
         hides = (self.grid.schedule == DUALPIPE) | rules.overlap_ep
-        ahead, behind = (
-            np.where(hides, self._exposed_s(wanted, passed, self.rates.ep_overlap), wanted)
-            for wanted, passed in ((forward, self.work.forward), (backward, self._backward_work_s()))
+        exposed, exposed_back = (
+            np.where(
+                hides, self._exposed_s(communication_s, compute_s, self.rates.ep_overlap), communication_s
+            )
+            for communication_s, compute_s in (
+                (forward, self.work.forward),
+                (backward, self._backward_work_s()),
+            )
         )
-        return Overlap(ahead, behind, np.maximum(forward - ahead, 0.0), np.maximum(backward - behind, 0.0))
+        hidden, hidden_back = np.maximum(forward - exposed, 0.0), np.maximum(backward - exposed_back, 0.0)
+        return Overlap(exposed, exposed_back, hidden, hidden_back)
 
     def _backward_work_s(self) -> Floats:
         return self.work.backward_input + self.work.backward_weight
@@ -376,20 +395,23 @@ class _Step:
         gather = self._shards_s(block, experts, self.workload.wire_bytes, rules.gather_calls)
         gather = gather / rules.gather_share
         scatter = self._scatter_s(block, experts)
-        wanted_back = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
+        gather_and_reduce = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
         hide = self.overlap
         times = (
             self._exposed_s(gather, forward),
-            self._exposed_s(wanted_back, backward),
+            self._exposed_s(gather_and_reduce, backward),
             hide * np.minimum(gather, forward),
-            hide * np.minimum(wanted_back, backward),
+            hide * np.minimum(gather_and_reduce, backward),
         )
         return Overlap(*(np.where(on, seconds, 0.0) for seconds in times))
 
-    def _exposed_s(self, wanted: Floats, passed: Floats, hide: Floats | float | None = None) -> Floats:
+    def _exposed_s(
+        self, communication_s: Floats, compute_s: Floats, overlap: Floats | float | None = None
+    ) -> Floats:
         """Exposed part of communication that overlaps with a pass, plus the slow-down by contention."""
-        hide, slow = self.overlap if hide is None else hide, self.rates.contention
-        return np.maximum(wanted - hide * passed, (1 - hide) * wanted) + slow * np.minimum(wanted, passed)
+        overlap = self.overlap if overlap is None else overlap
+        exposed = np.maximum(communication_s - overlap * compute_s, (1 - overlap) * communication_s)
+        return exposed + self.rates.contention * np.minimum(communication_s, compute_s)
 
     def _shards_s(
         self, dense: Floats, experts: Floats, element_bytes: float, calls: Floats | float = 1.0
@@ -409,7 +431,7 @@ class _Step:
         left = dense / (self.grid.dp_shard * self.grid.cp) + experts / expert_shards(self.grid)
         return self.groups.replicate.all_reduce_s(left * self.rules.reduce_bytes)
 
-    def _streaming_s(self, passed: Floats) -> Floats:
+    def _streaming_s(self, pass_s: Floats) -> Floats:
         """Exposed copies over the CPU link per pass: offloaded parameters, and offloaded activations."""
         grid, link = self.grid, self.workload.cluster.host_bytes_per_s
         kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
@@ -417,7 +439,7 @@ class _Step:
         moved = np.where(grid.offload == OFFLOAD_ALL, moved, 0.0)
         if self.workload.profile.memory.offloads_activations:
             moved = moved + self._saved_bytes()
-        return np.maximum(moved / link - self.rates.overlap * passed, 0.0)
+        return np.maximum(moved / link - self.rates.overlap * pass_s, 0.0)
 
     def _saved_bytes(self) -> Floats:
         """Activations that an average block saves."""
@@ -432,10 +454,10 @@ class _Step:
         grid, layers = self.grid, self.model.num_layers
         if not (grid.pp > 1).any():
             return mean.total
-        if self.rules.balanced_stages:
+        if self.rules.balances_stages_by_time:
             units = slowest_load(grid, layers, embedding.total / block.total, head.total / block.total)
             return np.where(grid.pp == 1, mean.total, np.maximum(units * block.total, mean.total))
-        if self.rules.balanced_parameters:
+        if self.rules.balances_stages_by_parameters:
             first, middle, final = count_balanced(self.model, grid.pp)
             inner = np.where(grid.pp > 2, middle, 0) * block.total
             ends = np.maximum(first * block.total + embedding.total, final * block.total + head.total)
@@ -496,7 +518,7 @@ class _Step:
         across = self._replicate_reduce_s(dense, experts)
         sharded = (grid.zero == 1) | (grid.zero == 2)
         # ZeRO-2 keeps no full gradients: each micro-batch is reduce-scattered.
-        each = (grid.accumulate == SHARDED) | rules.scatters_each
+        each = (grid.accumulate == SHARDED) | rules.reduce_scatters_each_micro_batch
         times = np.where((grid.zero == 2) & each, self.micro_batches, 1.0)
         reduce = np.where(sharded, scatter * times + across, np.where(grid.zero == 0, replicated, 0.0))
         gather = np.where(sharded, gather, 0.0)
@@ -530,7 +552,7 @@ class _Step:
     def _buckets(self, parameters: Floats) -> Floats:
         """Calls that reduce or gather all parameters of a rank once per step."""
         rules, grid = self.rules, self.grid
-        if rules.counts_calls:
+        if rules.counts_every_collective:
             size: Floats | float = self.workload.bucket_bytes / rules.reduce_bytes
         else:
             ranks = grid.dp_shard * grid.cp * grid.dp_replicate
@@ -540,7 +562,7 @@ class _Step:
 
     def _tied_embedding_s(self) -> Floats | float:
         """All-reduce of a tied embedding's gradient over the first and the last stage."""
-        if not (self.rules.counts_calls and self.model.tied_embeddings):
+        if not (self.rules.counts_every_collective and self.model.tied_embeddings):
             return 0.0
         apart = (self.grid.pp > 1) & ~np.isin(self.grid.schedule, V_SHAPED)
         moved = self.model.vocab_size * self.model.hidden_size / self.tp * FLOAT32_BYTES
@@ -570,7 +592,7 @@ class _Step:
         seconds: Floats = np.full(len(self.grid), self.rules.step_s if on_device else 0.0)
         if self.probed is not None:
             seconds = np.where(self.probed.known, self.probed.step_s, seconds)
-        if not self.rules.counts_calls:
+        if not self.rules.counts_every_collective:
             return seconds
         world = self.grid.world_size
         return seconds + np.where(world > 1, self.groups.world.control_s(), 0.0)

@@ -40,9 +40,9 @@ class Group:
     latency_s: Floats
     hops_s: Floats
     """Ring latency added by further ranks in a node."""
-    gather_s: Floats
+    ring_latency_s: Floats
     """Latency of one all-gather or reduce-scatter beyond ``latency_s``: a ring has as many steps as ranks."""
-    inside: Floats
+    ranks_per_node: Floats
     """Ranks in one node."""
     link_bytes_per_s: float
     nic_bytes_per_s: Floats
@@ -55,11 +55,11 @@ class Group:
 
     def hierarchical_all_reduce_s(self, moved: Floats, calls: Floats | float) -> Floats:
         """All-reduce in phases: inside the nodes whole tensors, between them the shard of each rank."""
-        nodes = self.ranks / self.inside
-        inside = 2 * moved * (self.inside - 1) / self.inside / self.link_bytes_per_s
-        between = 2 * moved / self.inside * (nodes - 1) / nodes / self.nic_bytes_per_s
+        nodes = self.ranks / self.ranks_per_node
+        inside = 2 * moved * (self.ranks_per_node - 1) / self.ranks_per_node / self.link_bytes_per_s
+        between = 2 * moved / self.ranks_per_node * (nodes - 1) / nodes / self.nic_bytes_per_s
         phased = inside + between + self.latency_s + self.hops_s
-        return np.where((self.inside > 1) & (nodes > 1), phased, self.all_reduce_s(moved, calls))
+        return np.where((self.ranks_per_node > 1) & (nodes > 1), phased, self.all_reduce_s(moved, calls))
 
     def all_gather_s(self, whole: Floats, calls: Floats | float = 1.0) -> Floats:
         """All-gather to a tensor of this many bytes, in ``calls`` calls."""
@@ -70,7 +70,7 @@ class Group:
         return self._probed_s("reduce_scatter", whole, self._shards_s(whole, calls), calls)
 
     def all_to_all_s(
-        self, moved: Floats, share: float, copies: int = 1, most_nodes: float = float("inf")
+        self, moved: Floats, share: float, copies: int = 1, max_nodes: float = float("inf")
     ) -> Floats:
         """All-to-all with equal splits; only the remote part crosses nodes.
 
@@ -78,19 +78,18 @@ class Group:
             moved: Bytes that a rank sends in total.
             share: Bandwidth relative to that of a ring.
             copies: Copies of each token in ``moved``; copies to the same node are sent once.
-            most_nodes: Nodes that the copies of one token go to, at most.
+            max_nodes: Nodes that the copies of one token go to, at most.
         """
-        nodes = self.ranks / self.inside
-        local = moved * (self.inside - 1) / self.ranks
-        seen = np.minimum(1 - (1 - 1 / nodes) ** copies, most_nodes / nodes)
-        """Probability that a token goes to a given node."""
-        remote = moved * (nodes - 1) * seen / copies
+        nodes = self.ranks / self.ranks_per_node
+        local = moved * (self.ranks_per_node - 1) / self.ranks
+        node_probability = np.minimum(1 - (1 - 1 / nodes) ** copies, max_nodes / nodes)
+        remote = moved * (nodes - 1) * node_probability / copies
         wire = np.maximum(local / self.link_bytes_per_s, remote / self.nic_bytes_per_s) / share
         return self._probed_s("all_to_all", moved, np.where(self.ranks > 1, wire + self.latency_s, 0.0))
 
     def send_s(self, moved: Floats) -> Floats:
         """One message to the next rank."""
-        bandwidth = np.where(self.inside >= self.ranks, self.link_bytes_per_s, self.nic_bytes_per_s)
+        bandwidth = np.where(self.ranks_per_node >= self.ranks, self.link_bytes_per_s, self.nic_bytes_per_s)
         return np.where(self.ranks > 1, moved / bandwidth + self.latency_s, 0.0)
 
     def sends_s(self, moved: Floats, calls: Floats) -> Floats:
@@ -105,7 +104,7 @@ class Group:
     def _shards_s(self, whole: Floats, calls: Floats | float) -> Floats:
         """A ring over all ranks, in each call."""
         wire = whole * (self.ranks - 1) / self.ranks / self.bytes_per_s
-        latency = (self.latency_s + self.gather_s) * calls
+        latency = (self.latency_s + self.ring_latency_s) * calls
         return np.where((self.ranks > 1) & (whole > 0), wire + latency, 0.0)
 
     def _probed_s(self, op: str, moved: Floats, otherwise: Floats, calls: Floats | float = 1.0) -> Floats:
@@ -120,7 +119,7 @@ class Group:
         others = self.ranks - 1
         wire = moved / one.bytes_per_s * (others / self.ranks) / ((one.ranks - 1) / one.ranks)
         steps = others / (one.ranks - 1) if one.transport == "gloo" else 1.0
-        here = (self.ranks > 1) & (self.inside >= self.ranks)
+        here = (self.ranks > 1) & (self.ranks_per_node >= self.ranks)
         return np.where(here & (moved > 0), wire + calls * steps * one.alpha_s, otherwise)
 
     def _ring_s(self, moved: Floats) -> Floats:
@@ -135,7 +134,7 @@ class Span:
 
     nodes: Floats
     """From the first node to the last one, with those between that have no rank of the group."""
-    inside: Floats
+    ranks_per_node: Floats
     """Ranks in the node with most of them."""
     nics: Floats
     """Bandwidth between nodes that a ring has, relative to the network interface of one device."""
@@ -163,16 +162,19 @@ def build_group(
     nic = (cluster.nic_bytes_per_s or cluster.link_bytes_per_s) * rates.nic
     nic_each = np.where(span.between_racks, nic / cluster.spine_oversubscription, nic)
     bandwidth = np.where(crossing, np.minimum(link, nic_each * span.nics), link)
-    near = cluster.link_latency_s * rates.link_latency
-    far = (cluster.nic_latency_s or cluster.link_latency_s) * rates.nic_latency
-    latency = np.where(crossing, near + far * np.log2(np.maximum(span.nodes, 2)), near)
+    node_latency = cluster.link_latency_s * rates.link_latency
+    network_latency = (cluster.nic_latency_s or cluster.link_latency_s) * rates.nic_latency
+    latency = np.where(
+        crossing, node_latency + network_latency * np.log2(np.maximum(span.nodes, 2)), node_latency
+    )
     if cluster.spine_latency_s:
         latency = np.where(span.between_racks, latency + cluster.spine_latency_s, latency)
-    members = np.where(crossing, span.inside, ranks)
-    hops = HOP_LATENCY_SHARE * near * (members - 1)
+    members = np.where(crossing, span.ranks_per_node, ranks)
+    hops = HOP_LATENCY_SHARE * node_latency * (members - 1)
     # All-reduces of many nodes use a tree; all-gathers and reduce-scatters a ring over all of them.
     nodes = span.nodes
-    steps = HOP_LATENCY_SHARE * near / 2 * (ranks - nodes) + far * (nodes - np.log2(np.maximum(nodes, 2)))
+    steps = HOP_LATENCY_SHARE * node_latency / 2 * (ranks - nodes)
+    steps = steps + network_latency * (nodes - np.log2(np.maximum(nodes, 2)))
     gather = np.where(crossing, np.maximum(steps, hops), hops)
     counts = ranks.astype(float)
     return Group(counts, bandwidth, latency, hops, gather, members, link, nic_each, probed or {})

@@ -438,16 +438,16 @@ def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
     return dataclasses.replace(probed, **rounded)
 
 
-def _least_squares(columns: dict[str, np.ndarray], wanted: np.ndarray) -> dict[str, float]:
+def _least_squares(columns: dict[str, np.ndarray], targets: np.ndarray) -> dict[str, float]:
     """Non-negative least squares by trying all subsets of the few columns."""
 
     def solve(names: Sequence[str]) -> tuple[float, dict[str, float]]:
         matrix = np.stack([columns[name] for name in names], axis=1)
-        factors = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
-        miss = float(((matrix @ factors - wanted) ** 2).sum()) if (factors >= 0).all() else math.inf
+        factors = np.linalg.lstsq(matrix, targets, rcond=None)[0]
+        miss = float(((matrix @ factors - targets) ** 2).sum()) if (factors >= 0).all() else math.inf
         return miss, dict(zip(names, map(float, factors), strict=True))
 
     counts = range(1, len(columns) + 1)
     choices = [names for count in counts for names in itertools.combinations(columns, count)]
-    best = min((solve(names) for names in choices if len(names) <= len(wanted)), key=lambda found: found[0])
+    best = min((solve(names) for names in choices if len(names) <= len(targets)), key=lambda found: found[0])
     return best[1] if math.isfinite(best[0]) else {}

@@ -34,7 +34,7 @@ class Rates:
     headroom: float
     """Rate that GEMMs would reach without the power limit, over ``matmul``: hides partly filled waves."""
     matmul_fp8: float
-    """The same for fp8, over the 16-bit rate scaled by the peaks; includes scaling and casts."""
+    """The same for fp8, over the 16-bit rate scaled by the peaks; casts are counted separately."""
     matmul_fp4: float
     """The same for fp4."""
     block_scaled: float
@@ -56,7 +56,8 @@ class Rates:
     elementwise: float
     """Bytes that norms, activation functions and additions of a block move, over the counted ones."""
     operand_bytes: float
-    """Share of a GEMM's operand and result traffic that does not overlap with its arithmetic."""
+    """Factor on a GEMM's operand and result traffic t. With a, the time of its arithmetic, the GEMM takes
+    sqrt(a² + (factor t)²)."""
     launch_s: float
     """Least time of a GEMM or fused kernel."""
     host_s: float
@@ -94,7 +95,7 @@ def calibrated_device(device_name: str) -> str:
 
 
 def rates_of(workload: Workload) -> Rates:
-    """The rates of a workload's device and stack; all CPUs share one set."""
+    """The rates of a workload's device; all CPUs share one set."""
     if workload.cluster.device == "cpu":
         return merge_rates(load_calibration(), CPU)
     return merge_rates(load_calibration(), calibrated_device(workload.cluster.device_name))

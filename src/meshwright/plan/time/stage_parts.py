@@ -111,7 +111,7 @@ def _stage_weights(job: Job, totals: list[Cost]) -> list[tuple[float, float, flo
     layout, layers = job.layout, job.model.num_layers
     if len(totals) == 1:  # also where the schedule is too large: an average rank
         return [(layers / layout.pp, 1 / layout.pp, 1 / layout.pp)]
-    if layout.stage_layers is None and not PROFILES[job.train.runtime].time.balanced_stages:
+    if layout.stage_layers is None and not PROFILES[job.train.runtime].time.balances_stages_by_time:
         mean = layout.pp / len(totals)
         scale = [mean * one.total_s / totals[0].total_s for one in totals]
         return [(share * layers / layout.pp, share / layout.pp, share / layout.pp) for share in scale]

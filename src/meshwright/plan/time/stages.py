@@ -124,7 +124,7 @@ def stage_times(job: Job, micro_batches: int, step: StepEstimate, index: int) ->
         index: Index of the job's layout in the grid.
     """
     costs, stage_ranks = PartCosts.of(step, index), stage_pp_ranks(job)
-    if job.layout.stage_layers is None and not PROFILES[job.train.runtime].time.balanced_stages:
+    if job.layout.stage_layers is None and not PROFILES[job.train.runtime].time.balances_stages_by_time:
         mean = Cost.of(step.passes, index)
         excess = float(step.parts["uneven stages"][index]) / micro_batches / mean.total_s
         times = np.outer(mean.passes, np.full(len(stage_ranks), job.layout.pp / len(stage_ranks)))

@@ -96,14 +96,16 @@ def test_the_next_fault_waits_until_the_run_goes_on(view, process):
     injector.poll()
     process.wait(10)
     assert not is_alive(process.pid)
-    view.steps_done = STEPS_BETWEEN
+    done = injector.injections[0].furthest_step
+    assert done == 8, "a rank in step 9 has done 8, although no event of a step was read"
+    view.steps_done = done + STEPS_BETWEEN
     injector.poll()
     assert len(injector.injections) == 1, "the process is dead"
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as successor:
         view.at(successor.pid, 9)
-        view.steps_done = STEPS_BETWEEN - 1
+        view.steps_done = done + STEPS_BETWEEN - 1
         injector.poll()
         assert len(injector.injections) == 1, "no new steps"
-        view.steps_done = STEPS_BETWEEN
+        view.steps_done = done + STEPS_BETWEEN
         injector.poll()
         assert successor.wait(10) == -signal.SIGKILL

@@ -162,7 +162,7 @@ def test_blocking_launches_add_cpu_time_to_every_micro_batch():
     one, four = (Layout(mode="given", tp=8, micro_batch=n, recompute="full") for n in (1, 4))
     added = seconds(blocking, one, four) - seconds(given, one, four)
     passes = 3 * GPT_175B.num_layers * np.array([64, 16])
-    per_pass = rates_of(given).host_s * rules.block_kernels + COLLECTIVE_HOST_S * 2 * np.log2(8)
+    per_pass = rates_of(given).host_s * rules.kernel_count_ratio + COLLECTIVE_HOST_S * 2 * np.log2(8)
     assert added == pytest.approx(passes * per_pass)
 
 
@@ -360,7 +360,8 @@ def test_a_separate_gate_projection_reduces_its_input_gradient():
 def test_collectives_of_embedding_and_head_are_counted():
     grid = Grid.of([TP_4, change(TP_4, tp=1, dp_shard=64)])
     without, counted = (
-        estimate_step(with_rules("megatron-like", reduces_ends=flag), grid) for flag in (False, True)
+        estimate_step(with_rules("megatron-like", reduces_embedding_and_head=flag), grid)
+        for flag in (False, True)
     )
     assert without.head_tp.total.max() == without.embedding_tp.total.max() == 0
     assert counted.head_tp.forward[0] > counted.embedding_tp.forward[0] > 0
@@ -373,7 +374,7 @@ def test_collectives_of_embedding_and_head_are_counted():
 def test_activation_checkpointing_may_cover_the_head():
     grid = Grid.of([TP_4, change(TP_4, recompute="full")])
     once, again = (
-        estimate_step(with_rules("aleph-alpha-scaling", checkpoints_ends=flag), grid)
+        estimate_step(with_rules("aleph-alpha-scaling", checkpoints_head=flag), grid)
         for flag in (False, True)
     )
     assert again.head.backward_input[0] == pytest.approx(once.head.backward_input[0])
@@ -385,7 +386,7 @@ def test_stages_balanced_by_parameters_leave_room_for_the_head():
     """Stages of 9, 11, 11 and 9 blocks: the slowest has 11, and evenly 10 and the head."""
     given = Grid.of([change(TP_4, pp=4, dp_shard=4)])
     even, balanced = (
-        estimate_step(with_rules("aleph-alpha-scaling", balanced_parameters=flag), given)
+        estimate_step(with_rules("aleph-alpha-scaling", balances_stages_by_parameters=flag), given)
         for flag in (False, True)
     )
     count = 1536 / 4
