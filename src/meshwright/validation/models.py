@@ -222,7 +222,7 @@ def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: C
     others = [_with_architecture(fields, name, g, t, positions) for g, t in options]
     error = [abs(count_elements(model) / 1e9 - published) for model in others]
     text = cells.text("params_b")
-    digits = len(text.rpartition(".")[2]) if published != int(published) else 0
+    digits = _decimals(text, published)
     best = min(range(len(others)), key=error.__getitem__)
     if error[0] <= 0.5 * 10.0**-digits + LABEL_ERROR * published or error[best] > 0.5 * error[0]:
         return first
@@ -231,6 +231,14 @@ def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: C
     tying = "tied" if model.tied_embeddings else "untied"
     cells.remark(f"from params_b={text}: {told} feed-forward, {tying} embeddings")
     return model
+
+
+def _decimals(text: str, published: float) -> int:
+    """Decimals of a published number of 10^9 parameters, such as `7.5`, `7B` or `350M`."""
+    if published == int(published):
+        return 0
+    number = text.lower().rstrip(" bmt")
+    return len(number.partition(".")[2]) + (3 if text.lower().endswith("m") else 0)
 
 
 def _with_architecture(

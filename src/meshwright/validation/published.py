@@ -42,6 +42,11 @@ COLUMNS = (
 """Required columns; others are optional."""
 ADAPTERS = re.compile(r"\bq?lora\b|\bdora\b|\bpeft\b|\badapters\b", re.IGNORECASE)
 """Training of adapters on frozen weights: refused, never predicted as full training."""
+_DOCUMENTS = re.compile(r"\bvar(iable)?[ -]?len(gth)?\b|document mask|block-diagonal")
+"""Notes of attention that stays within packed documents."""
+LONG_FOR_DOCUMENTS = 3
+"""Sequence length over width from which attention over the whole sequence is a quarter of the linear layers:
+per token and layer, causal attention is 2·s·h operations, and linear layers are about 24·h²."""
 GATING = "found"
 """Confidence of rows that count in the figures; other rows are informative."""
 
@@ -158,6 +163,10 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
     precision = read_precision(cells)
     seq_len = cells.count("seq_len")
     model = build_model(cells, layout.tp)
+    if _DOCUMENTS.search(cells.note):
+        if seq_len > LONG_FOR_DOCUMENTS * model.hidden_size:
+            raise NotExpressedError("attention within packed documents: their lengths are not published")
+        cells.remark("attention within packed documents: predicted over the whole sequence")
     compiled = read_compiled(cells, precision, profile)
     if compiled:
         triton, fp8 = "triton blocks" in cells.note, "weight gradients in fp8" in cells.note
