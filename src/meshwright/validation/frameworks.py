@@ -121,7 +121,24 @@ def read_profile(cells: Cells) -> Profile:
         cells.remark("DeepSpeed of these years: predicted as huggingface, the nearest profile")
     elif profile.name == "deepspeed-zero" and "deepspeed" not in framework.lower():
         cells.remark("ZeRO-3 with Megatron of these years: predicted as deepspeed-zero")
-    return _apply_note(profile, cells)
+    return _apply_note(_with_flash_attention(profile, cells), cells)
+
+
+FLASH_ATTENTION = re.compile(r"xtuner", re.IGNORECASE)
+"""Frameworks that replace the attention of transformers by flash-attn 2 (`xtuner/model/modules/dispatch`)."""
+
+
+def _with_flash_attention(profile: Profile, cells: Cells) -> Profile:
+    """The profile of transformers with flash-attn 2, where the framework or context parallelism calls it.
+
+    Ring attention and Ulysses call flash-attn on their parts, without a mask tensor.
+    """
+    parallel = (cells.optional("cp") or 1) > 1
+    if profile.name != "huggingface" or not (parallel or FLASH_ATTENTION.search(cells.text("framework"))):
+        return profile
+    cells.remark(f"flash-attn 2, that of {'context parallelism' if parallel else 'the framework'}")
+    time = dataclasses.replace(profile.time, attention_kernel="flash-2", skips_masked=True)
+    return dataclasses.replace(profile, time=time)
 
 
 def read_release(cells: Cells) -> tuple[int, int] | None:

@@ -331,6 +331,19 @@ def test_compilation_is_read_from_the_note(case, note, compiled):
     assert case(framework="torchtitan", tp="1", dp="64", note=note).workload.compiled is compiled
 
 
+@pytest.mark.parametrize(
+    ("cells", "masked"),
+    [({"framework": "XTuner"}, True), ({"framework": "transformers"}, False),
+     ({"framework": "transformers", "cp": "8", "dp": "8"}, True)],
+)  # fmt: skip
+def test_xtuner_and_context_parallelism_run_flash_attention(case, cells, masked):
+    """They pass no mask tensor."""
+    found = case(**{"tp": "1", "dp": "64", "zero_stage": "3", **cells})
+    rules = found.workload.profile.time
+    assert (rules.skips_masked, rules.attention_kernel == "flash-2") == (masked, masked)
+    assert any(text.startswith("flash-attn 2, that of") for text in found.filled) is masked
+
+
 def test_attention_within_packed_documents_is_not_predicted_at_length(read):
     """Their lengths are not published; at 3 widths the whole sequence would be 25% more work."""
     note = "variable-length attention over packed samples"
