@@ -32,6 +32,8 @@ def count_devices(cells: Cells) -> int:
     Raises:
         NotExpressedError: Neither is published.
     """
+    if found := re.fullmatch(r"(\d{1,5})\s*[x*]\s*(\d{1,3})", cells.text("num_gpus").lower()):
+        return max(1, int(found[1]) * int(found[2]))
     given = cells.optional("num_gpus")
     if given is not None:
         return given
@@ -133,8 +135,21 @@ def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, in
     return tp, pp, cp, dp
 
 
+_ZERO_NAME = re.compile(r"(?<!no )(?<!without )\bzero[- ]?(?:stage[- ]?)?([0-3])\b")
+
+
+def _named_zero_stage(cells: Cells) -> int | None:
+    """The stage that the framework's name or the note states: `DeepSpeed ZeRO-2`, `PyTorch DDP`."""
+    for text in (cells.text("framework").lower(), cells.note):
+        if found := _ZERO_NAME.search(text):
+            return int(found[1])
+    return 0 if re.search(r"\bddp\b", cells.text("framework").lower()) else None
+
+
 def _zero_stage(cells: Cells, profile: Profile) -> int:
     zero = cells.zero_stage()
+    if zero is None and (zero := _named_zero_stage(cells)) is not None:
+        cells.fill("zero_stage", zero, "from the framework or the note")
     if zero is None:
         if profile.name in (*SHARDING_PROFILES, "deepspeed-zero"):
             zero = 3

@@ -94,6 +94,25 @@ def test_fsdp_and_ddp_name_zero_stages(case):
     assert [case(**cells, zero_stage=name).layout.zero for name in ("FSDP2", "DDP")] == [3, 0]
 
 
+@pytest.mark.parametrize(
+    ("framework", "note", "zero"),
+    [
+        ("DeepSpeed ZeRO-2", "", 2),
+        ("accelerate", "ZeRO stage 1", 1),
+        ("PyTorch DDP", "", 0),
+        ("accelerate", "faster than without ZeRO-2", 3),
+        ("accelerate", "", 3),
+    ],
+)
+def test_zero_stage_is_also_read_from_framework_and_note(case, framework, note, zero):
+    found = case(framework=framework, note=note, zero_stage="", tp="1", dp="64")
+    assert found.layout.zero == zero
+
+
+def test_nodes_times_devices_is_a_number_of_devices(case):
+    assert case(num_gpus="8x8").layout.world_size == 64
+
+
 def test_a_number_before_the_device_counts_the_devices(case):
     found = case(gpu="8xH100", num_gpus="", dp="")
     assert (found.layout.world_size, found.workload.cluster.device_name) == (8, "H100-80GB-SXM")
