@@ -172,15 +172,24 @@ def with_available_attention(
 _EXCHANGE = r"(\bep|a2a|all.?to.?all|dispatch|expert)"
 _FEW_NODES = re.compile(r"(?:at most|max(?:imum)?|up to|limited to) (\d+) nodes")
 """Node-limited routing."""
-_NOT_NEGATED = r"(?<!no )(?<!without )(?<!un)"
+_NOT_NEGATED = r"(?<!no )(?<!without )(?<!not )(?<!un)"
+_NOT_OFF = r"(?! ?= ?(?:false|off))"
+_FUSED_ATTENTION = rf"{_NOT_NEGATED}flash[ _-]?att(?:entio)?n\w*{_NOT_OFF}|\bfa[123]\b|cudnn attention"
+_UNFUSED_ATTENTION = (
+    r"(no|without) (flash|fused)[ _-]?att|flash_?att\w* ?= ?(false|off)|unfused att|eager att"
+)
 KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"\bliger\b|own cuda kernels|fused kernels",
      {"fused_norms": True, "fused_rope": True, "fused_activation": True, "loss_bytes": 12.0}),
-    (r"rms ?(norm)? kernel|fused[ -]?(rms|layer)?[ -]?norm|apex", {"fused_norms": True}),
-    (rf"{_NOT_NEGATED}fused[ -]?(rope|rotary)", {"fused_rope": True}),
-    (rf"{_NOT_NEGATED}fused[ -]?(swiglu|geglu|silu|activation|gate)", {"fused_activation": True}),
-    (rf"{_NOT_NEGATED}fused[ -]?(linear )?cross[ -]entropy", {"loss_bytes": 12.0}),
-    (r"unfused norm|no fused (rms|layer)?[ -]?norm", {"fused_norms": False}),
+    (rf"rms ?(norm)? kernel|{_NOT_NEGATED}fused[ _-]?(rms|layer)?[ _-]?norm{_NOT_OFF}|apex",
+     {"fused_norms": True}),
+    (rf"{_NOT_NEGATED}fused[ _-]?(rope|rotary){_NOT_OFF}", {"fused_rope": True}),
+    (rf"{_NOT_NEGATED}fused[ _-]?(swiglu|geglu|silu|activation|gate){_NOT_OFF}", {"fused_activation": True}),
+    (rf"{_NOT_NEGATED}fused[ _-]?(linear )?cross[ _-]entropy{_NOT_OFF}", {"loss_bytes": 12.0}),
+    (r"unfused norm|no fused (rms|layer)?[ -]?norm|fused_(rms|layer)_?norm ?= ?false",
+     {"fused_norms": False}),
+    (_FUSED_ATTENTION, {"flash_attention": True}),
+    (_UNFUSED_ATTENTION, {"flash_attention": False}),
     (r"flash.?attention.?3|\bfa3\b|cudnn attention", {"attention_kernel": "native", "skips_masked": True}),
     (r"flash.?attention.?2|\bfa2\b|zigzag", {"attention_kernel": "flash-2", "skips_masked": True}),
     (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1", "skips_masked": True}),
@@ -191,6 +200,8 @@ KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
 )  # fmt: skip
 """Kernels that notes name, and the settings of the profile that they stand for."""
 STATES: tuple[tuple[str, dict[str, object]], ...] = (
+    (_FUSED_ATTENTION, {"fused_attention": True}),
+    (_UNFUSED_ATTENTION, {"fused_attention": False}),
     (r"pure bf16|bf16 master", {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0,
                                 "moment_bytes": 2.0}),
     (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
@@ -297,6 +308,8 @@ def read_precision(cells: Cells) -> str:
     if found:
         return found
     if re.search(r"fp32|tf32|float32", text):
+        if "tf32" in text:
+            cells.remark("precision tf32: predicted as fp32, without tensor cores")
         return "fp32"
     if re.search(r"amp|mixed|\b16\b", text):
         kind = "fp16" if (device_name(cells.text("gpu")) or "").startswith("V100") else "bf16"

@@ -72,7 +72,7 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
         dp_replicate=replicate,
         dp_shard=shard,
         ep=ep,
-        etp=cells.optional("etp") or 1,
+        etp=cells.optional("etp") or _guess_etp(cells, profile, tp, ep, dp * cp * tp),
         zero=zero,
         sequence_parallel=_sequence_parallel(cells, profile, tp),
         schedule=_schedule(cells, virtual),
@@ -92,6 +92,19 @@ def _guess_ep(cells: Cells, ranks: int) -> int:
     ep = math.gcd(experts, ranks)
     cells.fill("ep", ep, "as many ranks as share the experts evenly: the note names a dispatcher")
     return ep
+
+
+def _guess_etp(cells: Cells, profile: Profile, tp: int, ep: int, ranks: int) -> int:
+    """Tensor parallelism of experts without a cell: tp in Megatron-Core, and in any Megatron if ep is 1.
+
+    `--expert-tensor-parallel-size` is `--tensor-model-parallel-size` by default. The recipes of NeMo and
+    Megatron Bridge set it to 1 for expert parallelism.
+    """
+    core = profile.name == "megatron-core" or (profile.name.startswith("megatron") and ep == 1)
+    if not cells.optional("experts") or not core or tp == 1 or ranks % (ep * tp):
+        return 1
+    cells.fill("etp", tp, "tp, default of Megatron-Core")
+    return tp
 
 
 def _micro_batch(cells: Cells, dp: int) -> int | None:

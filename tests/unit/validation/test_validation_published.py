@@ -334,6 +334,54 @@ def test_single_fused_kernels_are_read_from_the_note(case):
 
 
 @pytest.mark.parametrize(
+    ("note", "fused"),
+    [
+        ("", False),
+        ("FA2", True),
+        ("flash_attention=True", True),
+        ("FlashAttention", True),
+        ("flash_attention=False", False),
+        ("without flash attention", False),
+    ],
+)
+def test_fused_attention_is_read_from_the_note_of_any_framework(case, note, fused):
+    """Megatron-DeepSpeed of 2022 had none; a run of 2023 says so."""
+    found = case(framework="megatron-deepspeed", gpu="A100", note=note).workload.profile
+    assert (found.time.flash_attention, found.memory.fused_attention) == (fused, fused)
+
+
+def test_unfused_attention_is_read_from_the_note(case):
+    found = case(framework="deepspeed", gpu="H800", note="no flash attention").workload.profile
+    assert (found.time.flash_attention, found.memory.fused_attention) == (False, False)
+
+
+def test_a_kernel_that_is_off_is_not_read_as_on(case):
+    fsdp = {"framework": "torchtitan", "tp": "1", "dp": "64", "zero_stage": "3"}
+    on, off = (
+        case(**fsdp, note=f"use_fused_rms_norm={word}").workload.profile.time for word in ("True", "False")
+    )
+    assert (on.fused_norms, off.fused_norms) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("framework", "ep", "etp", "expected"),
+    [
+        ("megatron-core", "", "", 2),
+        ("megatron-core", "8", "", 2),
+        ("megatron-core", "8", "1", 1),
+        ("NeMo 25.02", "8", "", 1),
+        ("NeMo 25.02", "1", "", 2),
+        ("torchtitan", "8", "", 1),
+    ],
+)
+def test_experts_of_megatron_core_are_sharded_over_tp(case, framework, ep, etp, expected):
+    """Without it every tensor-parallel rank would hold whole experts."""
+    experts = {"experts": "8", "top_k": "2", "params_b": ""}
+    assert case(framework=framework, **experts, ep=ep, etp=etp).layout.etp == expected
+    assert case(framework=framework, ep=ep, etp="").layout.etp == 1
+
+
+@pytest.mark.parametrize(
     ("note", "compiled"),
     [
         ("torch.compile", True),
