@@ -59,6 +59,11 @@ def test_several_tables_are_combined(cli, few):
     assert len(ran.json["rows"]) == 8
 
 
+def test_own_rows_are_compared_with_the_intervals_of_plans(cli, few):
+    assert "80% intervals of plans hold " in cli("validate", "--runs", few(24)).out
+    assert "80% intervals" not in cli("validate").out
+
+
 def test_a_bad_cell_is_named_and_other_rows_are_evaluated(cli, few):
     table = few(4, {"tp": "four"})
     ran = cli("validate", "--runs", table)
