@@ -16,6 +16,8 @@ OFFLOADED_ACTIVATIONS = re.compile(
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
 BLANK = ("-", "--", "\N{EN DASH}", "\N{EM DASH}", "/", "?", "n/a", "na", "n.a.", "tbd", "unknown")
 """What tables write for a value that is not published; read as a blank cell."""
+OUT_OF_MEMORY = re.compile(r"(cuda )?(oom\b|out[ -]of[ -]memory)")
+"""What tables write for a layout that ran out of memory, also in the place of a measurement."""
 UNITS: dict[str, dict[str, float]] = {
     "params_b": {"b": 1.0, "m": 1e-3, "t": 1e3},
     "seq_len": {"k": 1024.0, "m": 2.0**20},
@@ -42,10 +44,10 @@ class Cells:
         self.filled: list[str] = []
 
     def text(self, name: str) -> str:
-        """A cell as stripped text; empty if missing or if it says that the value is unknown."""
+        """A cell as stripped text; empty if missing or if it says that there is no value."""
         value = self.cells.get(name)
         text = value.strip() if isinstance(value, str) else ""
-        return "" if text.lower() in BLANK else text
+        return "" if text.lower() in BLANK or OUT_OF_MEMORY.match(text.lower()) else text
 
     def cell_error(self, name: str, rule: str) -> NotExpressedError:
         """The error for a cell that cannot be read."""

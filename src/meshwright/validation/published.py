@@ -17,7 +17,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import compiled_profile
 from meshwright.spec.layout import Layout
-from meshwright.validation.cells import Cells, NotExpressedError
+from meshwright.validation.cells import OUT_OF_MEMORY, Cells, NotExpressedError
 from meshwright.validation.devices import build_cluster
 from meshwright.validation.frameworks import (
     read_compiled,
@@ -116,8 +116,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def ran_out_of_memory(cells: Mapping[str, object]) -> bool:
-    """Whether a row is of a layout that ran out of memory: `result` is `OOM`."""
-    return str(cells.get("result") or "").strip().upper() == "OOM"
+    """Whether a layout ran out of memory: `result`, or the cell of a measurement, is `OOM`."""
+    names = ("result", "step_time_s", "tokens_per_s_per_gpu", "memory_gb_per_gpu")
+    return any(OUT_OF_MEMORY.match(str(cells.get(name) or "").strip().lower()) for name in names)
 
 
 def read_table(path: Path, columns: Sequence[str], page: str) -> list[tuple[int, dict[str, str]]]:

@@ -10,7 +10,7 @@ from meshwright.core.errors import UserError
 from meshwright.validation.devices import ALIASES, device_name, known_devices
 from meshwright.validation.evaluate import evaluate
 from meshwright.validation.limits import fits, read_failed
-from meshwright.validation.published import COLUMNS, family_of, read_rows
+from meshwright.validation.published import COLUMNS, family_of, ran_out_of_memory, read_rows
 
 NOTHING_PUBLISHED = {"tp": "", "pp": "", "dp": ""}
 
@@ -142,6 +142,27 @@ def test_layouts_that_ran_out_of_memory_are_no_runs(tmp_path, table):
     assert [row.id for row in read_rows(path)] == ["made-up-001"]
     assert [row.id for row in read_failed(path)] == ["made-up-002"]
     assert read_failed(table({})) == []
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"result": "OOM (backward)"},
+        {"result": "out of memory"},
+        {"step_time_s": "OOM"},
+        {"memory_gb_per_gpu": "CUDA OOM", "step_time_s": ""},
+    ],
+)
+def test_out_of_memory_may_stand_in_the_place_of_a_measurement(read, cells):
+    assert ran_out_of_memory(cells)
+    row = read(**cells)
+    assert row.case is not None, row.reason
+    assert row.memory_bytes is None
+
+
+def test_a_run_is_not_out_of_memory():
+    assert not ran_out_of_memory({"result": "ok", "step_time_s": "2.5", "memory_gb_per_gpu": "70"})
+    assert not ran_out_of_memory({"result": "", "note": "OOM with micro-batch 8"})
 
 
 @pytest.mark.parametrize("text", [b"", b"id,step_time_s\na,1\n"])
