@@ -39,7 +39,7 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"^aa-|aleph", "aleph-alpha-scaling"),
     (r"nanotron|internevo|colossal|llmq|like", "megatron-like"),
     (r"bridge|nemo", "megatron-bridge"),
-    (r"megatron-?core|mcore|megascale|pai-|primus|flag-?scale", "megatron-core"),
+    (r"megatron-?core|mcore|megascale|pai-|primus", "megatron-core"),
     (r"hai-?llm", "hai-llm"),
 )
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""

@@ -312,7 +312,6 @@ def test_nvl72_racks_are_split_evenly(case):
         ("ms-swift", "H100", "huggingface"),
         ("Megatron-SWIFT", "H100", "megatron-core"),
         ("llama-recipes", "H100", "torchtitan"),
-        ("FlagScale", "H100", "megatron-core"),
     ],
 )
 def test_framework_selects_its_profile(case, framework, gpu, profile):
