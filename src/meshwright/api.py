@@ -588,4 +588,4 @@ def validate(
     outcomes = evaluate_left_out(judged, own) if leave_one_source_out else evaluate(judged)
     failed = [row for table in tables for row in read_failed(Path(table))] if tables else read_failed()
     limits = judge_limits(failed, judged) if failed else None
-    return Validation(outcomes, leave_one_source_out, limits)
+    return Validation(outcomes, leave_one_source_out, limits, given=bool(tables))

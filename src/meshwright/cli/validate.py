@@ -150,9 +150,10 @@ def _say_totals(output: Output, found: Validation, given: bool) -> None:
         f"{ranking['groups']} groups; tau is at least 0.7 in {ranking['sweeps_tau_70']} of "
         f"{ranking['sweeps']} sweeps of 5 or more"
     )
-    if found.left_out and cover["share"] is not None:
+    if (found.left_out or found.of_plans) and cover["share"] is not None:
+        whose = "of plans" if found.of_plans else "from the other sources"
         output.print(
-            f"80% intervals from the other sources hold {_percent(cover['share'])} of {cover['rows']} rows; "
+            f"80% intervals {whose} hold {_percent(cover['share'])} of {cover['rows']} rows; "
             f"median half-width {_percent(cover['half_width'])}"
         )
     if found.limits is not None:

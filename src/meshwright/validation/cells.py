@@ -14,6 +14,22 @@ OFFLOADED_ACTIVATIONS = re.compile(
 )
 """A note that says that activations wait on the CPU."""
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
+BLANK = ("-", "--", "\N{EN DASH}", "\N{EM DASH}", "/", "?", "n/a", "na", "n.a.", "tbd", "unknown")
+"""What tables write for a value that is not published; read as a blank cell."""
+OUT_OF_MEMORY = re.compile(r"(cuda )?(oom\b|out[ -]of[ -]memory)")
+"""What tables write for a layout that ran out of memory, also in the place of a measurement."""
+UNITS: dict[str, dict[str, float]] = {
+    "params_b": {"b": 1.0, "m": 1e-3, "t": 1e3},
+    "seq_len": {"k": 1024.0, "m": 2.0**20},
+    "step_time_s": {"s": 1.0, "sec": 1.0, "ms": 1e-3, "min": 60.0},
+    "tokens_per_s_per_gpu": {"k": 1e3},
+    "memory_gb_per_gpu": {"gb": 1.0, "g": 1.0, "gib": 2.0**30 / 1e9, "mb": 1e-3, "mib": 2.0**20 / 1e9},
+}
+"""Units that a cell may state, and their size in the column's own unit."""
+ZERO_STAGES = {"ddp": 0, "none": 0, "distributed optimizer": 1, "fsdp": 3, "fsdp1": 3, "fsdp2": 3}
+"""Names of ZeRO stages."""
+_ZERO_STAGE = re.compile(r"(?:zero|stage|zero[ -]stage)[ -]?([0-3])")
+_WITH_UNIT = re.compile(r"([\d.,]+(?:e[+-]?\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
 
 class NotExpressedError(Exception):
@@ -28,9 +44,10 @@ class Cells:
         self.filled: list[str] = []
 
     def text(self, name: str) -> str:
-        """A cell as stripped text; empty if missing."""
+        """A cell as stripped text; empty if missing or if it says that there is no value."""
         value = self.cells.get(name)
-        return value.strip() if isinstance(value, str) else ""
+        text = value.strip() if isinstance(value, str) else ""
+        return "" if text.lower() in BLANK or OUT_OF_MEMORY.match(text.lower()) else text
 
     def cell_error(self, name: str, rule: str) -> NotExpressedError:
         """The error for a cell that cannot be read."""
@@ -38,13 +55,13 @@ class Cells:
 
     def number_of(self, name: str) -> float | None:
         """A cell with a positive number; None if blank."""
-        text = self.text(name)
+        text, size = self._split_unit(name)
         if not text:
             return None
         if _THOUSANDS.fullmatch(text):
             text = text.replace(",", "")
         try:
-            value = float(text)
+            value = float(text) * size
         except ValueError:
             raise self.cell_error(name, "is not a number") from None
         if value == 0 and name in MAY_BE_ZERO:
@@ -52,6 +69,13 @@ class Cells:
         if not 0 < value < float("inf"):
             raise self.cell_error(name, "is not a positive number")
         return value
+
+    def _split_unit(self, name: str) -> tuple[str, float]:
+        """A cell without its unit, and the unit's size in the column's own unit."""
+        text = self.text(name)
+        found = _WITH_UNIT.fullmatch(text)
+        size = UNITS.get(name, {}).get(found[2].lower()) if found else None
+        return (text, 1.0) if found is None or size is None else (found[1], size)
 
     def optional(self, name: str) -> int | None:
         """A cell with an integer; None if blank."""
@@ -76,6 +100,14 @@ class Cells:
             self.fill(name, default, why)
             return default
         return value
+
+    def zero_stage(self) -> int | None:
+        """The ZeRO stage, also as `ZeRO-3`, `stage 3`, `FSDP` or `DDP`; None if blank."""
+        text = self.text("zero_stage").lower()
+        if text in ZERO_STAGES:
+            return ZERO_STAGES[text]
+        found = _ZERO_STAGE.fullmatch(text)
+        return int(found[1]) if found else self.optional("zero_stage")
 
     def flag(self, name: str) -> bool | None:
         """A cell with yes or no; None if blank."""

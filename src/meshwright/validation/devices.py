@@ -38,6 +38,16 @@ OMNI_PATH_OF, OMNI_PATH = "A100-80GB-SXM", "A100-80GB-OmniPath"
 """A machine with fewer NVLinks between its devices than others with the same GPU."""
 _NETWORK = re.compile(r"(\d+)\s*x\s*(?:[A-Za-z-]+ )?(\d+)\s*Gb(?:ps|/s|it/s)?(?![A-Za-z])[^;,(]*per node")
 """Network adapters of a node, such as `4x200Gb IB per node`; Gb means gigabit, GB does not match."""
+_NETWORK_RATE = re.compile(
+    r"(\d+(?:\.\d+)?)\s*([GT])b(?:ps|/s|it/s)(?![A-Za-z])"
+    r"[^;,(]*?(?:per|/) ?(node|machine|server|GPU|device|rank)"
+)
+"""The network of a node or device, such as `3.2 Tb/s per node` or `400 Gbps per GPU`."""
+_NETWORK_BYTES = re.compile(
+    r"(?:InfiniBand|IB|RoCE|EFA|Ethernet|Slingshot|network|NICs?)\b[^;,(]*?(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*GB/s"
+    r"(?:[^;,(]*?(?:per|/) ?(GPU|device|rank))?"
+)
+"""Network in bytes: that of a node, `InfiniBand 8x50 GB/s`, or of a device, `NIC 50 GB/s per GPU`."""
 _MACHINE = re.compile(
     r"(\d+) (?:gpus?|devices|cards) (?:per|a|in a|/) ?(?:node|machine|server)", re.IGNORECASE
 )
@@ -116,9 +126,21 @@ def _network(cells: Cells, per_node: int) -> float | None:
     given = cells.number_of("nic_gbytes_per_s_per_gpu")
     if given:
         return given * 1e9
-    found = _NETWORK.search(cells.text("note"))
-    if not found:
+    share = _noted_network(cells.text("note"), per_node)
+    if share is None:
         return None
-    share = int(found[1]) * int(found[2]) / 8 / per_node
     cells.remark(f"network {share:g} GB/s per device, from the note")
     return share * 1e9
+
+
+def _noted_network(note: str, per_node: int) -> float | None:
+    """Network bandwidth per device in 10^9 bytes/s that a note states."""
+    if found := _NETWORK.search(note):
+        return int(found[1]) * int(found[2]) / 8 / per_node
+    if found := _NETWORK_RATE.search(note):
+        gbytes = float(found[1]) * (1000 if found[2] == "T" else 1) / 8
+        return gbytes if found[3] in ("GPU", "device", "rank") else gbytes / per_node
+    found = _NETWORK_BYTES.search(note)
+    if not found or not (found[1] or found[3]):
+        return None
+    return float(found[2]) if found[3] else int(found[1]) * float(found[2]) / per_node

@@ -25,17 +25,21 @@ LATENT_ON_BLACKWELL_SINCE = (25, 7)
 """First container of NeMo with cuDNN 9.11."""
 _RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])(?:\.\d+)?\b")
 PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
-    (r"hugging.?face|transformers|accelerate|llama-?factory|axolotl|xtuner|unsloth|trl\b", "huggingface"),
+    (r"megatron.?swift|swift.*megatron", "megatron-core"),
+    (
+        r"hugging.?face|transformers|accelerate|llama-?factory|axolotl|xtuner|unsloth|trl\b|swift",
+        "huggingface",
+    ),
     (r"megatron.*deepspeed|deepspeed.*megatron|gpt-?neox", "megatron-deepspeed"),
     (r"deepspeed|zero(?:-?infinity|\+\+)?$", "deepspeed-zero"),
     (r"titan|fsdp-?2|torchtune|simple-?fsdp", "torchtitan"),
-    (r"composer|foundry|metaseq|fairseq", "composer-fsdp"),
-    (r"fsdp|pytorch|lightning|lit-?gpt|olmo", "torchtitan"),
+    (r"composer|foundry|metaseq|fairseq|fairscale", "composer-fsdp"),
+    (r"fsdp|pytorch|lightning|lit-?gpt|olmo|llama-?(recipes|cookbook)", "torchtitan"),
     (r"meshwright", "meshwright"),
     (r"^aa-|aleph", "aleph-alpha-scaling"),
     (r"nanotron|internevo|colossal|llmq|like", "megatron-like"),
     (r"bridge|nemo", "megatron-bridge"),
-    (r"megatron-?core|mcore|megascale|pai-|primus|swift", "megatron-core"),
+    (r"megatron-?core|mcore|megascale|pai-|primus", "megatron-core"),
     (r"hai-?llm", "hai-llm"),
 )
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
@@ -105,7 +109,7 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
 def read_profile(cells: Cells) -> Profile:
     """The profile of a row, with options from its note."""
     framework = cells.text("framework")
-    profile = choose_profile(framework, cells.text("gpu"), cells.text("source"), cells.optional("zero_stage"))
+    profile = choose_profile(framework, cells.text("gpu"), cells.text("source"), cells.zero_stage())
     release = read_release(cells)
     if profile.name == "megatron-bridge" and release and release >= OVERLAPS_EXPERTS_SINCE:
         profile = PROFILES["megatron-bridge-2026"]
@@ -117,7 +121,24 @@ def read_profile(cells: Cells) -> Profile:
         cells.remark("DeepSpeed of these years: predicted as huggingface, the nearest profile")
     elif profile.name == "deepspeed-zero" and "deepspeed" not in framework.lower():
         cells.remark("ZeRO-3 with Megatron of these years: predicted as deepspeed-zero")
-    return _apply_note(profile, cells)
+    return _apply_note(_with_flash_attention(profile, cells), cells)
+
+
+FLASH_ATTENTION = re.compile(r"xtuner", re.IGNORECASE)
+"""Frameworks that replace the attention of transformers by flash-attn 2 (`xtuner/model/modules/dispatch`)."""
+
+
+def _with_flash_attention(profile: Profile, cells: Cells) -> Profile:
+    """The profile of transformers with flash-attn 2, where the framework or context parallelism calls it.
+
+    Ring attention and Ulysses call flash-attn on their parts, without a mask tensor.
+    """
+    parallel = (cells.optional("cp") or 1) > 1
+    if profile.name != "huggingface" or not (parallel or FLASH_ATTENTION.search(cells.text("framework"))):
+        return profile
+    cells.remark(f"flash-attn 2, that of {'context parallelism' if parallel else 'the framework'}")
+    time = dataclasses.replace(profile.time, attention_kernel="flash-2", skips_masked=True)
+    return dataclasses.replace(profile, time=time)
 
 
 def read_release(cells: Cells) -> tuple[int, int] | None:
@@ -151,11 +172,24 @@ def with_available_attention(
 _EXCHANGE = r"(\bep|a2a|all.?to.?all|dispatch|expert)"
 _FEW_NODES = re.compile(r"(?:at most|max(?:imum)?|up to|limited to) (\d+) nodes")
 """Node-limited routing."""
+_NOT_NEGATED = r"(?<!no )(?<!without )(?<!not )(?<!un)"
+_NOT_OFF = r"(?! ?= ?(?:false|off))"
+_FUSED_ATTENTION = rf"{_NOT_NEGATED}flash[ _-]?att(?:entio)?n\w*{_NOT_OFF}|\bfa[123]\b|cudnn attention"
+_UNFUSED_ATTENTION = (
+    r"(no|without) (flash|fused)[ _-]?att|flash_?att\w* ?= ?(false|off)|unfused att|eager att"
+)
 KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"\bliger\b|own cuda kernels|fused kernels",
      {"fused_norms": True, "fused_rope": True, "fused_activation": True, "loss_bytes": 12.0}),
-    (r"rms ?(norm)? kernel|fused (rms)?norm|apex", {"fused_norms": True}),
-    (r"unfused norm|no fused norm", {"fused_norms": False}),
+    (rf"rms ?(norm)? kernel|{_NOT_NEGATED}fused[ _-]?(rms|layer)?[ _-]?norm{_NOT_OFF}|apex",
+     {"fused_norms": True}),
+    (rf"{_NOT_NEGATED}fused[ _-]?(rope|rotary){_NOT_OFF}", {"fused_rope": True}),
+    (rf"{_NOT_NEGATED}fused[ _-]?(swiglu|geglu|silu|activation|gate){_NOT_OFF}", {"fused_activation": True}),
+    (rf"{_NOT_NEGATED}fused[ _-]?(linear )?cross[ _-]entropy{_NOT_OFF}", {"loss_bytes": 12.0}),
+    (r"unfused norm|no fused (rms|layer)?[ -]?norm|fused_(rms|layer)_?norm ?= ?false",
+     {"fused_norms": False}),
+    (_FUSED_ATTENTION, {"flash_attention": True}),
+    (_UNFUSED_ATTENTION, {"flash_attention": False}),
     (r"flash.?attention.?3|\bfa3\b|cudnn attention", {"attention_kernel": "native", "skips_masked": True}),
     (r"flash.?attention.?2|\bfa2\b|zigzag", {"attention_kernel": "flash-2", "skips_masked": True}),
     (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1", "skips_masked": True}),
@@ -166,6 +200,8 @@ KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
 )  # fmt: skip
 """Kernels that notes name, and the settings of the profile that they stand for."""
 STATES: tuple[tuple[str, dict[str, object]], ...] = (
+    (_FUSED_ATTENTION, {"fused_attention": True}),
+    (_UNFUSED_ATTENTION, {"fused_attention": False}),
     (r"pure bf16|bf16 master", {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0,
                                 "moment_bytes": 2.0}),
     (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
@@ -174,6 +210,7 @@ STATES: tuple[tuple[str, dict[str, object]], ...] = (
     (r"(fp32|float32) grad", {"gradient_bytes": 4.0}),
     (r"\bliger\b|chunked (loss|logits|cross)|fused linear cross",
      {"logit_bytes": 0.5, "split_logit_bytes": 0.5, "gathers_logits": False}),
+    (rf"{_NOT_NEGATED}fused[ -]?cross[ -]entropy", {"logit_bytes": 4.0, "split_logit_bytes": 4.0}),
     (r"own cuda kernels|fused kernels",
      {"logit_bytes": 2.0, "split_logit_bytes": 2.0, "gathers_logits": False}),
     (r"(bf16|16-bit) grad", {"gradient_bytes": 2.0}),
@@ -271,10 +308,13 @@ def read_precision(cells: Cells) -> str:
     if found:
         return found
     if re.search(r"fp32|tf32|float32", text):
+        if "tf32" in text:
+            cells.remark("precision tf32: predicted as fp32, without tensor cores")
         return "fp32"
     if re.search(r"amp|mixed|\b16\b", text):
-        cells.remark(f"precision {text}: predicted as bf16")
-        return "bf16"
+        kind = "fp16" if (device_name(cells.text("gpu")) or "").startswith("V100") else "bf16"
+        cells.remark(f"precision {text}: predicted as {kind}")
+        return kind
     raise cells.cell_error("precision", "is none of fp32, fp16, bf16, fp8, fp4")
 
 
@@ -298,9 +338,16 @@ def read_recipe(cells: Cells, precision: str, profile: Profile) -> str:
     return recipe
 
 
+_NOT_COMPILED = re.compile(
+    r"\b(no|not|without|w/o)\s+(torch[. ])?compil|\beager\b|"
+    r"compil(e|ation)\s*(is\s+)?[=:]?\s*(off|false|disabled|no)\b"
+)
+"""Notes of runs without torch.compile."""
+
+
 def read_compiled(cells: Cells, precision: str, profile: Profile) -> bool:
     """Whether blocks were compiled: from the note; torchtitan compiles for float8 and async TP."""
-    if re.search(r"(no|without|not) compiled?\b|eager", cells.note):
+    if _NOT_COMPILED.search(cells.note):
         return False
     if "compile" in cells.note:
         return True

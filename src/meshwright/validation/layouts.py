@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -31,9 +32,14 @@ def count_devices(cells: Cells) -> int:
     Raises:
         NotExpressedError: Neither is published.
     """
+    if found := re.fullmatch(r"(\d{1,5})\s*[x*]\s*(\d{1,3})", cells.text("num_gpus").lower()):
+        return max(1, int(found[1]) * int(found[2]))
     given = cells.optional("num_gpus")
     if given is not None:
         return given
+    if found := re.match(r"(\d+)\s*x\s*(?=[a-z])", cells.text("gpu").lower()):
+        cells.fill("num_gpus", int(found[1]), "from gpu")
+        return max(1, int(found[1]))
     degrees = [cells.optional(name) for name in ("tp", "pp", "dp")]
     if None in degrees:
         raise NotExpressedError("num_gpus not published")
@@ -51,7 +57,7 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
     tp, pp, cp, dp = _degrees(cells, profile, devices)
     zero = _zero_stage(cells, profile) if dp * cp > 1 else 0
     shard, replicate = _sharding(cells, zero, dp, tp, cluster)
-    ep = cells.optional("ep") or 1
+    ep = cells.optional("ep") or _guess_ep(cells, dp * cp * tp)
     if dp * cp * tp % ep:
         cells.remark(f"ep={ep} does not divide dp x cp x tp={dp * cp * tp}")
     if zero == 0 and ep > 1:
@@ -66,7 +72,7 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
         dp_replicate=replicate,
         dp_shard=shard,
         ep=ep,
-        etp=cells.optional("etp") or 1,
+        etp=cells.optional("etp") or _guess_etp(cells, profile, tp, ep, dp * cp * tp),
         zero=zero,
         sequence_parallel=_sequence_parallel(cells, profile, tp),
         schedule=_schedule(cells, virtual),
@@ -76,6 +82,29 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
         recompute=_recompute(cells, profile),
         offload=_offload(cells),
     )
+
+
+def _guess_ep(cells: Cells, ranks: int) -> int:
+    """Expert parallelism of a row without it: none, unless a dispatcher between ranks is named."""
+    experts = cells.optional("experts")
+    if not experts or not re.search(r"deep-?ep|hybrid-?ep|expert parallel", cells.note):
+        return 1
+    ep = math.gcd(experts, ranks)
+    cells.fill("ep", ep, "as many ranks as share the experts evenly: the note names a dispatcher")
+    return ep
+
+
+def _guess_etp(cells: Cells, profile: Profile, tp: int, ep: int, ranks: int) -> int:
+    """Tensor parallelism of experts without a cell: tp in Megatron-Core, and in any Megatron if ep is 1.
+
+    `--expert-tensor-parallel-size` is `--tensor-model-parallel-size` by default. The recipes of NeMo and
+    Megatron Bridge set it to 1 for expert parallelism.
+    """
+    core = profile.name == "megatron-core" or (profile.name.startswith("megatron") and ep == 1)
+    if not cells.optional("experts") or not core or tp == 1 or ranks % (ep * tp):
+        return 1
+    cells.fill("etp", tp, "tp, default of Megatron-Core")
+    return tp
 
 
 def _micro_batch(cells: Cells, dp: int) -> int | None:
@@ -96,7 +125,7 @@ def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, in
     """tp, pp, cp and dp of a row."""
     names = ("tp", "pp", "dp", "cp")
     given = {name: cells.optional(name) for name in names}
-    sharded = profile.name in SHARDING_PROFILES and (cells.optional("zero_stage") or 3) == 3
+    sharded = profile.name in SHARDING_PROFILES and (cells.zero_stage() or 3) == 3
     if not sharded and devices > 1 and all(given[name] is None for name in ("tp", "pp", "dp")):
         raise NotExpressedError("layout not published")
     for name in ("cp", "tp", "pp"):
@@ -119,8 +148,21 @@ def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, in
     return tp, pp, cp, dp
 
 
+_ZERO_NAME = re.compile(r"(?<!no )(?<!without )\bzero[- ]?(?:stage[- ]?)?([0-3])\b")
+
+
+def _named_zero_stage(cells: Cells) -> int | None:
+    """The stage that the framework's name or the note states: `DeepSpeed ZeRO-2`, `PyTorch DDP`."""
+    for text in (cells.text("framework").lower(), cells.note):
+        if found := _ZERO_NAME.search(text):
+            return int(found[1])
+    return 0 if re.search(r"\bddp\b", cells.text("framework").lower()) else None
+
+
 def _zero_stage(cells: Cells, profile: Profile) -> int:
-    zero = cells.optional("zero_stage")
+    zero = cells.zero_stage()
+    if zero is None and (zero := _named_zero_stage(cells)) is not None:
+        cells.fill("zero_stage", zero, "from the framework or the note")
     if zero is None:
         if profile.name in (*SHARDING_PROFILES, "deepspeed-zero"):
             zero = 3
@@ -185,12 +227,21 @@ def _schedule(cells: Cells, virtual: int) -> Any:
     return "interleaved" if virtual > 1 else "1f1b"
 
 
+_AC = r"(?:[ -](?:ac|sac|recompute|recomputation|(?:(?:activation|gradient) )?checkpointing))?"
+_RECOMPUTE = re.compile(
+    rf"(?P<none>(?:none|no|off|without|disabled){_AC})|"
+    rf"(?P<selective>selective{_AC}|sac|per-op sac|selective (?:op|layer))|"
+    rf"(?P<full>(?:full|block|uniform|all){_AC}|ac|(?:activation|gradient) checkpointing)"
+)
+"""Usual spellings of the three settings of activation checkpointing."""
+
+
 def _recompute(cells: Cells, profile: Profile) -> Any:
     text, note = cells.text("recompute").lower(), cells.note
     if re.search(r"ac every 2nd layer", note):
         cells.remark("every 2nd layer recomputed: predicted as selective")
-    if text in ("none", "selective", "full"):
-        return text
+    if found := _RECOMPUTE.fullmatch(text):
+        return next(kind for kind, value in found.groupdict().items() if value)
     if not text:
         told = next(
             (kind for kind in ("full", "selective") if re.search(rf"{kind}[^;,]{{0,12}}(ac\b|recomp)", note)),
@@ -201,7 +252,7 @@ def _recompute(cells: Cells, profile: Profile) -> Any:
         return default
     if text in NO:
         return "none"
-    if text in (*YES, "block", "uniform"):
+    if text in YES:
         return "full"
     if re.search(r"attn|attention|mlp|norm|moe|op\b|partial|core|proj|act\b", text):
         cells.remark(f"recompute {text}: predicted as selective")
@@ -231,8 +282,11 @@ def read_global_batch(cells: Cells, layout: Layout, seq_len: int) -> int:
         share, why = int(found[1]), "from the local batch"
     elif layout.micro_batch:
         accumulated = re.search(r"grad_?\s?accum\w*\s?=?\s?(\d+)", cells.note)
-        share = layout.micro_batch * (int(accumulated[1]) if accumulated else 1)
+        rounds = LEAST_MICRO_BATCHES_PER_STAGE * layout.pp if layout.pp > 1 else 1
+        share = layout.micro_batch * (int(accumulated[1]) if accumulated else rounds)
         why = "from the micro-batch" + (" and accumulation" if accumulated else "")
+        if rounds > 1 and not accumulated:
+            why += f", {rounds} micro-batches"
     if share:
         cells.fill("global_batch", share * layout.data_degree, why)
         return share * layout.data_degree

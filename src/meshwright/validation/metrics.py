@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.plan.estimate.grid import Floats
 from meshwright.validation.evaluate import Outcome
 from meshwright.validation.limits import Limits
-from meshwright.validation.residuals import interval_cover
+from meshwright.validation.residuals import interval_cover, plan_interval_cover
 
 NEAR_ERROR = 0.10
 """Error of the metric ``within_10pct``."""
@@ -175,9 +175,16 @@ class Validation:
     """Whether the rates of each prediction were fitted without the row's source."""
     limits: Limits | None = None
     """Layouts that ran out of memory and layouts that ran, if they were asked for."""
+    given: bool = False
+    """Whether the rows are the caller's: intervals are those of plans, not from the other rows."""
 
     def __repr__(self) -> str:
         return f"Validation({len(self.outcomes)} rows, left_out={self.left_out})"
+
+    @property
+    def of_plans(self) -> bool:
+        """Whether the intervals are those of plans."""
+        return self.given and not self.left_out
 
     @cached_property
     def families(self) -> dict[str, dict[str, Any]]:
@@ -193,7 +200,7 @@ class Validation:
             "all": errors_of(counted),
             "dense": errors_of([one for one, routed in zip(counted, experts, strict=True) if not routed]),
             "experts": errors_of([one for one, routed in zip(counted, experts, strict=True) if routed]),
-            "interval": interval_cover(counted),
+            "interval": plan_interval_cover(counted) if self.of_plans else interval_cover(counted),
             "ranking": self._ranking(),
         }
 

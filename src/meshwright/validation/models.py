@@ -67,46 +67,78 @@ def build_model(cells: Cells, tp: int | None) -> DecoderModel:
     preset = _named_preset(name) if not (cells.text("layers") and cells.text("hidden")) else None
     if preset:
         cells.remark(f"dimensions of the preset {preset['preset']}")
-    width = cells.optional("hidden") or _from(preset, "hidden_size", "hidden")
+        return _preset_model(cells, name, preset)
+    width, layers = cells.count("hidden"), cells.count("layers")
     experts = cells.optional("experts")
     guess = _guess_gated(cells, name, width, experts)
-    heads = cells.optional("heads") or (preset or {}).get("num_heads") or _guess_heads(cells, width, tp or 1)
-    ffn = (
-        cells.optional("ffn_hidden")
-        or (preset or {}).get("ffn_size")
-        or _guess_ffn(cells, width, guess, experts)
-    )
+    heads = cells.optional("heads") or _guess_heads(cells, width, tp or 1)
+    ffn = cells.optional("ffn_hidden") or _guess_ffn(cells, width, guess, experts)
     fields: dict[str, Any] = {
-        "num_layers": cells.optional("layers") or _from(preset, "num_layers", "layers"),
+        "num_layers": layers + _mtp_layers(cells, name),
         "hidden_size": width,
         "num_heads": heads,
-        "num_kv_heads": (preset or {}).get("num_kv_heads") or _kv_heads(cells, heads, attention),
+        "num_kv_heads": _kv_heads(cells, heads, attention),
         "ffn_size": ffn,
-        "vocab_size": cells.optional("vocab")
-        or (preset or {}).get("vocab_size")
-        or _guess_vocab(cells, guess),
+        "vocab_size": cells.optional("vocab") or _guess_vocab(cells, guess),
         "head_dim": _head_dim(cells, name, width, heads),
     }
     if experts:
         fields |= _expert_fields(cells, name, experts, ffn)
     if "mla" in attention or "latent" in attention:
         fields |= LATENT | ({"query_latent_size": None} if "lite" in name.lower() else {})
-    if found := re.search(r"sliding[\s_-]*(\d+)(?:\s*/\s*(\d+))?", attention):
+    if found := re.search(r"(?:sliding|swa|window)[\s_-]*(\d+)(?:\s*/\s*(\d+))?", attention):
         fields |= {"window": int(found[1]), "window_every": int(found[2] or 1)}
-    if _has_mtp(cells, name):
-        fields["num_layers"] += 1
-        cells.remark("multi-token prediction counted as one more layer")
     return choose_architecture(fields, name, guess, cells)
 
 
-def _from(preset: dict[str, Any] | None, key: str, column: str) -> int:
-    if preset is None:
-        raise NotExpressedError(f"{column} not published")
-    return int(preset[key])
+FIELDS = {
+    "layers": "num_layers", "hidden": "hidden_size", "heads": "num_heads", "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim", "ffn_hidden": "ffn_size", "vocab": "vocab_size", "experts": "num_experts",
+    "top_k": "experts_per_token", "moe_ffn": "expert_ffn_size", "shared_experts": "shared_experts",
+    "dense_layers": "dense_layers",
+}  # fmt: skip
+"""Columns, and the fields of a model that they set."""
+
+
+def _preset_model(cells: Cells, name: str, preset: dict[str, Any]) -> DecoderModel:
+    """A preset with all its parts, such as experts and latent attention; cells replace its numbers."""
+    fields = {key: value for key, value in preset.items() if key != "preset"}
+    for column, field in FIELDS.items():
+        given = cells.optional(column)
+        fields |= {} if given is None else {field: given}
+    fields["num_layers"] += _mtp_layers(cells, name)
+    if fields.get("num_experts"):
+        fields |= _capacity(cells, name)
+    if fields.get("positions") == "learned":
+        fields["max_positions"] = cells.count("seq_len")
+    return DecoderModel(**fields)
+
+
+_VARIANT = re.compile(r"(instruct|chat|base|hf|it|pretrain(ing|ed)?|v0\d|2507)+$")
+"""Ends of names that do not change a model's shape."""
+_RENAMED = (
+    (r"^meta(?=llama)", ""),
+    (r"^llama3[13](?=(8|70|405)b$)", "llama3"),
+    (r"^llama(?=(7|13|65)b$)", "llama1"),
+    (r"^llama3[03]b$", "llama133b"),
+    (r"^gpt175b$", "gpt3175b"),
+    (r"^bloom$", "bloom176b"),
+    (r"^(mtnlg|megatronturing(nlg)?)530b$", "gpt530b"),
+    (r"^nemotron4(?=340b$)", "nemotron"),
+    (r"^(deepseekv[23])(236|671)b$", r"\1"),
+    (r"^qwen3moe(?=30b|235b)", "qwen3"),
+    (r"^qwen330b$", "qwen330ba3b"),
+    (r"^qwen3235b$", "qwen3235ba22b"),
+)
+"""Other names of presets, normalized."""
 
 
 def _normalize_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", name).lower())
+    plain = re.sub(r"\(.*?\)", "", name).rpartition("/")[2]
+    plain = _VARIANT.sub("", re.sub(r"[^a-z0-9]", "", plain.lower()))
+    for pattern, other in _RENAMED:
+        plain = re.sub(pattern, other, plain)
+    return plain
 
 
 @functools.cache
@@ -120,8 +152,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def _named_preset(name: str) -> dict[str, Any] | None:
-    plain = _normalize_name(name)
-    return _presets().get(plain) or _presets().get(plain.replace("llama31", "llama3"))
+    return _presets().get(_normalize_name(name))
 
 
 def _guess_gated(cells: Cells, name: str, width: int, experts: int | None) -> bool:
@@ -193,10 +224,15 @@ def _expert_fields(cells: Cells, name: str, experts: int, ffn: int) -> dict[str,
         layers = cells.count("layers")
         fields["dense_layers"] = layers - layers // every
         cells.remark(f"experts on every {every}. layer: {fields['dense_layers']} dense layers")
-    if re.search(r"token.?drop|capacity factor 1\b", f"{name} {cells.note}".lower()):
-        fields["capacity_factor"] = 1.0
-        cells.remark("dropped tokens read as a capacity factor of 1")
-    return fields
+    return fields | _capacity(cells, name)
+
+
+def _capacity(cells: Cells, name: str) -> dict[str, float]:
+    """The capacity factor of a row that drops tokens."""
+    if not re.search(r"token.?drop|capacity factor 1\b", f"{name} {cells.note}".lower()):
+        return {}
+    cells.remark("dropped tokens read as a capacity factor of 1")
+    return {"capacity_factor": 1.0}
 
 
 def _note_count(cells: Cells, pattern: str) -> int | None:
@@ -204,10 +240,13 @@ def _note_count(cells: Cells, pattern: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _has_mtp(cells: Cells, name: str) -> bool:
-    """Whether the run trained DeepSeek's multi-token prediction layer, from name and note."""
+def _mtp_layers(cells: Cells, name: str) -> int:
+    """Layers of DeepSeek's multi-token prediction that the run trained, from name and note."""
     text = f"{name} {cells.note}".lower()
-    return "mtp" in text and not re.search(r"(w/o|without|no) mtp", text)
+    if "mtp" not in text or re.search(r"(w/o|without|no) mtp", text):
+        return 0
+    cells.remark("multi-token prediction counted as one more layer")
+    return 1
 
 
 def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: Cells) -> DecoderModel:
@@ -222,7 +261,7 @@ def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: C
     others = [_with_architecture(fields, name, g, t, positions) for g, t in options]
     error = [abs(count_elements(model) / 1e9 - published) for model in others]
     text = cells.text("params_b")
-    digits = len(text.rpartition(".")[2]) if published != int(published) else 0
+    digits = _decimals(text, published)
     best = min(range(len(others)), key=error.__getitem__)
     if error[0] <= 0.5 * 10.0**-digits + LABEL_ERROR * published or error[best] > 0.5 * error[0]:
         return first
@@ -231,6 +270,14 @@ def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: C
     tying = "tied" if model.tied_embeddings else "untied"
     cells.remark(f"from params_b={text}: {told} feed-forward, {tying} embeddings")
     return model
+
+
+def _decimals(text: str, published: float) -> int:
+    """Decimals of a published number of 10^9 parameters, such as `7.5`, `7B` or `350M`."""
+    if published == int(published):
+        return 0
+    number = text.lower().rstrip(" bmt")
+    return len(number.partition(".")[2]) + (3 if text.lower().endswith("m") else 0)
 
 
 def _with_architecture(

@@ -17,7 +17,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import compiled_profile
 from meshwright.spec.layout import Layout
-from meshwright.validation.cells import Cells, NotExpressedError
+from meshwright.validation.cells import OUT_OF_MEMORY, Cells, NotExpressedError
 from meshwright.validation.devices import build_cluster
 from meshwright.validation.frameworks import (
     read_compiled,
@@ -42,6 +42,11 @@ COLUMNS = (
 """Required columns; others are optional."""
 ADAPTERS = re.compile(r"\bq?lora\b|\bdora\b|\bpeft\b|\badapters\b", re.IGNORECASE)
 """Training of adapters on frozen weights: refused, never predicted as full training."""
+_DOCUMENTS = re.compile(r"\bvar(iable)?[ -]?len(gth)?\b|document mask|block-diagonal")
+"""Notes of attention that stays within packed documents."""
+LONG_FOR_DOCUMENTS = 3
+"""Sequence length over width from which attention over the whole sequence is a quarter of the linear layers:
+per token and layer, causal attention is 2·s·h operations, and linear layers are about 24·h²."""
 GATING = "found"
 """Confidence of rows that count in the figures; other rows are informative."""
 
@@ -111,8 +116,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def ran_out_of_memory(cells: Mapping[str, object]) -> bool:
-    """Whether a row is of a layout that ran out of memory: `result` is `OOM`."""
-    return str(cells.get("result") or "").strip().upper() == "OOM"
+    """Whether a layout ran out of memory: `result`, or the cell of a measurement, is `OOM`."""
+    names = ("result", "step_time_s", "tokens_per_s_per_gpu", "memory_gb_per_gpu")
+    return any(OUT_OF_MEMORY.match(str(cells.get(name) or "").strip().lower()) for name in names)
 
 
 def read_table(path: Path, columns: Sequence[str], page: str) -> list[tuple[int, dict[str, str]]]:
@@ -158,6 +164,10 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
     precision = read_precision(cells)
     seq_len = cells.count("seq_len")
     model = build_model(cells, layout.tp)
+    if _DOCUMENTS.search(cells.note):
+        if seq_len > LONG_FOR_DOCUMENTS * model.hidden_size:
+            raise NotExpressedError("attention within packed documents: their lengths are not published")
+        cells.remark("attention within packed documents: predicted over the whole sequence")
     compiled = read_compiled(cells, precision, profile)
     if compiled:
         triton, fp8 = "triton blocks" in cells.note, "weight gradients in fp8" in cells.note

@@ -54,6 +54,16 @@ def weighted_quantiles(
     return [float(np.interp(level, middle / weights.sum(), values[order])) for level in levels]
 
 
+def plan_interval_cover(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """How many rows are within the interval that a plan would have, and its half-width."""
+    counted = [one for one in outcomes if one.case and one.case.gates and one.step_error is not None]
+    found = [(one, interval(one.case.workload)) for one in counted if one.case]
+    return _cover(
+        [own.low <= 1 / (1 + (one.step_error or 0.0)) <= own.high for one, own in found],
+        [(own.high - own.low) / 2 for _, own in found],
+    )
+
+
 def interval_cover(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """How many rows are within an interval from the residuals of all other sources, and its half-width."""
     counted = [one for one in outcomes if one.case and one.case.gates and one.step_error is not None]
@@ -66,6 +76,10 @@ def interval_cover(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             found = interval(one.case.workload, table)
             inside.append(found.low <= 1 / (1 + (one.step_error or 0.0)) <= found.high)
             widths.append((found.high - found.low) / 2)
+    return _cover(inside, widths)
+
+
+def _cover(inside: Sequence[bool], widths: Sequence[float]) -> dict[str, Any]:
     if not inside:
         return {"rows": 0, "share": None, "half_width": None}
     return {

@@ -34,7 +34,7 @@ def test_the_bundled_table_is_the_default(cli):
     ran = cli("validate", "--json")
     assert ran.status == 0
     found = ran.json
-    assert len(found["rows"]) == sum(family["rows"] for family in found["families"].values()) == 1236
+    assert len(found["rows"]) == sum(family["rows"] for family in found["families"].values()) == 1250
     bloom = found["families"]["bloom"]
     assert set(bloom["time"]) == set(bloom["memory"]) == FIGURES
     assert {"rows", "expressed", "not_expressed", "time", "memory", "tau"} <= set(bloom)
@@ -57,6 +57,11 @@ def test_the_text_has_a_line_per_family_and_the_worst_rows(cli):
 def test_several_tables_are_combined(cli, few):
     ran = cli("validate", "--runs", few(3), "--runs", few(5, name="more.csv"), "--json")
     assert len(ran.json["rows"]) == 8
+
+
+def test_own_rows_are_compared_with_the_intervals_of_plans(cli, few):
+    assert "80% intervals of plans hold " in cli("validate", "--runs", few(24)).out
+    assert "80% intervals" not in cli("validate").out
 
 
 def test_a_bad_cell_is_named_and_other_rows_are_evaluated(cli, few):

@@ -24,6 +24,7 @@ from meshwright.validation.evaluate import (
 )
 from meshwright.validation.metrics import (
     Errors,
+    Validation,
     best_found,
     kendall_tau,
     summarise,
@@ -31,7 +32,12 @@ from meshwright.validation.metrics import (
     worst_rows,
 )
 from meshwright.validation.published import read_rows
-from meshwright.validation.residuals import interval_cover, tabulate_residuals, weighted_quantiles
+from meshwright.validation.residuals import (
+    interval_cover,
+    plan_interval_cover,
+    tabulate_residuals,
+    weighted_quantiles,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -288,6 +294,19 @@ def test_cover_of_a_source_uses_the_residuals_of_the_others(read):
     found = interval_cover([*rows, *far])
     assert found["rows"] == 44
     assert found["share"] == pytest.approx(0.75, abs=0.08)
+
+
+def test_rows_of_the_caller_are_judged_by_the_intervals_of_plans(read, monkeypatch):
+    """Other rows of one's own file are no basis: they may be of other machines."""
+    table = {("", "", ""): (99, 0.9, 1.2)}
+    monkeypatch.setattr(intervals, "_table", lambda: table)
+    rows = [outcome(read, factor) for factor in (1.0, 1.05, 2.0)]
+    found = plan_interval_cover(rows)
+    assert (found["rows"], found["share"]) == (3, pytest.approx(2 / 3))
+    assert found["half_width"] == pytest.approx(0.15)
+    assert Validation(rows, given=True).totals["interval"] == found
+    assert Validation(rows).totals["interval"]["rows"] == 0, "no other source"
+    assert plan_interval_cover([])["share"] is None
 
 
 def test_interval_uses_the_most_similar_rows_and_names_them(case, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 from meshwright.layout.parameters import list_parameters
 from meshwright.plan.estimate.weights import count_elements
 from meshwright.spec.load import build_job
+from meshwright.spec.presets import preset_names
 
 LLAMA = {
     "model_name": "Llama-3-8B", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32",
@@ -113,6 +114,55 @@ def test_missing_sizes_get_listed_defaults(case):
     assert (model.num_heads, model.num_kv_heads, model.ffn_size, model.vocab_size) == (24, 24, 12288, 51200)
     assumed = [text.removeprefix("assumed ").partition("=")[0] for text in found.filled]
     assert assumed == ["heads", "ffn_hidden", "kv_heads", "vocab"]
+
+
+NO_SHAPE = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "params_b"), "")
+
+
+@pytest.mark.parametrize(
+    ("written", "preset"),
+    [
+        ("Llama 2 7B", "llama2-7b"),
+        ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+        ("Meta-Llama-3-8B-Instruct", "llama3-8b"),
+        ("Llama 3.3 70B", "llama3-70b"),
+        ("LLaMA-65B", "llama1-65b"),
+        ("GPT-175B", "gpt3-175b"),
+        ("BLOOM", "bloom-176b"),
+        ("DeepSeek-V3 671B", "deepseek-v3"),
+        ("Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+    ],
+)
+def test_usual_spellings_of_a_preset_are_recognized(case, written, preset):
+    assert f"dimensions of the preset {preset}" in case(model_name=written, **NO_SHAPE).filled
+
+
+def test_every_decoder_preset_is_found_by_its_own_name(case):
+    names = [name for name in preset_names("models") if not name.startswith("resnet")]
+    for name in names:
+        assert f"dimensions of the preset {name}" in case(model_name=name, **NO_SHAPE, tp="1", dp="64").filled
+
+
+def test_a_preset_has_its_experts_its_attention_and_its_activation(case):
+    """Its name alone says what a row leaves blank: Mixtral is no dense model of its width."""
+    mixtral, deepseek, gpt = (
+        case(model_name=name, **NO_SHAPE).workload.model
+        for name in ("Mixtral 8x7B", "DeepSeek-V3", "GPT-3 175B")
+    )
+    assert (mixtral.num_experts, mixtral.experts_per_token) == (8, 2)
+    assert (deepseek.attention, deepseek.num_experts, deepseek.dense_layers) == ("latent", 256, 3)
+    assert (gpt.activation, gpt.positions, gpt.max_positions) == ("gelu_tanh", "learned", 2048)
+
+
+def test_cells_replace_the_numbers_of_a_preset(case):
+    shortened = {**NO_SHAPE, "layers": "4", "vocab": "32000"}
+    model = case(model_name="DeepSeek-V3", **shortened, note="with MTP").workload.model
+    assert (model.num_layers, model.vocab_size, model.num_experts) == (5, 32000, 256)
+
+
+def test_sliding_window_is_read_from_the_attention(case):
+    assert case(attention="gqa, SWA 4096").workload.model.window == 4096
 
 
 def test_preset_name_gives_missing_dimensions(case, read):

@@ -10,7 +10,7 @@ from meshwright.core.errors import UserError
 from meshwright.validation.devices import ALIASES, device_name, known_devices
 from meshwright.validation.evaluate import evaluate
 from meshwright.validation.limits import fits, read_failed
-from meshwright.validation.published import COLUMNS, family_of, read_rows
+from meshwright.validation.published import COLUMNS, family_of, ran_out_of_memory, read_rows
 
 NOTHING_PUBLISHED = {"tp": "", "pp": "", "dp": ""}
 
@@ -51,6 +51,83 @@ def test_invalid_cell_names_its_line_and_column(read, column, value):
     assert row.reason.startswith(f"bad cell in line 7, column {column}: {value!r}")
 
 
+@pytest.mark.parametrize("blank", ["-", "n/a", "N/A", "\N{EM DASH}", "?", "unknown"])
+def test_a_placeholder_is_a_blank_cell(case, blank):
+    """Tables write them for axes that a run does not have."""
+    found = case(cp=blank, ep=blank, interleave=blank, params_b=blank, kv_heads=blank)
+    assert (found.layout.cp, found.layout.ep) == (1, 1)
+    assert found.workload.model.num_kv_heads == 32
+
+
+@pytest.mark.parametrize(
+    ("column", "written", "plain"),
+    [
+        ("params_b", "3.6B", "3.6"),
+        ("params_b", "3600M", "3.6"),
+        ("seq_len", "2K", "2048"),
+        ("step_time_s", "2500 ms", "2.5"),
+        ("step_time_s", "2.5s", "2.5"),
+        ("memory_gb_per_gpu", "30 GiB", "32.212254720"),
+        ("memory_gb_per_gpu", "30GB", "30"),
+        ("zero_stage", "ZeRO-1", "1"),
+        ("zero_stage", "stage 1", "1"),
+        ("recompute", "Full AC", "full"),
+        ("recompute", "activation checkpointing", "full"),
+        ("recompute", "selective activation checkpointing", "selective"),
+        ("recompute", "no recompute", "none"),
+    ],
+)
+def test_a_cell_may_state_its_unit_or_setting_in_words(case, column, written, plain):
+    first, second = case(**{column: written}), case(**{column: plain})
+    assert (first.workload, first.layout) == (second.workload, second.layout)
+    assert first.step_s == second.step_s
+    assert first.memory_bytes == (second.memory_bytes and pytest.approx(second.memory_bytes))
+
+
+@pytest.mark.parametrize(("column", "value"), [("tp", "2s"), ("layers", "30K"), ("seq_len", "2 cups")])
+def test_a_unit_of_another_column_is_refused(read, column, value):
+    assert read(**{column: value}).reason.startswith(f"bad cell in line 7, column {column}: {value!r}")
+
+
+def test_fsdp_and_ddp_name_zero_stages(case):
+    cells = {"framework": "torchtitan", "tp": "1", "dp": "64"}
+    assert [case(**cells, zero_stage=name).layout.zero for name in ("FSDP2", "DDP")] == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("framework", "note", "zero"),
+    [
+        ("DeepSpeed ZeRO-2", "", 2),
+        ("accelerate", "ZeRO stage 1", 1),
+        ("PyTorch DDP", "", 0),
+        ("accelerate", "faster than without ZeRO-2", 3),
+        ("accelerate", "", 3),
+    ],
+)
+def test_zero_stage_is_also_read_from_framework_and_note(case, framework, note, zero):
+    found = case(framework=framework, note=note, zero_stage="", tp="1", dp="64")
+    assert found.layout.zero == zero
+
+
+def test_nodes_times_devices_is_a_number_of_devices(case):
+    assert case(num_gpus="8x8").layout.world_size == 64
+
+
+def test_a_number_before_the_device_counts_the_devices(case):
+    found = case(gpu="8xH100", num_gpus="", dp="")
+    assert (found.layout.world_size, found.workload.cluster.device_name) == (8, "H100-80GB-SXM")
+    assert "assumed num_gpus=8 (from gpu)" in found.filled
+    assert case(gpu="8xH100").layout.world_size == 64
+
+
+def test_a_pipeline_without_a_batch_has_two_micro_batches_per_stage(case):
+    """One micro-batch in all would leave every stage but one idle."""
+    found = case(global_batch="", pp="4", dp="8")
+    assert found.workload.global_batch == 4 * 8 * 8
+    assert "assumed global_batch=256 (from the micro-batch, 8 micro-batches)" in found.filled
+    assert case(global_batch="", pp="4", dp="8", note="grad_accum=3").workload.global_batch == 4 * 8 * 3
+
+
 def test_invalid_cell_skips_its_row_only(table):
     rows = read_rows(table({}, {"tp": "x"}, {"id": "made-up-003"}))
     assert [row.case is not None for row in rows] == [True, False, True]
@@ -65,6 +142,27 @@ def test_layouts_that_ran_out_of_memory_are_no_runs(tmp_path, table):
     assert [row.id for row in read_rows(path)] == ["made-up-001"]
     assert [row.id for row in read_failed(path)] == ["made-up-002"]
     assert read_failed(table({})) == []
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"result": "OOM (backward)"},
+        {"result": "out of memory"},
+        {"step_time_s": "OOM"},
+        {"memory_gb_per_gpu": "CUDA OOM", "step_time_s": ""},
+    ],
+)
+def test_out_of_memory_may_stand_in_the_place_of_a_measurement(read, cells):
+    assert ran_out_of_memory(cells)
+    row = read(**cells)
+    assert row.case is not None, row.reason
+    assert row.memory_bytes is None
+
+
+def test_a_run_is_not_out_of_memory():
+    assert not ran_out_of_memory({"result": "ok", "step_time_s": "2.5", "memory_gb_per_gpu": "70"})
+    assert not ran_out_of_memory({"result": "", "note": "OOM with micro-batch 8"})
 
 
 @pytest.mark.parametrize("text", [b"", b"id,step_time_s\na,1\n"])
@@ -162,6 +260,24 @@ def test_network_rate_is_from_column_note_or_preset(case):
     assert case(note="500GB of data per node").workload.cluster.nic_bytes_per_s == 50e9
 
 
+@pytest.mark.parametrize(
+    ("note", "gbytes"),
+    [
+        ("3.2 Tb/s RoCE per node", 50),
+        ("1600Gbps per server", 25),
+        ("400 Gbps per GPU", 50),
+        ("InfiniBand 8x50 GB/s", 50),
+        ("NIC 25 GB/s per GPU", 25),
+        ("400Gbps inter-node interconnect", 50),
+        ("NVLink 900 GB/s per GPU", 50),
+        ("reads 3 GB/s per GPU from the network disk", 50),
+    ],
+)
+def test_network_rate_of_a_node_or_a_device_is_read_from_the_note(case, note, gbytes):
+    """The preset's 50 GB/s where the note does not say whose network it is."""
+    assert case(note=note).workload.cluster.nic_bytes_per_s == gbytes * 1e9
+
+
 def test_nvl72_racks_are_split_evenly(case):
     shares = {}
     for devices in (8, 72, 256, 1152):
@@ -192,6 +308,10 @@ def test_nvl72_racks_are_split_evenly(case):
         ("internevo (as megatron-core)", "A100-80GB-SXM", "megatron-like"),
         ("transformers accelerate", "A100-80GB-SXM", "huggingface"),
         ("metaseq-fsdp", "A100-80GB-SXM", "composer-fsdp"),
+        ("fairscale", "A100-80GB-SXM", "composer-fsdp"),
+        ("ms-swift", "H100", "huggingface"),
+        ("Megatron-SWIFT", "H100", "megatron-core"),
+        ("llama-recipes", "H100", "torchtitan"),
     ],
 )
 def test_framework_selects_its_profile(case, framework, gpu, profile):
@@ -220,6 +340,119 @@ def test_kernels_and_state_are_read_from_the_note(case):
     assert liger.workload.profile.memory.moment_bytes == 2
     assert any("fused_norms=True" in text for text in liger.filled)
     assert any("moment_bytes=2" in text for text in liger.filled)
+
+
+def test_single_fused_kernels_are_read_from_the_note(case):
+    fsdp = {"framework": "torchtitan", "tp": "1", "dp": "64", "zero_stage": "3"}
+    note = "fused layernorm, fused rotary embedding, fused SwiGLU, fused cross entropy loss"
+    plain, fused, negated = (case(**fsdp, note=text).workload.profile for text in ("", note, "no fused rope"))
+    assert (plain.time.fused_norms, plain.time.fused_rope, plain.time.fused_activation) == (False,) * 3
+    assert (fused.time.fused_norms, fused.time.fused_rope, fused.time.fused_activation) == (True,) * 3
+    assert fused.time.loss_bytes < plain.time.loss_bytes
+    assert fused.memory.logit_bytes < plain.memory.logit_bytes
+    assert negated == plain
+
+
+@pytest.mark.parametrize(
+    ("note", "fused"),
+    [
+        ("", False),
+        ("FA2", True),
+        ("flash_attention=True", True),
+        ("FlashAttention", True),
+        ("flash_attention=False", False),
+        ("without flash attention", False),
+    ],
+)
+def test_fused_attention_is_read_from_the_note_of_any_framework(case, note, fused):
+    """Megatron-DeepSpeed of 2022 had none; a run of 2023 says so."""
+    found = case(framework="megatron-deepspeed", gpu="A100", note=note).workload.profile
+    assert (found.time.flash_attention, found.memory.fused_attention) == (fused, fused)
+
+
+def test_unfused_attention_is_read_from_the_note(case):
+    found = case(framework="deepspeed", gpu="H800", note="no flash attention").workload.profile
+    assert (found.time.flash_attention, found.memory.fused_attention) == (False, False)
+
+
+def test_a_kernel_that_is_off_is_not_read_as_on(case):
+    fsdp = {"framework": "torchtitan", "tp": "1", "dp": "64", "zero_stage": "3"}
+    on, off = (
+        case(**fsdp, note=f"use_fused_rms_norm={word}").workload.profile.time for word in ("True", "False")
+    )
+    assert (on.fused_norms, off.fused_norms) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("framework", "ep", "etp", "expected"),
+    [
+        ("megatron-core", "", "", 2),
+        ("megatron-core", "8", "", 2),
+        ("megatron-core", "8", "1", 1),
+        ("NeMo 25.02", "8", "", 1),
+        ("NeMo 25.02", "1", "", 2),
+        ("torchtitan", "8", "", 1),
+    ],
+)
+def test_experts_of_megatron_core_are_sharded_over_tp(case, framework, ep, etp, expected):
+    """Without it every tensor-parallel rank would hold whole experts."""
+    experts = {"experts": "8", "top_k": "2", "params_b": ""}
+    assert case(framework=framework, **experts, ep=ep, etp=etp).layout.etp == expected
+    assert case(framework=framework, ep=ep, etp="").layout.etp == 1
+
+
+@pytest.mark.parametrize(
+    ("note", "compiled"),
+    [
+        ("torch.compile", True),
+        ("no torch.compile", False),
+        ("without torch compile", False),
+        ("w/o compile", False),
+        ("torch.compile off", False),
+        ("compile=False", False),
+        ("no offload; compile", True),
+        ("", False),
+    ],
+)
+def test_compilation_is_read_from_the_note(case, note, compiled):
+    assert case(framework="torchtitan", tp="1", dp="64", note=note).workload.compiled is compiled
+
+
+@pytest.mark.parametrize(
+    ("cells", "masked"),
+    [({"framework": "XTuner"}, True), ({"framework": "transformers"}, False),
+     ({"framework": "transformers", "cp": "8", "dp": "8"}, True)],
+)  # fmt: skip
+def test_xtuner_and_context_parallelism_run_flash_attention(case, cells, masked):
+    """They pass no mask tensor."""
+    found = case(**{"tp": "1", "dp": "64", "zero_stage": "3", **cells})
+    rules = found.workload.profile.time
+    assert (rules.skips_masked, rules.attention_kernel == "flash-2") == (masked, masked)
+    assert any(text.startswith("flash-attn 2, that of") for text in found.filled) is masked
+
+
+def test_attention_within_packed_documents_is_not_predicted_at_length(read):
+    """Their lengths are not published; at 3 widths the whole sequence would be 25% more work."""
+    note = "variable-length attention over packed samples"
+    short, long = (read(note=note, seq_len=str(size)) for size in (8192, 32768))
+    assert short.case is not None
+    assert "attention within packed documents: predicted over the whole sequence" in short.reason
+    assert long.reason == "attention within packed documents: their lengths are not published"
+    assert read(note="documents are packed", seq_len="32768").case is not None
+
+
+def test_a_named_dispatcher_means_expert_parallelism(case):
+    experts = {"experts": "32", "top_k": "4", "tp": "1", "dp": "64", "zero_stage": "3", "ep": ""}
+    found = case(**experts, note="DeepEP")
+    assert found.layout.ep == 32
+    assert any(text.startswith("assumed ep=32") for text in found.filled)
+    assert case(**experts).layout.ep == 1
+    assert case(**{**experts, "ep": "8"}, note="DeepEP").layout.ep == 8
+
+
+@pytest.mark.parametrize(("gpu", "precision"), [("V100 16GB", "fp16"), ("A100", "bf16")])
+def test_mixed_precision_without_a_type_is_one_that_the_device_has(case, gpu, precision):
+    assert case(gpu=gpu, precision="AMP").workload.precision == precision
 
 
 @pytest.mark.parametrize(
