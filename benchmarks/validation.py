@@ -21,7 +21,7 @@ from typing import Any
 import tomli_w
 
 from meshwright.validation.evaluate import Outcome, bundled_tables, evaluate, evaluate_left_out
-from meshwright.validation.metrics import Validation, summarise_families
+from meshwright.validation.metrics import Validation, summarize_families
 from meshwright.validation.published import Row, read_rows
 from meshwright.validation.residuals import tabulate_residuals
 
@@ -54,7 +54,7 @@ def residuals_text(left_out: Sequence[Outcome]) -> str:
 def golden_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Figures of each family and of all rows, rounded."""
     totals = {name: part for name, part in Validation(list(outcomes)).totals.items() if name != "interval"}
-    rounded = _rounded({"families": summarise_families(outcomes), "totals": totals})
+    rounded = _rounded({"families": summarize_families(outcomes), "totals": totals})
     assert isinstance(rounded, dict), "rounding keeps the type"
     return rounded
 

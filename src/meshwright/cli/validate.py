@@ -111,7 +111,7 @@ def _line(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
     time, memory = figures["time"], figures["memory"]
     tau, best = figures["tau"], figures["best_within_5pct"]
     return (
-        name if figures["gates"] or not figures["expressed"] else f"{name} (not counted)",
+        name if figures["counted"] or not figures["expressed"] else f"{name} (not counted)",
         str(figures["rows"]),
         str(figures["expressed"]),
         _percent(time["mape"]),

@@ -57,7 +57,7 @@ class Outcome:
             "memory_gb": _gigabytes(row.memory_bytes),
             "reason": self.reason,
             "expressed": self.case is not None,
-            "gates": self.case is not None and self.case.gates,
+            "counted": self.case is not None and self.case.is_counted,
             "source": self.row.source,
         }
 

@@ -87,7 +87,8 @@ PRIORS: Tables = {
         "contention": 0.0,
     },
 }
-"""Rates before any fit, from data sheets and published kernel benchmarks."""
+"""Rates before any fit, from data sheets and published kernel benchmarks; the H200's from our own kernel
+timings and profiles, the CPU's set by hand."""
 FITTED: tuple[tuple[str, str], ...] = tuple(
     (section, name)
     for section, names in (
@@ -133,9 +134,10 @@ SMALL = 0.01
 SENSITIVE = 0.02
 """Least share of a rate in a row's time for the row to count towards FEWEST_ROWS."""
 FEWEST_ROWS, FEWEST_SOURCES = 10, 2
-INFORMING = 0.3
-"""Weight of informative rows, which do not gate."""
+UNCOUNTED_WEIGHT = 0.3
+"""Weight of rows that do not count in the figures."""
 MOST_COPIES = 64
+"""Sets of rates that are evaluated at once."""
 
 
 class Runs:
@@ -151,7 +153,10 @@ class Runs:
         self.sources = np.array([case.source for case in self.cases])
         counts = Counter(case.source for case in self.cases)
         self.weights: Floats = np.array(
-            [(1.0 if case.gates else INFORMING) / math.sqrt(counts[case.source]) for case in self.cases]
+            [
+                (1.0 if case.is_counted else UNCOUNTED_WEIGHT) / math.sqrt(counts[case.source])
+                for case in self.cases
+            ]
         )
         self.measured: Floats = np.array([case.step_s or math.nan for case in self.cases])
 

@@ -43,7 +43,7 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"hai-?llm", "hai-llm"),
 )
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
-_LIKENED = re.compile(r"\((?:as )?([^)]*)\)")
+_SIMILAR_TO = re.compile(r"\((?:as )?([^)]*)\)")
 """What a row says that an unknown framework is like: `maxtext (as fsdp)`."""
 HAS_PROFILE = re.compile(
     r"megatron|deepspeed|composer|foundry|titan|meshwright|hugging|nemo|^aa-|aleph", re.IGNORECASE
@@ -72,10 +72,10 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
     The DeepSpeed profile is that of 2021, which gathered parameters one by one, without fused attention;
     newer devices and papers use that of transformers.
     """
-    name = _LIKENED.sub("", framework.lower())
-    likened = _LIKENED.search(framework.lower())
+    name = _SIMILAR_TO.sub("", framework.lower())
+    similar_to = _SIMILAR_TO.search(framework.lower())
     # Another framework that is like Megatron has its axes, not its kernels.
-    names = (name, likened[1].replace("megatron-core", "megatron-like") if likened else "")
+    names = (name, similar_to[1].replace("megatron-core", "megatron-like") if similar_to else "")
     found = next(
         (one for text in names for pattern, one in PROFILE_PATTERNS if re.search(pattern, text)), None
     )
@@ -118,9 +118,9 @@ def read_profile(cells: Cells) -> Profile:
     elif not HAS_PROFILE.search(framework):
         cells.remark(f"framework {framework}: predicted as {profile.name}, the nearest profile")
     elif profile.name == "huggingface" and "deepspeed" in framework.lower():
-        cells.remark("DeepSpeed of these years: predicted as huggingface, the nearest profile")
+        cells.remark("DeepSpeed after 2022: predicted as huggingface, the nearest profile")
     elif profile.name == "deepspeed-zero" and "deepspeed" not in framework.lower():
-        cells.remark("ZeRO-3 with Megatron of these years: predicted as deepspeed-zero")
+        cells.remark("ZeRO-3 with Megatron before 2023: predicted as deepspeed-zero")
     return _apply_note(_with_flash_attention(profile, cells), cells)
 
 
@@ -178,7 +178,7 @@ _FUSED_ATTENTION = rf"{_NOT_NEGATED}flash[ _-]?att(?:entio)?n\w*{_NOT_OFF}|\bfa[
 _UNFUSED_ATTENTION = (
     r"(no|without) (flash|fused)[ _-]?att|flash_?att\w* ?= ?(false|off)|unfused att|eager att"
 )
-KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
+NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"\bliger\b|own cuda kernels|fused kernels",
      {"fused_norms": True, "fused_rope": True, "fused_activation": True, "loss_bytes": 12.0}),
     (rf"rms ?(norm)? kernel|{_NOT_NEGATED}fused[ _-]?(rms|layer)?[ _-]?norm{_NOT_OFF}|apex",
@@ -198,8 +198,8 @@ KERNELS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"cuda_launch_blocking=1", {"blocking_launches": True}),
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
-"""Kernels that notes name, and the settings of the profile that they stand for."""
-STATES: tuple[tuple[str, dict[str, object]], ...] = (
+"""What notes say about kernels and overlap, and the settings of the profile for it."""
+NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (_FUSED_ATTENTION, {"fused_attention": True}),
     (_UNFUSED_ATTENTION, {"fused_attention": False}),
     (r"pure bf16|bf16 master", {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0,
@@ -217,7 +217,7 @@ STATES: tuple[tuple[str, dict[str, object]], ...] = (
     (OFFLOADED_ACTIVATIONS.pattern, {"offloads_activations": True}),
 )  # fmt: skip
 """Types of gradients, optimizer state and logits that notes name."""
-NAMED_NORMS = re.compile(r"^flash_attention2$")
+NO_NORM_KERNEL_NAMED = re.compile(r"^flash_attention2$")
 """A note that lists the kernels of a run, without one for norms."""
 
 
@@ -241,12 +241,12 @@ def _apply_note(profile: Profile, cells: Cells) -> Profile:
     """The profile with the kernels and the overlap that the note names."""
     note = cells.note
     changes: dict[str, Any] = {}
-    for pattern, settings in KERNELS:
+    for pattern, settings in NOTE_SETTINGS:
         if re.search(pattern, note):
             changes |= settings
     if few := _FEW_NODES.search(note):
         changes["max_nodes_per_token"] = float(few[1])
-    if NAMED_NORMS.search(note):
+    if NO_NORM_KERNEL_NAMED.search(note):
         changes["fused_norms"] = False
     overlaps: bool | None = None
     if re.search(r"async[- ]?tp|tp[-_ ]comm[-_ ]overlap on|userbuffer", note):
@@ -272,7 +272,7 @@ def _apply_states(profile: Profile, cells: Cells) -> Profile:
     if profile.name == "meshwright":
         return profile
     changes: dict[str, Any] = {}
-    for pattern, settings in STATES:
+    for pattern, settings in NOTE_STATE_TYPES:
         if re.search(pattern, cells.note):
             changes |= settings
     if modules := _recomputed_modules(cells):

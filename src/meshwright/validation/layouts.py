@@ -243,12 +243,12 @@ def _recompute(cells: Cells, profile: Profile) -> Any:
     if found := _RECOMPUTE.fullmatch(text):
         return next(kind for kind, value in found.groupdict().items() if value)
     if not text:
-        told = next(
+        from_note = next(
             (kind for kind in ("full", "selective") if re.search(rf"{kind}[^;,]{{0,12}}(ac\b|recomp)", note)),
             None,
         )
-        default = told or ("selective" if profile.name.startswith(("torchtitan", "hai-llm")) else "none")
-        cells.fill("recompute", default, "from the note" if told else f"default of {profile.name}")
+        default = from_note or ("selective" if profile.name.startswith(("torchtitan", "hai-llm")) else "none")
+        cells.fill("recompute", default, "from the note" if from_note else f"default of {profile.name}")
         return default
     if text in NO:
         return "none"

@@ -71,7 +71,9 @@ def judge_limits(failed: Sequence[Row], ran: Sequence[Row]) -> Limits:
     lost = [row for row in failed if row.case is None]
     for source in sorted({row.source for row in failed} & {row.source for row in ran}):
         bad = [row.case for row in failed if row.source == source and row.case is not None]
-        good = [row.case for row in ran if row.source == source and row.case is not None and row.case.gates]
+        good = [
+            row.case for row in ran if row.source == source and row.case is not None and row.case.is_counted
+        ]
         if bad and good:
             caught, fitting = sum(not fits(case) for case in bad), sum(fits(case) for case in good)
             found.append(SourceLimits(source, len(bad), caught, len(good), fitting))

@@ -114,14 +114,14 @@ def best_found(predicted: Floats, measured: Floats) -> bool:
     return bool(measured[np.argmax(predicted)] >= (1 - BEST_WITHIN) * measured.max())
 
 
-def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summarize(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Figures of one family: rows that could be predicted, and their errors.
 
-    Errors count gating rows; all rows in a family without any (`gates` says which).
+    Errors are of counted rows; of all rows in a family without any (`counted` says which).
     """
     expressed = [outcome for outcome in outcomes if outcome.case]
-    gating = [outcome for outcome in expressed if outcome.case and outcome.case.gates]
-    counted = gating or expressed
+    published = [outcome for outcome in expressed if outcome.case and outcome.case.is_counted]
+    counted = published or expressed
     groups = comparable_groups(counted)
     best = [best_found(*group) for group in groups]
     reasons = Counter(outcome.reason for outcome in outcomes if not outcome.case)
@@ -129,7 +129,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "rows": len(outcomes),
         "expressed": len(expressed),
         "not_expressed": dict(reasons.most_common()),
-        "gates": bool(gating),
+        "counted": bool(published),
         **errors_of(counted),
         "tau": kendall_tau(groups, TIED),
         "groups": len(groups),
@@ -150,19 +150,19 @@ def errors_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"time": asdict(Errors.of(time)), "memory": asdict(Errors.of(memory))}
 
 
-def summarise_families(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+def summarize_families(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
     """Figures of each family, in order of first occurrence."""
     families: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         families[outcome.row.family].append(outcome)
-    return {name: summarise(members) for name, members in families.items()}
+    return {name: summarize(members) for name, members in families.items()}
 
 
 def worst_rows(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
     """Gating rows with the largest error of time, worst first."""
     known = [outcome for outcome in outcomes if outcome.step_error is not None]
-    gating = [outcome for outcome in known if outcome.case and outcome.case.gates]
-    return sorted(gating or known, key=lambda outcome: -abs(outcome.step_error or 0.0))[:count]
+    counted = [outcome for outcome in known if outcome.case and outcome.case.is_counted]
+    return sorted(counted or known, key=lambda outcome: -abs(outcome.step_error or 0.0))[:count]
 
 
 @dataclass(frozen=True)
@@ -189,12 +189,12 @@ class Validation:
     @cached_property
     def families(self) -> dict[str, dict[str, Any]]:
         """Figures of each family, in order of first occurrence."""
-        return summarise_families(self.outcomes)
+        return summarize_families(self.outcomes)
 
     @cached_property
     def totals(self) -> dict[str, dict[str, Any]]:
-        """Errors of all gating rows, of dense models and of models with experts; whether intervals held."""
-        counted = [outcome for outcome in self.outcomes if outcome.case and outcome.case.gates]
+        """Errors of all counted rows, of dense models and of models with experts; whether intervals held."""
+        counted = [outcome for outcome in self.outcomes if outcome.case and outcome.case.is_counted]
         experts = [bool(outcome.case and outcome.case.workload.model.num_experts) for outcome in counted]
         return {
             "all": errors_of(counted),

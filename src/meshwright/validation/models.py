@@ -266,9 +266,9 @@ def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: C
     if error[0] <= 0.5 * 10.0**-digits + LABEL_ERROR * published or error[best] > 0.5 * error[0]:
         return first
     model = others[best]
-    told = "ungated" if model.activation != "swiglu" else "gated"
+    kind = "ungated" if model.activation != "swiglu" else "gated"
     tying = "tied" if model.tied_embeddings else "untied"
-    cells.remark(f"from params_b={text}: {told} feed-forward, {tying} embeddings")
+    cells.remark(f"from params_b={text}: {kind} feed-forward, {tying} embeddings")
     return model
 
 

@@ -47,8 +47,8 @@ _DOCUMENTS = re.compile(r"\bvar(iable)?[ -]?len(gth)?\b|document mask|block-diag
 LONG_FOR_DOCUMENTS = 3
 """Sequence length over width from which attention over the whole sequence is a quarter of the linear layers:
 per token and layer, causal attention is 2·s·h operations, and linear layers are about 24·h²."""
-GATING = "found"
-"""Confidence of rows that count in the figures; other rows are informative."""
+COUNTED_CONFIDENCE = "found"
+"""Confidence of rows that count in the figures."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Case:
         return family_of(self.id)
 
     @property
-    def gates(self) -> bool:
-        """Whether the row counts in the figures; other rows are informative."""
-        return self.confidence == GATING
+    def is_counted(self) -> bool:
+        """Whether the row counts in the figures."""
+        return self.confidence == COUNTED_CONFIDENCE
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
         layout=layout,
         step_s=step_s,
         memory_bytes=memory,
-        confidence=cells.text("confidence") or GATING,
+        confidence=cells.text("confidence") or COUNTED_CONFIDENCE,
         filled=tuple(cells.filled),
         model_name=cells.text("model_name"),
         source=source_of(cells.text("source"), family_of(row_id)),
@@ -203,11 +203,11 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
 
 
 def _step_of_rate(cells: Cells, workload: Workload, devices: int) -> float | None:
-    """A step's time from tokens a second, where only those are published."""
+    """A step's time from tokens per second, where only those are published."""
     rate = cells.number_of("tokens_per_s_per_gpu")
     if rate is None:
         return None
-    cells.remark("step time from tokens a second")
+    cells.remark("step time from tokens per second")
     return workload.global_batch * workload.seq_len / (rate * devices)
 
 

@@ -2,8 +2,8 @@
 
 A group of similar rows has its own percentiles if it has at least FEWEST_ROWS rows of FEWEST_SOURCES sources.
 Every source weighs the same, however many rows it has: an interval is for a source that is not in the table.
-The fewer the sources, the more of a new source is outside their plain percentiles: the tails that are cut off
-are smaller by (sources - 1) / (sources + 1).
+The fewer the sources, the more rows of a new source are outside plain percentiles. So the tails that are cut
+off are smaller by (sources - 1) / (sources + 1).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def tabulate_residuals(outcomes: Sequence[Outcome]) -> Residuals:
     groups: dict[Key, list[tuple[str, float]]] = defaultdict(list)
     for outcome in outcomes:
         case, error = outcome.case, outcome.step_error
-        if case is None or error is None or not case.gates:
+        if case is None or error is None or not case.is_counted:
             continue
         for key in similar_groups(case.workload):
             groups[key].append((case.source, 1 / (1 + error)))
@@ -56,7 +56,7 @@ def weighted_quantiles(
 
 def plan_interval_cover(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """How many rows are within the interval that a plan would have, and its half-width."""
-    counted = [one for one in outcomes if one.case and one.case.gates and one.step_error is not None]
+    counted = [one for one in outcomes if one.case and one.case.is_counted and one.step_error is not None]
     found = [(one, interval(one.case.workload)) for one in counted if one.case]
     return _cover(
         [own.low <= 1 / (1 + (one.step_error or 0.0)) <= own.high for one, own in found],
@@ -66,7 +66,7 @@ def plan_interval_cover(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def interval_cover(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """How many rows are within an interval from the residuals of all other sources, and its half-width."""
-    counted = [one for one in outcomes if one.case and one.case.gates and one.step_error is not None]
+    counted = [one for one in outcomes if one.case and one.case.is_counted and one.step_error is not None]
     inside, widths = [], []
     for source in sorted({one.row.source for one in counted}):
         table = tabulate_residuals([one for one in counted if one.row.source != source])

@@ -27,8 +27,8 @@ from meshwright.validation.metrics import (
     Validation,
     best_found,
     kendall_tau,
-    summarise,
-    summarise_families,
+    summarize,
+    summarize_families,
     worst_rows,
 )
 from meshwright.validation.published import read_rows
@@ -113,18 +113,18 @@ def outcome(read, factor: float, **cells: str) -> Outcome:
     return Outcome(row, row.reason, factor * row.step_s, 1e9)
 
 
-def test_non_gating_rows_are_excluded_from_errors(read):
-    gating, other = outcome(read, 1.2), outcome(read, 3.0, id="made-up-002", confidence="digitised")
-    both = summarise([gating, other])
-    assert (both["rows"], both["expressed"], both["gates"]) == (2, 2, True)
+def test_rows_that_do_not_count_are_excluded_from_errors(read):
+    counted, other = outcome(read, 1.2), outcome(read, 3.0, id="made-up-002", confidence="digitised")
+    both = summarize([counted, other])
+    assert (both["rows"], both["expressed"], both["counted"]) == (2, 2, True)
     assert both["time"]["mape"] == pytest.approx(0.2)
-    alone = summarise([other])
-    assert (alone["gates"], alone["time"]["rows"]) == (False, 1)
+    alone = summarize([other])
+    assert (alone["counted"], alone["time"]["rows"]) == (False, 1)
 
 
 def test_rows_that_cannot_be_expressed_are_counted_by_reason(read):
     rows = [read(gpu="TPU v4"), read(gpu="TPU v4"), read(tp="x"), read()]
-    figures = summarise(evaluate(rows))
+    figures = summarize(evaluate(rows))
     assert (figures["rows"], figures["expressed"]) == (4, 1)
     assert figures["not_expressed"]["no figures for the device 'TPU v4'"] == 2
     assert sum(figures["not_expressed"].values()) == 3
@@ -132,18 +132,18 @@ def test_rows_that_cannot_be_expressed_are_counted_by_reason(read):
 
 def test_ranking_groups_have_one_model_and_device_count(read):
     fast, slow = {"step_time_s": "2"}, {"step_time_s": "3", "tp": "4", "dp": "16"}
-    ranked = summarise([outcome(read, 1.0, **fast), outcome(read, 1.0, **slow)])
+    ranked = summarize([outcome(read, 1.0, **fast), outcome(read, 1.0, **slow)])
     assert (ranked["groups"], ranked["tau"], ranked["best_within_5pct"]) == (1, 1.0, 1.0)
-    apart = summarise([outcome(read, 1.0, **fast), outcome(read, 1.0, num_gpus="32", dp="16")])
+    apart = summarize([outcome(read, 1.0, **fast), outcome(read, 1.0, num_gpus="32", dp="16")])
     assert (apart["groups"], apart["tau"]) == (0, None)
-    again = summarise([outcome(read, 1.0, **fast), outcome(read, 1.1, step_time_s="2.2")])
+    again = summarize([outcome(read, 1.0, **fast), outcome(read, 1.1, step_time_s="2.2")])
     assert again["groups"] == 0, "the same layout twice is a repeated measurement"
 
 
 def test_families_and_rows_keep_their_order(read):
     found = evaluate([read(id="b-002"), read(id="a-1"), read(id="b-003", gpu="?")])
     assert [one.row.id for one in found] == ["b-002", "a-1", "b-003"]
-    assert {name: figures["rows"] for name, figures in summarise_families(found).items()} == {"b": 2, "a": 1}
+    assert {name: figures["rows"] for name, figures in summarize_families(found).items()} == {"b": 2, "a": 1}
 
 
 def test_predictions_of_rows_are_independent(read):
@@ -255,7 +255,7 @@ def rows_of_sources(read, counts: dict[str, int], **cells: str) -> list[Outcome]
     ]
 
 
-def test_residuals_are_percentiles_of_gating_rows(read):
+def test_residuals_are_percentiles_of_counted_rows(read):
     rows = rows_of_sources(read, {"a/a": 41, "b/b": 41, "c/c": 41})
     rows += [outcome(read, 9.0, id=f"plot-{n}", source="d/d", confidence="digitised") for n in range(20)]
     table = tabulate_residuals(rows)

@@ -23,7 +23,7 @@ def test_complete_row_needs_no_defaults(case):
     assert (work.cluster.devices_per_node, work.cluster.nodes, work.global_batch) == (8, 8, 512)
     assert work.profile.name == "megatron-core"
     assert found.step_s == 2.5
-    assert found.gates
+    assert found.is_counted
 
 
 # Invalid cells
