@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,9 +23,13 @@ ATTENTION_BACKWARD_RATE = 0.92
 BACKWARD_RAMP = 3.6
 """Ramp of the backward pass over that of the forward pass."""
 FULL_RATE_HEAD_DIM = 124
-"""Head width from which fused attention reaches its full rate (cuDNN on an H200): 67% at 80, 78% at 96."""
+"""Head width from which cuDNN's attention reaches its full rate (H200): 67% at 80, 78% at 96."""
 HALF_HEAD_DIM, HALF_HEAD_RATE = 64, 0.75
-"""Head width with a tile of its own, and the rate of attention there."""
+"""Head width for which cuDNN has a tile of its own, and the rate of attention there."""
+WIDE_HEAD_DIM, FLASH_2_HEAD_MULTIPLE = 128, 32
+"""FlashAttention-2 pads heads up to this width to a multiple (`round_multiple`, flash_api.cpp). It is as fast
+at 64 as at 128: 302 and 309 TFLOP/s forward and backward on Hopper, 8,192 tokens without a mask (pull
+requests 2688 and 1791 of flash-attention). The first FlashAttention and Triton's pad to a power of two."""
 EXPERT_ROW_MULTIPLE = 16
 """An expert's tokens are padded to a multiple of this."""
 COMBINE_DEPTH = 8
@@ -373,10 +378,7 @@ class BlockModel:
         chunks = np.where(self.grid.context == RING, self.grid.cp, 1)
         length = np.minimum(span, self.seq_len / chunks)
         launches = np.where(chunks > 1, chunks * self.head_chunks, 1)
-        narrow = HALF_HEAD_RATE * v_dim / HALF_HEAD_DIM
-        if v_dim > HALF_HEAD_DIM:
-            narrow = min(1.0, v_dim / FULL_RATE_HEAD_DIM)
-        rate = self.device.plain_flops_per_s / rates.matmul * self._attention_rate() * narrow
+        rate = self.device.plain_flops_per_s / rates.matmul * self._attention_rate() * self._head_rate(v_dim)
         started = launches * rates.launch_s
         forward = flops * (1 + rates.attention_ramp / length) / rate
         backward = flops * (1 + BACKWARD_RAMP * rates.attention_ramp / length) / rate
@@ -396,6 +398,18 @@ class BlockModel:
             + (SCORE_BACKWARD_BYTES + UNFUSED_SOFTMAX_BACKWARD_BYTES * self.unfused_softmax) * scores,
             np.zeros_like(forward),
         )
+
+    def _head_rate(self, width: int) -> Floats:
+        """Rate of the framework's attention kernel at a head width, over that at 128."""
+        kernel = self.rules.attention_kernel
+        multiple = 2 ** math.ceil(math.log2(width)) if kernel == "flash-1" else FLASH_2_HEAD_MULTIPLE
+        padded = width / (math.ceil(width / multiple) * multiple) if width < WIDE_HEAD_DIM else 1.0
+        cudnn = HALF_HEAD_RATE * width / HALF_HEAD_DIM
+        if width > HALF_HEAD_DIM:
+            cudnn = min(1.0, width / FULL_RATE_HEAD_DIM)
+        # Where FlashAttention-2 is as fast as the kernel of the device's generation, it is that kernel.
+        has_cudnn = (kernel == "native") & (np.asarray(self.device.rates.flash_2) < 1)
+        return np.where(has_cudnn, cudnn, padded)
 
     def _attention_rate(self) -> float:
         """Rate of the framework's attention kernel, over one large 16-bit GEMM."""

@@ -309,6 +309,31 @@ def test_a_mask_as_a_tensor_doubles_attention():
     assert passes[0] == pytest.approx(2 * passes[1], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("profile", "device", "rates"),
+    [
+        ("composer-fsdp", "A100-80GB-SXM", (1.0, 80 / 128, 96 / 128)),  # Triton: next power of two
+        ("torchtitan", "H100-80GB-SXM", (1.0, 80 / 96, 1.0)),  # FlashAttention-2: next multiple of 32
+        ("megatron-core", "A100-80GB-SXM", (1.0, 80 / 96, 1.0)),
+        ("megatron-core", "H100-80GB-SXM", (0.75, 80 / 124, 96 / 124)),  # cuDNN
+    ],
+)
+def test_attention_rate_at_narrow_heads_depends_on_the_kernel(profile, device, rates):
+    """Heads of 64, 80 and 96 against 128, with equal FLOPs."""
+    grid = Grid.of([Layout(mode="given", dp_shard=1024, zero=3, micro_batch=1)])
+    taken = []
+    for width in (64, 80, 96, 128):
+        model = dataclasses.replace(
+            GPT_175B, hidden_size=15360, num_heads=15360 // width, num_kv_heads=15360 // width
+        )
+        given = workload(model, device, profile)
+        attention = BlockModel(given, Device.of(given, rates_of(given)), grid).times().attention
+        taken.append((attention.forward[0], attention.backward_input[0]))
+    for (forward, backward), rate in zip(taken, rates, strict=False):
+        assert taken[-1][0] / forward == pytest.approx(rate, rel=0.01)
+        assert taken[-1][1] / backward == pytest.approx(rate, rel=0.01)
+
+
 def test_zero_1_over_many_ranks_is_not_free():
     """InternEvo's 7B steps with ZeRO-1 over all ranks: 4.26 s on 16 devices, 7.21 s on 1,024."""
     llama = DecoderModel(
