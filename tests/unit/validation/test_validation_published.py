@@ -749,7 +749,7 @@ def test_missing_global_batch_is_read_from_the_note(read, case):
 def test_tokens_per_second_give_the_step_time(case):
     found = case(step_time_s="", tokens_per_s_per_gpu="4096")
     assert found.step_s == pytest.approx(512 * 2048 / (4096 * 64))
-    assert "step time from tokens a second" in found.filled
+    assert "step time from tokens per second" in found.filled
     assert case(step_time_s="", tflops_per_gpu="400").step_s is None
 
 

@@ -46,7 +46,7 @@ def test_spans_in_rank_order_are_those_of_strides(make_job):
                 found = spans[name]
                 assert (found.nodes, found.between_racks) == (expected.nodes, expected.between_racks)
                 if expected.nodes > 1:
-                    assert (found.inside, found.nics) == (expected.inside, expected.nics)
+                    assert (found.ranks_per_node, found.nics) == (expected.ranks_per_node, expected.nics)
                 compared += 1
     assert compared > 500
 
@@ -64,7 +64,7 @@ def test_spans_in_rank_order_are_those_of_strides(make_job):
 def test_rings_of_gloo_follow_rank_order_and_share_the_interface_of_a_node(make_job, device, slots, nics):
     _, spans = place(make_job, slots, device=device, dp_replicate=4)
     assert spans["replicate"].nics == nics
-    assert spans["replicate"].inside == 2
+    assert spans["replicate"].ranks_per_node == 2
 
 
 def test_axes_cross_nodes_as_ranks_are_placed(make_job):
@@ -77,7 +77,7 @@ def test_one_group_that_crosses_nodes_is_the_worst(make_job):
     """Nodes of three devices: the second of three tensor parallel pairs crosses."""
     job, spans = place(make_job, range(6), per_node=3, device="cuda", tp=2, dp_replicate=3)
     assert needs_spans(job)
-    assert (spans["tp"].nodes, spans["tp"].inside, spans["tp"].nics) == (2, 1, 1)
+    assert (spans["tp"].nodes, spans["tp"].ranks_per_node, spans["tp"].nics) == (2, 1, 1)
 
 
 def test_groups_cross_racks_by_the_nodes_of_their_ranks(make_job):
