@@ -70,6 +70,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file mypy-tests.ini tests/gpu tests/engines benchmarks
 	$(BIN)/lint-imports
 
 format: setup

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from meshwright.checkpoint.draft import Draft
+from meshwright.checkpoint.drafts import FolderDraft
 from meshwright.checkpoint.manifest import Manifest, TensorFacts
 from meshwright.checkpoint.staging import StagingBuffer
 from meshwright.checkpoint.tensor_files import WriteItem
@@ -75,7 +75,7 @@ def start_ours(
         tensors=facts,
     )  # fmt: skip
     parts = [WriteItem(n, TensorSlice.full(tuple(t.shape)), tuple(t.shape), t) for n, t in state.items()]
-    write = CheckpointWrite(Draft(root, step, 0), 0, staging.copy(parts), manifest)
+    write = CheckpointWrite(FolderDraft.at(root, step, 0), 0, staging.copy(parts), manifest)
     write.start()
     return write
 

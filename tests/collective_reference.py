@@ -61,7 +61,9 @@ def run_ahead(schedule: CollectiveSchedule, elements: int, buffers: list[np.ndar
     chance = random.Random(seed)
     spans = schedule.spans(elements)
     channels: dict[tuple[int, int], deque[np.ndarray]] = defaultdict(deque)
-    left = [[a for step in row for a in (*step.sends, *step.receives)] for row in schedule.rows]
+    left: list[list[Send | Receive]] = [
+        [a for step in row for a in (*step.sends, *step.receives)] for row in schedule.rows
+    ]
 
     def can_run(rank: int, index: int) -> bool:
         action = left[rank][index]

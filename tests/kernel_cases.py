@@ -320,8 +320,9 @@ def check_adamw(device: str) -> None:
 
     def build(number: int) -> ParameterUpdate:
         drawn = [draw(device, *shapes[number], dtype=EXACT, seed=10 * number + i) for i in range(4)]
-        drawn[3] = drawn[3].abs()
-        return ParameterUpdate(*drawn, torch.zeros_like(drawn[0]) if number % 2 else None)
+        parameter, gradient, exp_avg, exp_avg_sq = drawn
+        copy = torch.zeros_like(parameter) if number % 2 else None
+        return ParameterUpdate(parameter, gradient, exp_avg, exp_avg_sq.abs(), copy)
 
     ours, theirs = ([build(number) for number in range(len(shapes))] for _ in range(2))
     for _ in range(2):

@@ -58,7 +58,7 @@ def attend(rank: int, ranks: int, port: int, out: str) -> None:
         own = zigzag_positions(length, rank, ranks).cuda()
         mine = [t[:, :, own].detach().requires_grad_() for t in (q, k, v)]
         if causal:
-            mixed = causal_ring_attention(*mine, segments, group)
+            mixed = causal_ring_attention(mine[0], mine[1], mine[2], segments, group)
         else:
             mixed, _ = ring_attention(*mine, segments, causal, group)
         got = [mixed, *torch.autograd.grad(mixed, mine, grad[:, :, own])]

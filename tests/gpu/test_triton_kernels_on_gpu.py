@@ -154,7 +154,7 @@ def test_scale_multiplies_and_skips_a_factor_of_one(dtype):
     check_scale(DEVICE, dtype)
 
 
-def loss_operands() -> tuple[torch.Tensor, ...]:
+def loss_operands():
     x = draw(DEVICE, 1300, 128).requires_grad_()
     weight = (draw(DEVICE, 4096, 128, dtype=EXACT, seed=1) / 11).requires_grad_()
     targets = torch.randint(0, 4096, (1300,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -187,7 +187,7 @@ def test_the_expected_loss_gradient_needs_no_rescaling(monkeypatch, divisor):
 
 
 def build(
-    residual_dtype: torch.dtype = LOW,
+    residual_dtype=LOW,
     *,
     triton: bool,
     copies: bool = True,
