@@ -10,7 +10,14 @@ from typing import Any
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
-from meshwright.validation.published import Case, Row, ran_out_of_memory, read_row, read_table
+from meshwright.validation.published import (
+    REQUIRED_COLUMNS,
+    Case,
+    Row,
+    ran_out_of_memory,
+    read_row,
+    read_table,
+)
 
 TABLE = "tables/published_oom.csv"
 """Layouts that ran out of memory, with their sources."""
@@ -61,7 +68,7 @@ def read_failed(path: Path | None = None) -> list[Row]:
         UserError: The file is not such a table.
     """
     where = path or Path(str(resources.files("meshwright.validation").joinpath(TABLE)))
-    table = read_table(where, ("id",), "docs/validate.md")
+    table = read_table(where, REQUIRED_COLUMNS, "docs/validate.md")
     return [read_row(number, cells) for number, cells in table if ran_out_of_memory(cells)]
 
 

@@ -35,11 +35,8 @@ from meshwright.validation.layouts import (
 from meshwright.validation.models import build_model
 from meshwright.validation.sources import source_of
 
-COLUMNS = (
-    "id", "model_name", "layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "tp", "pp", "dp",
-    "micro_batch", "global_batch", "step_time_s",
-)  # fmt: skip
-"""Required columns; others are optional."""
+REQUIRED_COLUMNS = ("model_name", "layers", "hidden", "seq_len", "gpu")
+"""Columns that a table must have; one that it lacks otherwise counts as blank in every row."""
 ADAPTERS = re.compile(r"\bq?lora\b|\bdora\b|\bpeft\b|\badapters\b", re.IGNORECASE)
 """Training of adapters on frozen weights: refused, never predicted as full training."""
 _DOCUMENTS = re.compile(r"\bvar(iable)?[ -]?len(gth)?\b|document mask|block-diagonal")
@@ -102,7 +99,7 @@ class Row:
 
 def family_of(row_id: str) -> str:
     """A row's id without its trailing number."""
-    return re.sub(r"[-_]?\d+$", "", row_id) or row_id
+    return re.sub(r"[-_ ]?\d+$", "", row_id) or row_id
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -111,7 +108,7 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         UserError: The file is not a table of runs.
     """
-    table = read_table(path, COLUMNS, "docs/validate.md")
+    table = read_table(path, REQUIRED_COLUMNS, "docs/validate.md")
     return [read_row(number, cells) for number, cells in table if not ran_out_of_memory(cells)]
 
 
