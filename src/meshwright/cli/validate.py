@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,8 @@ def show_validation(
     if found.left_out:
         title += ", each source with rates fitted without it"
     output.table(title, COLUMNS, [_line(*item) for item in found.families.items()], spare=SPARE)
-    _say_totals(output, found, given=bool(runs))
-    _say_rest(output, found)
+    _print_totals(output, found, given=bool(runs))
+    _print_rows(output, found)
     if picture is not None:
         _draw(found.outcomes, picture)
         output.print(f"picture: {picture}")
@@ -125,7 +126,7 @@ def _line(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _say_totals(output: Output, found: Validation, given: bool) -> None:
+def _print_totals(output: Output, found: Validation, given: bool) -> None:
     """Print the errors of all counted rows, the ranking of layouts, intervals and memory limits.
 
     Args:
@@ -139,17 +140,20 @@ def _say_totals(output: Output, found: Validation, given: bool) -> None:
     names = {"all": "counted rows", "dense": "  dense models", "experts": "  models with experts"}
     for key, name in names.items():
         time, memory = totals[key]["time"], totals[key]["memory"]
+        if not time["rows"] and not memory["rows"]:
+            continue
         output.print(
             f"{name}: mean time error {_percent(time['mape'])} ({time['rows']} rows, "
             f"{_percent(time['within_10pct'])} within 10%), mean memory error {_percent(memory['mape'])} "
             f"({memory['rows']} rows)"
         )
     ranking, cover = totals["ranking"], totals["interval"]
-    output.print(
-        f"layouts: the predicted best is within 5% of the best in {_percent(ranking['best_within_5pct'])} of "
-        f"{ranking['groups']} groups; tau is at least 0.7 in {ranking['sweeps_tau_70']} of "
-        f"{ranking['sweeps']} sweeps of 5 or more"
-    )
+    if ranking["groups"]:
+        output.print(
+            "layouts: the predicted best is within 5% of the best in "
+            f"{_percent(ranking['best_within_5pct'])} of {ranking['groups']} groups; "
+            f"tau is at least 0.7 in {ranking['sweeps_tau_70']} of {ranking['sweeps']} sweeps of 5 or more"
+        )
     if (found.left_out or found.of_plans) and cover["share"] is not None:
         whose = "of plans" if found.of_plans else "from the other sources"
         output.print(
@@ -165,8 +169,14 @@ def _say_totals(output: Output, found: Validation, given: bool) -> None:
         )
 
 
-def _say_rest(output: Output, found: Validation) -> None:
-    """Print the rows with the largest errors, and rows with bad cells."""
+def _print_rows(output: Output, found: Validation) -> None:
+    """Print why rows are not predicted, the rows with the largest errors, and rows with bad cells."""
+    reasons: Counter[str] = Counter()
+    for figures in found.families.values():
+        reasons.update(figures["not_expressed"])
+    if reasons:
+        listed = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+        output.print(f"rows without a prediction: {listed}")
     worst = found.worst(WORST_SHOWN)
     if worst:
         lines = [

@@ -73,6 +73,12 @@ def test_a_bad_cell_is_named_and_other_rows_are_evaluated(cli, few):
     assert [row["expressed"] for row in rows] == [False, True, True, True]
 
 
+def test_reasons_for_rows_without_a_prediction_are_counted(cli, few):
+    ran = cli("validate", "--runs", few(4, {"num_gpus": "", "tp": "", "pp": "", "dp": ""}))
+    assert "rows without a prediction: " in ran.out
+    assert "rows without a prediction" not in cli("validate", "--runs", few(4)).out
+
+
 @pytest.mark.parametrize("content", ["", "a,b\n1,2\n"])
 def test_a_file_without_the_columns_is_refused(cli, tmp_path, content):
     (tmp_path / "bad.csv").write_text(content)
