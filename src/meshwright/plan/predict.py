@@ -118,9 +118,9 @@ class Prediction:
         return f"does not fit: {'; '.join(list_shortages(self.job, self.memory))}"
 
     @property
-    def price(self) -> str:
+    def step_and_memory(self) -> str:
         """Step time and memory as text."""
-        return format_price(self.step_s, self.needed_bytes)
+        return format_step_and_memory(self.step_s, self.needed_bytes)
 
     @property
     def classes(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ class Prediction:
         return self.tokens_per_s * flops / self.layout.world_size / rate
 
 
-def format_price(step_s: float, needed_bytes: int) -> str:
+def format_step_and_memory(step_s: float, needed_bytes: int) -> str:
     """Step time and memory of a layout as text."""
     return f"{format_seconds(step_s)}/step, {format_bytes(needed_bytes)} per rank"
 

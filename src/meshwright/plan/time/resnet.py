@@ -63,7 +63,7 @@ def estimate_resnet_step(
 def _compute_s(job: Job, micro_batches: int, touched_bytes: int, rate: float) -> float:
     """Convolutions, passes over the activations, and Python time, which a GPU hides."""
     model, device = job.model, job.cluster.device
-    assert isinstance(model, ResNetModel), "decoders are priced by the engine"
+    assert isinstance(model, ResNetModel), "the engine estimates decoders"
     images = micro_batches * (job.layout.micro_batch or 1)
     device_s = images * flops_per_token(model, job.data.seq_len) / rate
     moved = micro_batches * touched_bytes * count_passes(job.layout.recompute)
