@@ -171,8 +171,8 @@ class TimeRules:
     the gradient of its input."""
     splits_sends: bool = True
     """Each rank of a tensor-parallel group sends its shard of an activation to the next stage."""
-    reduces_after_pipeline: bool = False
-    """In a pipeline, gradients are reduced after the schedule: nothing overlaps."""
+    exposes_pipeline_reduction: bool = False
+    """In a pipeline, the estimate counts no overlap of gradient reduction with the last backward passes."""
     ring_head_chunks: int = 1
     """Groups of key heads that ring attention sends and computes one after another."""
     gather_calls: float = 1.0
@@ -405,7 +405,7 @@ _MESHWRIGHT_TIME = TimeRules(
     head_in_forward=True,
     embedding_bytes=16.0,
     splits_sends=False,
-    reduces_after_pipeline=True,
+    exposes_pipeline_reduction=True,
     ring_head_chunks=8,
     counts_every_collective=True,
 )

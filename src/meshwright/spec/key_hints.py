@@ -217,7 +217,11 @@ HINTS = (
     ),
     KeyHint("ddp_bucket_cap_mb bucket_cap_mb ddp_bucket_size allgather_bucket_size", "layout.bucket_mb"),
     KeyHint("forward_prefetch limit_all_gathers stage3_prefetch_bucket_size", "layout.prefetch"),
-    KeyHint("overlap_comm overlap_grad_reduce overlap_param_gather", "", "communication always overlaps"),
+    KeyHint(
+        "overlap_comm overlap_grad_reduce overlap_param_gather",
+        "",
+        "no key: DDP, FSDP and pipeline sends overlap where the backend allows it",
+    ),
     # evaluation, checkpoints, logs
     KeyHint("eval_steps eval_interval eval_freq eval_strategy evaluation_strategy", "train.eval_every"),
     KeyHint("save_steps save_interval checkpoint_interval checkpoint.interval", "checkpoint.every_steps"),

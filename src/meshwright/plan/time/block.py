@@ -23,7 +23,8 @@ ATTENTION_BACKWARD_RATE = 0.92
 BACKWARD_RAMP = 3.6
 """Ramp of the backward pass over that of the forward pass."""
 FULL_RATE_HEAD_DIM = 124
-"""Head width from which cuDNN's attention reaches its full rate (H200): 67% at 80, 78% at 96."""
+"""Head size from which cuDNN's attention reaches its full rate; below, the rate is in proportion. Chosen so that
+the measured 67% at 80 and 78% at 96 (H200) are predicted as 65 and 77%."""
 HALF_HEAD_DIM, HALF_HEAD_RATE = 64, 0.75
 """Head width for which cuDNN has a tile of its own, and the rate of attention there."""
 WIDE_HEAD_DIM, FLASH_2_HEAD_MULTIPLE = 128, 32

@@ -528,7 +528,7 @@ class _Step:
         window_forward = block.forward * layers * last
         hide = self.overlap
         hidden_reduce = np.minimum(hide * reduce, window_back) if rules.overlap_grad_reduce else 0 * reduce
-        if rules.reduces_after_pipeline:
+        if rules.exposes_pipeline_reduction:
             hidden_reduce = np.where(grid.pp > 1, 0.0, hidden_reduce)
         hidden_reduce = np.where(grid.backup_replicas > 0, 0.0, hidden_reduce)  # after the backward pass
         hidden_gather = (
