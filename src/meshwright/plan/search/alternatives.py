@@ -1,8 +1,8 @@
 """Alternatives to a layout: layouts one change away, each predicted exactly.
 
 Used in three cases. A rule rejects the layout: the nearest legal one (``spec.legality.nearest``), with step
-time and memory. The layout does not fit: the changes that fit. The layout is recommended: why each neighbour was
-rejected. Layouts that this version cannot train are left out, unless the layout itself is plan-only.
+time and memory. The layout does not fit: the changes that fit. The layout is recommended: why each neighbour
+was rejected. Layouts that this version cannot train are left out, unless the layout itself is plan-only.
 """
 
 from __future__ import annotations

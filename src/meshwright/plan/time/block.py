@@ -23,8 +23,8 @@ ATTENTION_BACKWARD_RATE = 0.92
 BACKWARD_RAMP = 3.6
 """Ramp of the backward pass over that of the forward pass."""
 FULL_RATE_HEAD_DIM = 124
-"""Head size from which cuDNN's attention reaches its full rate; below, the rate is in proportion. Chosen so that
-the measured 67% at 80 and 78% at 96 (H200) are predicted as 65 and 77%."""
+"""Head size from which cuDNN's attention reaches its full rate; below, the rate is in proportion: 65% at 80
+and 77% at 96, where 67% and 78% were measured on an H200."""
 HALF_HEAD_DIM, HALF_HEAD_RATE = 64, 0.75
 """Head width for which cuDNN has a tile of its own, and the rate of attention there."""
 WIDE_HEAD_DIM, FLASH_2_HEAD_MULTIPLE = 128, 32
@@ -54,7 +54,7 @@ EMBEDDING_OUTPUT_BYTES = 4.0
 TRITON_ACTIVATION_BYTES = 2.0
 """Bytes of an activation of Triton blocks."""
 RING = CONTEXTS.index("ring")
-UNFUSED_SOFTMAX_KERNELS = 1.2
+UNFUSED_SOFTMAX_KERNEL_RATIO = 1.2
 """Kernels of a block without the fused softmax, over those with it: nine more on about fifty."""
 
 
@@ -77,7 +77,7 @@ DISPATCH_BYTES = Moved(10.0, 14.0)
 """Per element of the rows that experts read: gathering and scattering them."""
 ADDITION_BYTES = 6.0
 """Adding two gradients of an input."""
-COUNTED_KERNELS = 1.08
+COUNTED_KERNEL_TIME_FACTOR = 1.08
 """Time of kernels whose bytes are counted one by one, over a copy of these bytes. Triton kernels alone on an
 H200: 1.11. Real steps of an H200 with compiled blocks take 1.33 times as long for them as with Triton blocks,
 which is the ratio of the counted bytes."""
@@ -85,7 +85,7 @@ COMPILED_RESIDUAL_BYTES = ((4.0, 10.0), (12.0, 22.0))
 """Bytes per element of the residual stream that norms and additions move, forward and backward: a multiple of
 the residual stream's own bytes, plus those of 16-bit tensors. Counted in the kernels that torch.compile
 (torch 2.13) makes of a block; parameter gradients of norms are reductions of their own."""
-EAGER_KERNELS = 1.6
+EAGER_KERNEL_TIME_FACTOR = 1.6
 """Time of torch's elementwise kernels in eager blocks, over a copy of the bytes that they read and write.
 From profiles of two steps on an H200: 327 GB (GPT-2 XL) and 378 GB (16 experts), both at 2.55 TB/s."""
 EAGER_RESIDUAL_BYTES = Moved(48.0, 100.0)
@@ -220,7 +220,7 @@ class BlockModel:
         # In fp8 the kernels of Triton blocks write the 16-bit inputs of weight-gradient GEMMs anyway.
         again = np.zeros(len(self.grid))
         if self.workload.precision != "fp8":
-            counted = COUNTED_KERNELS * self._kernel_bytes().recomputed
+            counted = COUNTED_KERNEL_TIME_FACTOR * self._kernel_bytes().recomputed
             again = counted * self.rows / self.device.bytes_per_s
         return np.where(self.triton, again, self._recomputed_s(gemms, attention, elementwise))
 
@@ -447,8 +447,8 @@ class BlockModel:
         act = gate if gated else GELU_BYTES
         forward = forward + rope.forward * rotated + act.forward * inner
         backward = backward + rope.backward * rotated + act.backward * inner
-        over_counted = {"typical": self.device.rates.elementwise, "eager": EAGER_KERNELS}.get(
-            rules.elementwise_kernels, COUNTED_KERNELS
+        over_counted = {"typical": self.device.rates.elementwise, "eager": EAGER_KERNEL_TIME_FACTOR}.get(
+            rules.elementwise_kernels, COUNTED_KERNEL_TIME_FACTOR
         )
         scale = self.rows * over_counted / self.device.bytes_per_s
         return self._counted_kernels().where(
@@ -487,7 +487,7 @@ class BlockModel:
         forward, backward, recomputed = self._kernel_bytes()
         if self.workload.precision == "fp8":
             forward, backward = forward - recomputed, backward + recomputed
-        scale = self.rows * COUNTED_KERNELS / self.device.bytes_per_s
+        scale = self.rows * COUNTED_KERNEL_TIME_FACTOR / self.device.bytes_per_s
         return Passes(forward * scale, backward * scale, np.zeros(len(self.grid)))
 
     def head(self) -> Passes:

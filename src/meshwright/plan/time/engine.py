@@ -15,7 +15,7 @@ from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Float
 from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
 from meshwright.plan.estimate.stages import V_SHAPED
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNELS, BlockModel, BlockTimes, Passes
+from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNEL_RATIO, BlockModel, BlockTimes, Passes
 from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.network import Groups, Span, build_groups, find_overlap
@@ -33,11 +33,11 @@ WEIGHT_BYTES = 2.0
 """Bytes per weight that is streamed from the CPU."""
 FP8_BYTES = 1.0
 DUALPIPE, INTERLEAVED = SCHEDULES.index("dualpipe-v"), SCHEDULES.index("interleaved")
-HOST_ADAM_SHARE = 0.2
+CPU_ADAM_SHARE = 0.2
 """Bytes per second of a rank's CPU Adam, over those of its CPU link. Published steps with an offloaded
 optimizer imply 0.06 (DeepSpeed on 8 A800s), 0.2 (LLaMA-Factory on 4 RTX 4090s) and 0.7 (EasyContext on 8
 A100s): it depends on the threads per rank, which none states. This is their geometric mean."""
-COLLECTIVE_HOST_S = 5e-5
+COLLECTIVE_CPU_LAUNCH_S = 5e-5
 """CPU time that a tensor-parallel collective adds to a pass for each doubling of its ranks: its launch, and
 the wait for the slowest of their CPUs. From 408 small steps of Megatron-DeepSpeed on 8 A100s."""
 GATHER_COPY_BYTES = 8.0
@@ -152,10 +152,10 @@ class _Step:
         self.embedding: Passes = blocks.embedding().take(back)
         self.logits_s: Floats = blocks.logits()[back]
         self.rows, self.tp, self.head_chunks = blocks.rows[back], blocks.tp[back], blocks.head_chunks[back]
-        self.softmax_kernel_ratio: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[
-            back
-        ]
-        """Kernels per block, relative to the blocks that the host time was calibrated with."""
+        self.softmax_kernel_ratio: Floats = np.where(
+            blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNEL_RATIO, 1.0
+        )[back]
+        """Kernels per block, relative to the blocks that CPU launch time was calibrated with."""
         self.shares: Shares = share_parameters(self.model, grid)
         self.recompute_s: Floats = self._recompute_s()
         """Forward work that the backward pass of a block repeats."""
@@ -231,12 +231,12 @@ class _Step:
         axes = {"tp": self._tensor_parallel(), "cp": self._context_parallel(), "ep": self._expert_parallel()}
         axes = {name: axis.repeated(full) for name, axis in axes.items()}
         tp, cp, ep = axes["tp"], axes["cp"], axes["ep"]
-        host = self._host_s()
-        with_host = np.add if self.rules.blocking_launches else np.maximum
-        forward = with_host(work.forward + tp.forward + cp.forward + ep.forward, host)
-        backward_host = host * np.where(full, 2.0, 1.0)
+        cpu_launch_s = self._cpu_launch_s()
+        with_launch = np.add if self.rules.blocking_launches else np.maximum
+        forward = with_launch(work.forward + tp.forward + cp.forward + ep.forward, cpu_launch_s)
+        backward_cpu_launch_s = cpu_launch_s * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + tp.backward + cp.backward + ep.backward
-        back = with_host(back_input + work.backward_weight, backward_host)
+        back = with_launch(back_input + work.backward_weight, backward_cpu_launch_s)
         fsdp = self._fsdp_s(forward, back)
         # Offload and all-gather use different links at the same time: the slower one counts.
         fsdp = dataclasses.replace(
@@ -249,18 +249,18 @@ class _Step:
         )
         return passes, PassParts.of({**axes, "dp_shard": fsdp}, self.recompute_s)
 
-    def _host_s(self) -> Floats:
-        """Host (Python) time per pass through a block; 0 where the pass already includes it (CPU, probed)."""
+    def _cpu_launch_s(self) -> Floats:
+        """CPU launch time per pass through a block; 0 where the pass already includes it (CPU, probed)."""
         if not self.device.multiprocessors:
             return np.zeros(len(self.grid))
         routed = self.model.expert_layers / self.model.num_layers
-        host = (
-            (self.rates.host_s + self.rates.expert_host_s * routed)
+        cpu_launch_s = (
+            (self.rates.cpu_launch_s + self.rates.expert_cpu_launch_s * routed)
             * self.softmax_kernel_ratio
             * self.rules.kernel_count_ratio
         )
-        host = host + COLLECTIVE_HOST_S * 2 * np.log2(np.maximum(self.grid.tp, 1))
-        return host if self.probed is None else np.where(self.probed.known, 0.0, host)
+        cpu_launch_s = cpu_launch_s + COLLECTIVE_CPU_LAUNCH_S * 2 * np.log2(np.maximum(self.grid.tp, 1))
+        return cpu_launch_s if self.probed is None else np.where(self.probed.known, 0.0, cpu_launch_s)
 
     def _head_and_embedding(self) -> tuple[Passes, Passes, Passes, Passes]:
         """Head and embedding with their tensor-parallel collectives, and these collectives."""
@@ -579,8 +579,8 @@ class _Step:
             on_device = on_device + updated * self.rules.clip_bytes / self.device.bytes_per_s
         # The CPU's Adam of a rank's shard, then gradients and weights over the CPU link.
         link = self.workload.cluster.host_bytes_per_s
-        on_host = moved / (HOST_ADAM_SHARE * link) + updated * (WEIGHT_BYTES + FLOAT32_BYTES) / link
-        seconds = np.where(self.grid.offload > 0, on_host, on_device)
+        on_cpu = moved / (CPU_ADAM_SHARE * link) + updated * (WEIGHT_BYTES + FLOAT32_BYTES) / link
+        seconds = np.where(self.grid.offload > 0, on_cpu, on_device)
         if self.probed is None:
             return seconds
         over = np.where(self.grid.zero > 0, self.grid.dp_shard * self.grid.cp, 1)

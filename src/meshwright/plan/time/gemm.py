@@ -114,7 +114,7 @@ def gemm_s(
     moved = count * (width * (rows + columns) * depth + 2.0 * rows * columns)
     arithmetic = 2 * count * rows * columns * depth / rate
     traffic = moved / device.bytes_per_s
-    return np.hypot(arithmetic, device.rates.operand_bytes * traffic) + device.rates.launch_s
+    return np.hypot(arithmetic, device.rates.operand_traffic * traffic) + device.rates.launch_s
 
 
 def tile_share(multiprocessors: int, rows: Floats, columns: Floats, depth: Floats, count: Floats) -> Floats:

@@ -55,15 +55,15 @@ class Rates:
     """Share of the memory bandwidth that elementwise kernels reach."""
     elementwise: float
     """Bytes that norms, activation functions and additions of a block move, over the counted ones."""
-    operand_bytes: float
+    operand_traffic: float
     """Factor on a GEMM's operand and result traffic t. With a, the time of its arithmetic, the GEMM takes
     sqrt(a² + (factor t)²)."""
     launch_s: float
     """Least time of a GEMM or fused kernel."""
-    host_s: float
-    """Python time for one pass through one block: hidden by a GPU unless longer, added on a CPU."""
-    expert_host_s: float
-    """Extra Python time of an expert layer."""
+    cpu_launch_s: float
+    """CPU launch time of one pass through one block: hidden by a GPU unless longer, added on a CPU."""
+    expert_cpu_launch_s: float
+    """Extra CPU launch time of an expert layer."""
     link: float
     """Share of the intra-node link bandwidth that collectives reach."""
     link_latency: float
