@@ -143,11 +143,13 @@ def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, Sav
     whole, full = attention + ffn, SavedBytes(shared=model.hidden_size * residual)
     if rules.recomputed_modules and rules.fused_attention:
         return whole, whole + _recomputed_modules(workload, expert), full
-    if rules.selective == "attention":
+    if rules.selective_recomputes == "attention":
         lse = FLOAT32 * model.num_heads if rules.fused_attention else 0.0
         return whole, whole + SavedBytes(split=-lse, scores=-attention.scores), full
     outputs = (
-        _saved_half(workload, expert) if rules.selective == "half" else _saved_gemm_outputs(workload, expert)
+        _saved_half(workload, expert)
+        if rules.selective_recomputes == "half_gemms"
+        else _saved_gemm_outputs(workload, expert)
     )
     return whole, full + outputs, full
 

@@ -26,7 +26,7 @@ def sum_buffers(facts: Facts, stage: Stage, local: LocalWeights) -> Sum:
     if rules.bucket_bytes:
         buckets = np.minimum(rules.bucket_bytes, 2 * low * local.dense)
         terms.append(Term("ZeRO buckets", (grid.world_size > 1, buckets)))
-    edges = 2.0 + rules.stale_boundaries * (stage.in_flight + 1)
+    edges = 2.0 + rules.boundary_tensors_per_micro_batch * (stage.in_flight + 1)
     terms.append(
         Term("stage boundaries", (grid.pp > 1, edges, tokens.residual, float(model.hidden_size), low))
     )

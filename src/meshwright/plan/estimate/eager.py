@@ -58,8 +58,8 @@ def list_eager_snapshots(facts: Facts, stage: Stage, local: LocalWeights) -> lis
         works = _list_attention_points(facts, activations)
         points += [(name, work, activations.saved, NOTHING) for name, work in works]
     snapshots = []
-    for name, work, live, again in points:
-        workspace = again + work + tied
+    for name, work, live, recomputed in points:
+        workspace = recomputed + work + tied
         snapshots += [
             GridMemorySnapshot(f"last block, {name}", saved, NOTHING, workspace, gathered, last_grads),
             GridMemorySnapshot(f"first block, {name}", live, NOTHING, work + tied, gathered, first_grads),
@@ -140,8 +140,8 @@ def _list_attention_points(facts: Facts, activations: StageActivations) -> list[
         spare = Sum.of(Term("input", stream), Term("GEMM outputs read", read)) + activations.saved.times(
             grid.recompute == 1
         )
-        again = (activations.saved.times(-1.0) + bare + rotated + spare).times(grid.recompute > 0)
-        works.append(("recompute", again))
+        recomputed = (activations.saved.times(-1.0) + bare + rotated + spare).times(grid.recompute > 0)
+        works.append(("recompute", recomputed))
     return works
 
 

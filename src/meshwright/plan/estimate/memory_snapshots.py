@@ -123,9 +123,9 @@ class StageActivations:
             )
         routed = facts.expert.saved
         expert = (stage.expert_layers > 0).astype(np.float64)
-        plain = 1.0 - expert
-        block = full.times(plain) + facts.expert.full.times(expert)
-        saved = dense.times(plain) + routed.times(expert)
+        no_expert = 1.0 - expert
+        block = full.times(no_expert) + facts.expert.full.times(expert)
+        saved = dense.times(no_expert) + routed.times(expert)
         local = dense.times(stage.dense_layers) + routed.times(stage.expert_layers)
         more = (block + saved.times(-1.0)).times(recompute)
         return cls(all=local.times(stage.in_flight), recomputed=more, block=block, saved=saved)
@@ -194,7 +194,7 @@ def sum_unsharded(facts: Facts, local: LocalWeights) -> Sum:
     """Parameters that stay all-gathered for the whole step."""
     rules, grid = facts.workload.profile.memory, facts.grid
     stays = np.zeros(len(grid), dtype=np.bool_)
-    if rules.shards_with_gradients:
+    if rules.zero2_shards_parameters:
         stays = stays | (grid.zero == 2)
     if rules.pipeline_unsharded:
         stays = stays | ((grid.zero == 3) & (grid.pp > 1))

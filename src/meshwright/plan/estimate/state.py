@@ -43,7 +43,7 @@ class Sharding:
         return cls(
             dense=shared,
             experts=np.maximum(shared * grid.tp / (grid.ep * grid.etp), 1.0),
-            parameters=grid.zero >= (2 if rules.shards_with_gradients else 3),
+            parameters=grid.zero >= (2 if rules.zero2_shards_parameters else 3),
             gradients=(grid.zero >= 2) & ~whole,
             optimizer=grid.zero >= 1,
         )

@@ -111,7 +111,7 @@ def count_local_weights(
     """
     attention = weights.attention / grid.tp + weights.latents
     always = attention + weights.norms
-    shared, plain = weights.shared / grid.tp, weights.ffn / grid.tp
+    shared, dense_ffn = weights.shared / grid.tp, weights.ffn / grid.tp
     routed = shared + weights.router
     rows = model.vocab_size / grid.tp
     if multiple > 1:
@@ -121,15 +121,15 @@ def count_local_weights(
     if model.tied_embeddings:
         tables = np.maximum(tables, stage.heads * 1.0)
     ends = tables * table + stage.embeds * weights.positions + stage.heads * weights.final_norm
-    dense = stage.layers * always + stage.dense_layers * plain + stage.expert_layers * routed + ends
+    dense = stage.layers * always + stage.dense_layers * dense_ffn + stage.expert_layers * routed + ends
     expert_block = weights.expert * (model.num_experts or 0) / (grid.ep * grid.etp)
-    block = always + np.where(stage.dense_layers > 0, plain, routed)
+    block = always + np.where(stage.dense_layers > 0, dense_ffn, routed)
     return LocalWeights(
         dense=dense,
         experts=stage.expert_layers * expert_block,
         block=block,
         expert_block=expert_block * (stage.expert_layers > 0),
-        matrices=stage.layers * attention + stage.dense_layers * plain + stage.expert_layers * shared,
+        matrices=stage.layers * attention + stage.dense_layers * dense_ffn + stage.expert_layers * shared,
         table=table,
         routed=bool(model.num_experts),
     )

@@ -27,15 +27,15 @@ class CpuBlockModel(BlockModel):
     """Estimates a block of a workload on CPUs, for a grid of layouts."""
 
     def linear(
-        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
+        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, unquantized: bool = False
     ) -> Passes:
         """Three GEMMs of equal FLOPs; gradient accumulation is part of the passes over activations."""
-        each = gemm_s(self.device, rows, columns, depth, count, plain)
+        each = gemm_s(self.device, rows, columns, depth, count, unquantized)
         return Passes(each, each, each)
 
     def _fused(self, flops: Floats, span: int, v_dim: int) -> Passes:
         """Attention at the GEMM rate, for any sequence length."""
-        forward = flops / self.device.plain_flops_per_s
+        forward = flops / self.device.unquantized_flops_per_s
         return Passes(forward, ATTENTION_BACKWARD * forward, np.zeros_like(forward))
 
     def _elementwise(self, dense_share: float) -> Passes:

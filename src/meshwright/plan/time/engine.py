@@ -170,8 +170,8 @@ class _Step:
 
     def _recompute_s(self) -> Floats:
         """Activation checkpointing of an average block, without communication."""
-        again = np.where(self.grid.recompute == FULL, self.block.work.forward, 0.0)
-        return again + np.where(self.grid.recompute == SELECTIVE, self.block.selective, 0.0)
+        recompute_s = np.where(self.grid.recompute == FULL, self.block.work.forward, 0.0)
+        return recompute_s + np.where(self.grid.recompute == SELECTIVE, self.block.selective_recompute_s, 0.0)
 
     def _accumulate_s(self) -> Floats:
         """Adding an average block's gradients to those of earlier micro-batches, per micro-batch."""
@@ -276,9 +276,9 @@ class _Step:
             embedding_tp = Passes(one, none, none)
             head_tp = Passes(self._gather_logits_s(), one, none)
         if self.rules.checkpoints_head:
-            again = np.where(self.grid.recompute == FULL, 1.0, 0.0)
-            head_tp = head_tp + Passes(none, again * head_tp.forward, none)
-            head = head + Passes(none, again * self.logits_s, none)
+            is_recomputed = np.where(self.grid.recompute == FULL, 1.0, 0.0)
+            head_tp = head_tp + Passes(none, is_recomputed * head_tp.forward, none)
+            head = head + Passes(none, is_recomputed * self.logits_s, none)
         return head + head_tp, self.embedding + embedding_tp, head_tp, embedding_tp
 
     def _gather_logits_s(self) -> Floats:
@@ -305,8 +305,8 @@ class _Step:
             one = np.where(self.grid.sequence_parallel, 2 * group.all_gather_s(moved), one)
         exposed = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
         forward_s = calls * one
-        twice = self.rules.separate_gate and model.activation == "swiglu"
-        more_s = np.where(self.grid.sequence_parallel, 0.0, (calls - 1) * one * twice)
+        has_gate_all_reduce = self.rules.separate_gate and model.activation == "swiglu"
+        more_s = np.where(self.grid.sequence_parallel, 0.0, (calls - 1) * one * has_gate_all_reduce)
         backward_s = forward_s + more_s
         forward, backward = forward_s * exposed, backward_s * exposed
         if self.rules.hides_tp_backward:
@@ -446,8 +446,8 @@ class _Step:
         share = self.model.expert_layers / self.model.num_layers
         tokens = Tokens.of(self.workload, self.grid)
         kinds = (block_saved_bytes(self.workload, expert=expert) for expert in (False, True))
-        plain, routed = (sum_saved_bytes(kind, self.grid, tokens).bytes for kind in kinds)
-        return np.asarray((1 - share) * plain + share * routed)
+        dense, routed = (sum_saved_bytes(kind, self.grid, tokens).bytes for kind in kinds)
+        return np.asarray((1 - share) * dense + share * routed)
 
     def _slowest_s(self, block: Passes, head: Passes, embedding: Passes, mean: Passes) -> Floats:
         """Work of the slowest pipeline rank on one micro-batch."""
@@ -489,9 +489,9 @@ class _Step:
                 chunk.backward_weight, transfer, self.rules.overlap_p2p, slow_s,
             )  # fmt: skip
 
-        still = makespan(0.0)
-        bubble = np.where(staged, still - self.micro_batches * slow_s, 0.0)
-        return bubble, np.where(staged, makespan(send_s) - still, 0.0)
+        makespan_without_transfers = makespan(0.0)
+        bubble = np.where(staged, makespan_without_transfers - self.micro_batches * slow_s, 0.0)
+        return bubble, np.where(staged, makespan(send_s) - makespan_without_transfers, 0.0)
 
     def _data_parallel(self, block: Passes) -> tuple[Floats, Floats, Floats]:
         """Gradient reduction at the end of a step, and the all-gather of ZeRO-1 and 2.
@@ -574,7 +574,7 @@ class _Step:
         moved = updated * (self.rules.optimizer_bytes if rate is None else rate.moved_bytes)
         on_device = moved / self.device.bytes_per_s
         if rate is not None and rate.flops:
-            on_device = on_device + updated * rate.flops / self.device.plain_flops_per_s
+            on_device = on_device + updated * rate.flops / self.device.unquantized_flops_per_s
         if self.device.multiprocessors:
             on_device = on_device + updated * self.rules.clip_bytes / self.device.bytes_per_s
         # The CPU's Adam of a rank's shard, then gradients and weights over the CPU link.

@@ -121,7 +121,9 @@ def is_probed(job: Job) -> bool:
     probed, model, layout = job.cluster.probed, job.model, job.layout
     if probed is None or not isinstance(model, DecoderModel):
         return False
-    plain = model.num_experts is None and model.attention == "heads" and not model.windowed_layers
+    is_dense_attention = (
+        model.num_experts is None and model.attention == "heads" and not model.windowed_layers
+    )
     whole = layout.pp * layout.tp * layout.cp == 1 and layout.offload == "none"
     alone = layout.world_size == 1 or job.cluster.device == "cpu"  # several GPUs use the engine's estimate
     same = job.train.runtime == "meshwright" and (not uses_eager_blocks(job)) == probed.compiled
@@ -133,7 +135,7 @@ def is_probed(job: Job) -> bool:
     if job.train.precision == "fp8":  # probed as the Triton blocks cast and multiply
         scaled = any(entry.precision == "fp8" for entry in probed.gemms)
         are_gemms_probed = are_gemms_probed and scaled and uses_triton_blocks(job)
-    return plain and whole and alone and same and job.data.mask == "causal" and are_gemms_probed
+    return is_dense_attention and whole and alone and same and job.data.mask == "causal" and are_gemms_probed
 
 
 def with_probed(job: Job, probed: Probed) -> Job:
@@ -380,8 +382,8 @@ def _compiled_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
     # reads the first two again.
     norm_back = (2 * low + 4 * residual) * width
     backward = 2 * (norm_back + rounded) + rotated + (5 if gated else 3) * low * inner
-    again = {"none": 0.0, "selective": 2.0 * norm + rotated + low * inner, "full": float(forward)}
-    block = rows * (forward + backward + again[job.layout.recompute])
+    recompute_bytes = {"none": 0.0, "selective": 2.0 * norm + rotated + low * inner, "full": float(forward)}
+    block = rows * (forward + backward + recompute_bytes[job.layout.recompute])
     # Embedding rows, final norm, logits read twice and written once.
     table, vocab = model.vocab_size * width * FLOAT32_BYTES, model.vocab_size
     ends = rows * (3 * FLOAT32_BYTES * width + 2 * residual * width + norm + norm_back + 3 * low * vocab)

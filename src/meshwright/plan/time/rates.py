@@ -84,14 +84,14 @@ class Rates:
     """Slow-down of compute during communication."""
 
 
-GENERATION = {"H800": "H100", "GH200": "H200", "A800": "A100", "GB300": "B300"}
+SAME_RATES_AS = {"H800": "H100", "GH200": "H200", "A800": "A100", "GB300": "B300"}
 """Devices that share the rates of another."""
 
 
 def calibrated_device(device_name: str) -> str:
     """The calibration name of a device: `A100`, `H100`, ...; that of a chip that shares its rates."""
     chip = chip_of(device_name)
-    return GENERATION.get(chip, chip)
+    return SAME_RATES_AS.get(chip, chip)
 
 
 def rates_of(workload: Workload) -> Rates:

@@ -67,6 +67,6 @@ def test_kernels_move_the_bytes_of_a_probed_step(job, recompute, residual):
     )
     model = block_model(job, [job.layout])
     times = model.times()
-    seconds = times.elementwise.total + (times.selective if recompute == "selective" else 0.0)
+    seconds = times.elementwise.total + (times.selective_recompute_s if recompute == "selective" else 0.0)
     moved = seconds * model.device.bytes_per_s / (COUNTED_KERNEL_TIME_FACTOR * model.rows)
     np.testing.assert_allclose(moved, block_bytes(job, job.model), rtol=1e-12)
