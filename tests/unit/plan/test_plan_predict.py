@@ -168,8 +168,8 @@ def test_offloaded_state_must_fit_host_memory(make_job):
     tables = {**LLAMA_ON_16_GPUS, "cluster": {"devices_per_node": 2, "memory_bytes": 2 * 10**11}}
     enough = make_job(**tables, layout=layout)
     found = predict(enough, enough.layout)
-    assert found.memory.host_bytes >= 8 * 8 * 10**9, "AdamW's two moments of 8 billion parameters"
-    short = changed(enough, cluster={"host_memory_bytes": found.memory.host_bytes - 10**9})
+    assert found.memory.cpu_bytes >= 8 * 8 * 10**9, "AdamW's two moments of 8 billion parameters"
+    short = changed(enough, cluster={"host_memory_bytes": found.memory.cpu_bytes - 10**9})
     assert not predict(short, enough.layout).fits
     assert "1 GB more than cluster.host_memory_bytes" in predict(short, enough.layout).shortage
 

@@ -69,8 +69,12 @@ def attention_saved_bytes(workload: Workload) -> SavedBytes:
     rotated = model.num_heads * (model.head_size + (model.rope_head_dim or 0))
     results = model.value_size * low + (model.value_size * gemm_input if gemm_input < low else 0.0)
     if model.attention == "latent":
-        lead, latent, rope = model.query_latent_size or 0, model.latent_size or 0, model.rope_head_dim or 0
-        below = (2 * lead + 2 * latent + rope) * low
+        query_latent_size, latent, rope = (
+            model.query_latent_size or 0,
+            model.latent_size or 0,
+            model.rope_head_dim or 0,
+        )
+        below = (2 * query_latent_size + 2 * latent + rope) * low
         inner = SavedBytes(shared=below, split=(2 * rotated + model.value_size) * low + results)
     else:
         inner = SavedBytes(split=(model.query_size + 2 * _key_width(workload)) * low + results)

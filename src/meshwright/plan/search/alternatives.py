@@ -196,7 +196,7 @@ def explain_neighbours(found: SearchResult) -> list[str]:
 def _describe_shortage(other: Prediction) -> str:
     if other.needed_bytes > usable_bytes(other.job.cluster):
         return format_bytes(other.needed_bytes)
-    return f"{format_bytes(other.memory.host_bytes)} of CPU memory"
+    return f"{format_bytes(other.memory.cpu_bytes)} of CPU memory"
 
 
 def _join_unfit(unfit: list[str]) -> list[str]:

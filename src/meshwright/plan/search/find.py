@@ -334,8 +334,8 @@ class _Search:
         if room is None or not grid.offload.any():
             return np.ones(len(grid), dtype=np.bool_)
         if self.exact:
-            return self.bound.host_bytes(grid) <= room
-        return estimate_memory(self.workload, grid).host_bytes <= room
+            return self.bound.cpu_bytes(grid) <= room
+        return estimate_memory(self.workload, grid).cpu_bytes <= room
 
     def _least_bytes(self, grid: Grid) -> Floats:
         """Least memory that a layout needs with any schedule."""
@@ -368,7 +368,7 @@ class _Search:
         lean = grid.take(np.flatnonzero(grid.micro_batch == grid.micro_batch.min()))
         share = self._needed(lean, EndCosts.of(estimate_step(self.workload, lean))) / self.usable
         if (room := self.job.cluster.host_memory_bytes) is not None:
-            share = np.maximum(share, self.bound.host_bytes(lean) / room) + TIE_BREAK * share
+            share = np.maximum(share, self.bound.cpu_bytes(lean) / room) + TIE_BREAK * share
         index = int(np.argmin(share))
         if self._smallest is None or share[index] < self._smallest[0]:
             self._smallest = float(share[index]), lean.layout(index)
@@ -422,8 +422,8 @@ class _Search:
             if does_fit(settled, memory):
                 return predict_with_memory(settled, memory, exact)
             share = memory.need.needed_bytes / self.usable
-            host = memory.host_bytes / (self.job.cluster.host_memory_bytes or math.inf)
-            share = max(share, host) + TIE_BREAK * share  # ties: the one that needs less device memory
+            cpu_share = memory.cpu_bytes / (self.job.cluster.host_memory_bytes or math.inf)
+            share = max(share, cpu_share) + TIE_BREAK * share  # ties: the one that needs less device memory
         if self._closest is None or share < self._closest[0]:
             self._closest = share, settled.layout
         return None

@@ -12,7 +12,7 @@ from meshwright.layout.parameters import FLOAT32_BYTES
 from meshwright.plan.estimate.activations import Tokens, block_saved_bytes, sum_saved_bytes
 from meshwright.plan.estimate.balance import count_balanced
 from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Floats, Grid, Ints
-from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
+from meshwright.plan.estimate.sizes import ParameterCounts, count_rank_parameters, expert_shards
 from meshwright.plan.estimate.stages import V_SHAPED
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNEL_RATIO, BlockModel, BlockTimes, Passes
@@ -156,7 +156,7 @@ class _Step:
             blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNEL_RATIO, 1.0
         )[back]
         """Kernels per block, relative to the blocks that CPU launch time was calibrated with."""
-        self.shares: Shares = share_parameters(self.model, grid)
+        self.parameters: ParameterCounts = count_rank_parameters(self.model, grid)
         self.recompute_s: Floats = self._recompute_s()
         """Forward work that the backward pass of a block repeats."""
         work = self.block.work
@@ -179,8 +179,8 @@ class _Step:
             return np.zeros(len(self.grid))
         grid = self.grid
         scattered = (grid.zero >= 2) & (grid.accumulate == SHARDED)
-        dense = self.shares.block / np.where(scattered, grid.dp_shard * grid.cp, 1)
-        experts = self.shares.expert_block / np.where(scattered, expert_shards(grid), 1)
+        dense = self.parameters.block / np.where(scattered, grid.dp_shard * grid.cp, 1)
+        experts = self.parameters.expert_block / np.where(scattered, expert_shards(grid), 1)
         moved = self.rules.accumulate_bytes * (dense + experts)
         return moved * (1 - 1 / self.micro_batches) / self.device.bytes_per_s
 
@@ -391,7 +391,7 @@ class _Step:
         on = grid.zero == 3
         if not on.any():
             return Overlap(none, none, none, none)
-        block, experts = self.shares.block, self.shares.expert_block
+        block, experts = self.parameters.block, self.parameters.expert_block
         gather = self._shards_s(block, experts, self.workload.wire_bytes, rules.gather_calls)
         gather = gather / rules.gather_share
         scatter = self._scatter_s(block, experts)
@@ -435,7 +435,7 @@ class _Step:
         """Exposed copies over the CPU link per pass: offloaded parameters, and offloaded activations."""
         grid, link = self.grid, self.workload.cluster.host_bytes_per_s
         kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
-        moved = (self.shares.block + self.shares.expert_block) / kept * WEIGHT_BYTES
+        moved = (self.parameters.block + self.parameters.expert_block) / kept * WEIGHT_BYTES
         moved = np.where(grid.offload == OFFLOAD_ALL, moved, 0.0)
         if self.workload.profile.memory.offloads_activations:
             moved = moved + self._saved_bytes()
@@ -499,7 +499,7 @@ class _Step:
         Returns the exposed time of both, and the overlapped time of each.
         """
         grid, rules, groups = self.grid, self.rules, self.groups
-        dense, experts = self.shares.rank, self.shares.expert_rank
+        dense, experts = self.parameters.rank, self.parameters.expert_rank
         wire = rules.reduce_bytes
         both = dense + experts
         if self.workload.hierarchical_all_reduce:
@@ -570,7 +570,7 @@ class _Step:
 
     def _optimizer_s(self) -> Floats:
         """The optimizer step: memory traffic, and Muon's GEMMs."""
-        updated, rate = self.shares.updated(self.grid), self.workload.optimizer
+        updated, rate = self.parameters.updated(self.grid), self.workload.optimizer
         moved = updated * (self.rules.optimizer_bytes if rate is None else rate.moved_bytes)
         on_device = moved / self.device.bytes_per_s
         if rate is not None and rate.flops:

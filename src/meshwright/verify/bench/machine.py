@@ -36,7 +36,7 @@ from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.train.build import build_trainer
-from meshwright.train.host_memory import keep_freed_memory
+from meshwright.train.cpu_memory import keep_freed_memory
 from meshwright.train.loop import run_step, start_meter
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.rank_context import RankContext
