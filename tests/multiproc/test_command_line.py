@@ -185,7 +185,7 @@ def test_more_ranks_than_cores_give_a_warning(job_file, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "warning: 3 ranks share 2 cores" in done.stderr
+    assert "warning: 3 ranks share 2 CPU cores" in done.stderr
 
 
 def test_an_illegal_layout_is_refused_with_the_nearest_one_and_its_step_time(job_file, tmp_path):

@@ -23,7 +23,7 @@ def describe_explanation(output: Output, explanation: LayoutExplanation, verbose
         for one in explanation.nearest:
             output.print(one.line)
             for change in one.alternatives:
-                output.print(f"  it would fit with {change.overrides} ({change.price})")
+                output.print(f"  it would fit with {change.overrides} ({change.step_and_memory})")
         return
     describe_plan(output, explanation.plan, verbose)
     if explanation.best is not None:

@@ -31,7 +31,14 @@ def _show(output: Output, result: ProbeResult) -> None:
     cells = [(key, f"{getattr(before, key):.3g}", f"{getattr(after, key):.3g}") for key in keys]
     probed = after.probed
     assert probed is not None, "it was just measured"
-    names = ["copy_bytes_per_s", "optimizer_bytes_per_s", "launch_s", "elementwise", "block_s", "step_s"]
+    names = [
+        "copy_bytes_per_s",
+        "optimizer_bytes_per_s",
+        "launch_s",
+        "elementwise",
+        "block_launch_s",
+        "step_s",
+    ]
     names += ["triton_elementwise"] if probed.device == "cuda" else []
     cells += [(f"probed.{name}", "-", f"{getattr(probed, name):.3g}") for name in names]
     output.table("Cluster", ("", "before", "measured"), cells)

@@ -31,7 +31,7 @@ def explain_oom(
         changes = find_alternatives(plan.job, budget)
     except MemoryError:  # under torchrun this is the process that ran out of memory
         changes = []
-    tried = [f"{change.overrides} ({change.price})" for change in changes]
+    tried = [f"{change.overrides} ({change.step_and_memory})" for change in changes]
     fix = f"Use {'; or '.join(tried)}" if tried else "Use a smaller model, or devices with more memory"
     problem = dataclasses.replace(error.problems[0], fix=fix)
     facts = {**memory, "changes": [dataclasses.asdict(change) for change in changes]}
@@ -59,8 +59,8 @@ def describe_oom(memory: Mapping[str, Any]) -> list[str]:
         f"changes that would fit, fastest first (the current layout was predicted to take {step} per step):"
     )
     for change in memory["changes"]:
-        price = (
+        predicted = (
             f"{format_bytes(change['needed_bytes'])} per device, {format_seconds(change['step_s'])} per step"
         )
-        lines.append(f"  {change['overrides']}  ({price})")
+        lines.append(f"  {change['overrides']}  ({predicted})")
     return lines

@@ -34,10 +34,10 @@ class ExpertLinear(nn.Module):
     bias_ranks = 1
     """Ranks that hold the same bias and whose outputs are summed."""
 
-    def __init__(self, experts: int, inner: int, outer: int, bias: bool) -> None:
+    def __init__(self, experts: int, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts * outer, inner))
-        self.bias = nn.Parameter(torch.empty(experts * outer)) if bias else None
+        self.weight = nn.Parameter(torch.empty(experts * out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(experts * out_features)) if bias else None
 
     def forward(self, x_RI: Tensor, sizes: list[int]) -> Tensor:
         """Each expert's rows times its weight."""

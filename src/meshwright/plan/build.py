@@ -18,9 +18,9 @@ from meshwright.layout.stages import pp_rank_of
 from meshwright.layout.state_chunks import predict_staging_bytes
 from meshwright.layout.tensor_parallel import local_model
 from meshwright.plan.contract import PlanContract, RankPrediction, layout_keys
+from meshwright.plan.memory.cpu_memory import predict_cpu_memory
 from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes
 from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
-from meshwright.plan.memory.host import predict_host_memory
 from meshwright.plan.memory.ledger import Ledger
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import SearchResult
@@ -54,14 +54,14 @@ def plan_from(
         layers_assigned: Whether the planner, not the user, assigned layers to pipeline stages.
     """
     ranks = tuple(_list_ranks(prediction))
-    host = predict_host_memory(prediction.job, ranks, prediction.placement) if prediction.exact else None
-    if host is not None and host.snapshots_off:
+    cpu_memory = predict_cpu_memory(prediction.job, ranks, prediction.placement) if prediction.exact else None
+    if cpu_memory is not None and cpu_memory.snapshots_off:
         ranks = tuple(dataclasses.replace(rank, snapshot_bytes=0) for rank in ranks)
-        reasons = [*reasons, f"in-memory snapshots off: {host.snapshots_off}"]
-    if host is not None and host.staging_off:
+        reasons = [*reasons, f"in-memory snapshots off: {cpu_memory.snapshots_off}"]
+    if cpu_memory is not None and cpu_memory.staging_off:
         ranks = tuple(dataclasses.replace(rank, staging_bytes=0) for rank in ranks)
-        reasons = [*reasons, f"checkpoints are synchronous: {host.staging_off}"]
-    return dataclasses.replace(_build(prediction, reasons, layers_assigned, ranks), host_memory=host)
+        reasons = [*reasons, f"checkpoints are synchronous: {cpu_memory.staging_off}"]
+    return dataclasses.replace(_build(prediction, reasons, layers_assigned, ranks), host_memory=cpu_memory)
 
 
 def summarize_plan(plan: PlanContract) -> dict[str, Any]:

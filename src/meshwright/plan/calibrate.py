@@ -2,7 +2,7 @@
 
 Regularised least squares: with r = log(predicted / measured time) and x = log(new / old rate), Gauss-Newton
 steps minimize r² + RIDGE x². A rate that no measured step depends on does not change. The formulas stay:
-costs that they leave out (such as Python time per block) end up in the rates, which then hold for this job
+costs that they leave out (such as launches of a block) end up in the rates, which then hold for this job
 on this machine.
 """
 

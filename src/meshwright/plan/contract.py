@@ -137,7 +137,7 @@ class RankPrediction:
 
 
 @dataclass(frozen=True)
-class HostMemory:
+class CpuMemory:
     """CPU memory of the node whose ranks need the most."""
 
     ranks: int
@@ -206,7 +206,7 @@ class PlanContract:
     """The simulated schedule; None without a pipeline, and if it is too large to simulate."""
     layers_assigned: bool = False
     """Whether the planner assigned layers to stages; another job assigns them anew."""
-    host_memory: HostMemory | None = None
+    host_memory: CpuMemory | None = None
     """CPU memory; None for a plan-only layout, and in older plans."""
     transport: str = ""
     """What runs the collectives of ranks on one node: `none`, `gloo`, `shared_memory` or `nccl`. It gives the

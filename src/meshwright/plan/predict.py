@@ -45,7 +45,7 @@ class Memory:
     """One per pp rank: its data-parallel rank with the largest shards; if estimated, one per rank class."""
     needs: tuple[MemoryNeed, ...]
     """Needs of the same ranks."""
-    host_bytes: int = 0
+    cpu_bytes: int = 0
     """CPU memory that a rank keeps offloaded state in."""
 
     @property
@@ -118,9 +118,9 @@ class Prediction:
         return f"does not fit: {'; '.join(list_shortages(self.job, self.memory))}"
 
     @property
-    def price(self) -> str:
+    def step_and_memory(self) -> str:
         """Step time and memory as text."""
-        return format_price(self.step_s, self.needed_bytes)
+        return format_step_and_memory(self.step_s, self.needed_bytes)
 
     @property
     def classes(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ class Prediction:
         return self.tokens_per_s * flops / self.layout.world_size / rate
 
 
-def format_price(step_s: float, needed_bytes: int) -> str:
+def format_step_and_memory(step_s: float, needed_bytes: int) -> str:
     """Step time and memory of a layout as text."""
     return f"{format_seconds(step_s)}/step, {format_bytes(needed_bytes)} per rank"
 
@@ -191,8 +191,8 @@ def predict_memory(job: Job, exact: bool) -> Memory:
         return _estimate_memory(job)
     ledgers = tuple(predict_ledger(job, micro, micro_batches, rank) for rank in range(job.layout.pp))
     needs = tuple(_need_of(job, ledger) for ledger in ledgers)
-    host = max(sum(offloaded_state(job, ledger.state_bytes).values()) for ledger in ledgers)
-    return Memory(ledgers, needs, host if job.cluster.device == "cuda" else 0)
+    cpu_bytes = max(sum(offloaded_state(job, ledger.state_bytes).values()) for ledger in ledgers)
+    return Memory(ledgers, needs, cpu_bytes if job.cluster.device == "cuda" else 0)
 
 
 def _need_of(job: Job, ledger: Ledger) -> MemoryNeed:
@@ -211,8 +211,8 @@ def _estimate_memory(job: Job) -> Memory:
     workload, grid = Workload.of(job), Grid.of([job.layout])
     ledgers = tuple(estimate_ledgers(workload, job.layout))
     needs = tuple(_need_of(job, ledger) for ledger in ledgers)
-    host = int(estimate_memory(workload, grid).host_bytes[0])
-    return Memory(ledgers, needs, host)
+    cpu_bytes = int(estimate_memory(workload, grid).cpu_bytes[0])
+    return Memory(ledgers, needs, cpu_bytes)
 
 
 def does_fit(job: Job, memory: Memory, room_bytes: int | None = None) -> bool:
@@ -224,8 +224,8 @@ def does_fit(job: Job, memory: Memory, room_bytes: int | None = None) -> bool:
         room_bytes: Memory that a rank may need; the usable memory of a device by default.
     """
     room = usable_bytes(job.cluster) if room_bytes is None else room_bytes
-    within_host = memory.host_bytes <= (job.cluster.host_memory_bytes or memory.host_bytes)
-    return memory.need.needed_bytes <= room and within_host
+    fits_cpu_memory = memory.cpu_bytes <= (job.cluster.host_memory_bytes or memory.cpu_bytes)
+    return memory.need.needed_bytes <= room and fits_cpu_memory
 
 
 def list_shortages(job: Job, memory: Memory) -> list[str]:
@@ -236,9 +236,9 @@ def list_shortages(job: Job, memory: Memory) -> list[str]:
         needed = f"needs {format_bytes(need.needed_bytes)}, {format_bytes(over)} more than usable"
         found.append(f"{need.limited_by} {needed}")
     room = cluster.host_memory_bytes
-    if room and memory.host_bytes > room:
-        more = f"{format_bytes(memory.host_bytes - room)} more than cluster.host_memory_bytes"
-        found.append(f"offloaded state needs {format_bytes(memory.host_bytes)} of CPU memory, {more}")
+    if room and memory.cpu_bytes > room:
+        more = f"{format_bytes(memory.cpu_bytes - room)} more than cluster.host_memory_bytes"
+        found.append(f"offloaded state needs {format_bytes(memory.cpu_bytes)} of CPU memory, {more}")
     return found
 
 

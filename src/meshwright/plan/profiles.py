@@ -10,6 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+SelectiveRecompute = Literal["attention", "half_gemms", "elementwise"]
+"""What selective activation checkpointing recomputes: the inside of attention; every second GEMM and all
+elementwise kernels; or elementwise kernels alone."""
+
 
 @dataclass(frozen=True)
 class MemoryRules:
@@ -34,9 +38,8 @@ class MemoryRules:
     """Attention scores are not saved; otherwise their softmax is, and its dropout."""
     dropout: bool = False
     """Dropout masks are saved."""
-    selective: Literal["attention", "half", "gemms"] = "gemms"
-    """What selective activation checkpointing saves: all but the inside of attention; every second GEMM
-    output and the attention output; or every GEMM output."""
+    selective_recomputes: SelectiveRecompute = "elementwise"
+    """What selective activation checkpointing recomputes."""
     recomputed_modules: tuple[str, ...] = ()
     """What selective activation checkpointing recomputes instead of attention: up-projections of latent
     attention, outputs of norms, outputs of activation functions (Megatron's `recompute_modules`)."""
@@ -45,8 +48,8 @@ class MemoryRules:
     keeps_gathered: bool = True
     """Inputs all-gathered for sequence parallelism are saved (DTensor); otherwise backward gathers them
     again."""
-    shards_with_gradients: bool = True
-    """ZeRO-2 keeps parameters sharded between steps as well (FSDP2 that does not reshard after forward)."""
+    zero2_shards_parameters: bool = True
+    """ZeRO-2 shards parameters between steps as well (FSDP2 that does not reshard after the forward pass)."""
     pipeline_unsharded: bool = False
     """In a pipeline, ZeRO-3 keeps a stage's parameters gathered, and its gradients unsharded until the last
     micro-batch."""
@@ -69,8 +72,8 @@ class MemoryRules:
     """Bucket buffers of ZeRO collectives, per rank."""
     offloads_activations: bool = False
     """Saved activations are offloaded to the CPU, except those of two blocks. CPU memory is not checked."""
-    stale_boundaries: int = 0
-    """Stage boundary tensors that are kept per in-flight micro-batch."""
+    boundary_tensors_per_micro_batch: int = 0
+    """Inputs and outputs of stages, or gradient buffers for them, kept per in-flight micro-batch."""
     imbalance: float = 1.0
     """Tokens of the most loaded rank's experts over an even share, without a capacity."""
     reserve: float = 0.05
@@ -103,8 +106,8 @@ class TimeRules:
     """The CPU waits for each kernel before it launches the next (`CUDA_LAUNCH_BLOCKING=1`)."""
     step_s: float = 0.02
     """Step overhead outside the blocks: data, logging, clipping, launches of the optimizer."""
-    selective: Literal["attention", "half", "elementwise"] = "elementwise"
-    """What selective activation checkpointing recomputes: attention, every second GEMM, or no GEMM."""
+    selective_recomputes: SelectiveRecompute = "elementwise"
+    """What selective activation checkpointing recomputes."""
     dropout: bool = False
     """Dropout masks are drawn and applied."""
     fp8_weight_grads: bool = True
@@ -171,8 +174,8 @@ class TimeRules:
     the gradient of its input."""
     splits_sends: bool = True
     """Each rank of a tensor-parallel group sends its shard of an activation to the next stage."""
-    reduces_after_pipeline: bool = False
-    """In a pipeline, gradients are reduced after the schedule: nothing overlaps."""
+    exposes_pipeline_reduction: bool = False
+    """In a pipeline, the estimate counts no overlap of gradient reduction with the last backward passes."""
     ring_head_chunks: int = 1
     """Groups of key heads that ring attention sends and computes one after another."""
     gather_calls: float = 1.0
@@ -203,7 +206,7 @@ class Profile:
 
 _MEGATRON_2021_TIME = TimeRules(
     flash_attention=False,
-    selective="attention",
+    selective_recomputes="attention",
     dropout=True,
     kernel_count_ratio=2.6,
     step_s=0.005,
@@ -228,13 +231,13 @@ reductions overlap it."""
 
 _MEGATRON_CORE_TIME = TimeRules(
     bucket_parameters_per_rank=1e6,
-    selective="attention",
+    selective_recomputes="attention",
     loss_bytes=12.0,
     hides_tp_backward=True,
     weight_grad_bytes=4.0,
     overlap_p2p=True,
 )
-"""Megatron as of 2023 on, with Transformer Engine."""
+"""Megatron from 2023 on, with Transformer Engine."""
 _MEGATRON_BRIDGE_TIME = dataclasses.replace(_MEGATRON_CORE_TIME, overlap_tp=True, reduce_bytes=2.0)
 """The recipes of NeMo and Megatron Bridge; gradients are reduced in 16 bits (`grad_reduce_in_fp32=False`)."""
 _MEGATRON_BRIDGE_2026_TIME = dataclasses.replace(_MEGATRON_BRIDGE_TIME, overlap_ep=True)
@@ -249,9 +252,9 @@ _MEGATRON_2021_MEMORY = MemoryRules(
     blocks="fused",
     fused_attention=False,
     dropout=True,
-    selective="attention",
+    selective_recomputes="attention",
     keeps_gathered=False,
-    shards_with_gradients=False,
+    zero2_shards_parameters=False,
     vocabulary_multiple=128,
 )
 """16-bit weights, float32 main gradients, master weights and moments: 18 bytes (Korthikanti et al. 2022)."""
@@ -280,16 +283,16 @@ _DEEPSPEED_MEMORY = dataclasses.replace(
     step_gradient_bytes=4.0,
     gathers="matrix",
     bucket_bytes=2.0e9,
-    stale_boundaries=1,
+    boundary_tensors_per_micro_batch=1,
     context_bytes=2.0e9,
 )
 """bf16 has 16-bit gradients and their float32 sum, both unsharded; fp16 has no sum, but a float32 copy of the
 shard that the optimizer updates. Buckets for reducing and gathering of 5e8 elements each, its defaults."""
 _TORCHTITAN_MEMORY = MemoryRules(
     blocks="operators",
-    selective="half",
+    selective_recomputes="half_gemms",
     pipeline_unsharded=True,
-    stale_boundaries=2,
+    boundary_tensors_per_micro_batch=2,
     split_logit_bytes=18.0,
 )
 """The loss holds 16-bit logits and three float32 copies; torch's parallel loss four. Its pipeline keeps the
@@ -297,7 +300,7 @@ outputs of in-flight micro-batches and a gradient buffer for each."""
 _TORCHTITAN_2025_MEMORY = dataclasses.replace(_TORCHTITAN_MEMORY, compiled_logit_bytes=4.0)
 """As of 2025 `compile` covers the loss too: the logits and their gradient in 16 bits, no float32 copies."""
 _FSDP_MEMORY = MemoryRules(
-    blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0
+    blocks="operators", zero2_shards_parameters=False, logit_bytes=4.0, split_logit_bytes=4.0
 )
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
 _EAGER_TIME = TimeRules(
@@ -309,7 +312,7 @@ _EAGER_TIME = TimeRules(
     weight_grad_bytes=0.0,
 )
 """Blocks of plain PyTorch modules around `scaled_dot_product_attention` or flash-attn 2."""
-_TORCHTITAN_TIME = dataclasses.replace(_EAGER_TIME, selective="half", optimizer_bytes=28.0)
+_TORCHTITAN_TIME = dataclasses.replace(_EAGER_TIME, selective_recomputes="half_gemms", optimizer_bytes=28.0)
 _TORCHTITAN_2025_TIME = dataclasses.replace(_TORCHTITAN_TIME, attention_kernel="native")
 """As of 2025 torch prefers cuDNN's attention on Hopper."""
 _HUGGING_FACE_TIME = dataclasses.replace(
@@ -331,7 +334,7 @@ _HUGGING_FACE_MEMORY = MemoryRules(
     master_weights=True,
     gradient_bytes=2.0,
     blocks="operators",
-    shards_with_gradients=False,
+    zero2_shards_parameters=False,
     logit_bytes=14.0,
     split_logit_bytes=14.0,
 )
@@ -405,7 +408,7 @@ _MESHWRIGHT_TIME = TimeRules(
     head_in_forward=True,
     embedding_bytes=16.0,
     splits_sends=False,
-    reduces_after_pipeline=True,
+    exposes_pipeline_reduction=True,
     ring_head_chunks=8,
     counts_every_collective=True,
 )

@@ -174,7 +174,9 @@ def _explain_legal(
     reasons = [f"{describe_layout(requested.layout)}: {what}"]
     if not requested.fits:
         reasons.append(requested.shortage)
-        reasons += [f"it would fit with {r.overrides} ({r.price})" for r in find_alternatives(requested.job)]
+        reasons += [
+            f"it would fit with {r.overrides} ({r.step_and_memory})" for r in find_alternatives(requested.job)
+        ]
     elif best is not None:
         reasons.append(_against(best, requested))
     if requested is not filled:
@@ -230,7 +232,7 @@ def _explain_filled(
         return reasons
     kept = _describe_keys({key: value for key, value in pins.items() if getattr(filled.layout, key) == value})
     slower = "" if best is None else f", {filled.step_s / best.step_s - 1:+.1%} against the best"
-    what = f"{describe_layout(filled.layout)}, {filled.price}{slower}"
+    what = f"{describe_layout(filled.layout)}, {filled.step_and_memory}{slower}"
     return [*reasons, f"the best with {kept} on all {devices:,} devices: {what}"]
 
 

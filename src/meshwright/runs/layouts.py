@@ -32,7 +32,7 @@ from meshwright.plan.contract import (
     read_plan,
     write_plan,
 )
-from meshwright.plan.memory.host import follow_layout
+from meshwright.plan.memory.cpu_memory import follow_layout
 from meshwright.runs.nodes import place_ranks, read_files
 from meshwright.runs.replan import find_layout, place_on
 from meshwright.spec.layout import Layout

@@ -7,7 +7,7 @@ import math
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_plural, format_seconds
 from meshwright.simulate.failures import KINDS, FailureModel
-from meshwright.simulate.job_model import checkpoint_between_s
+from meshwright.simulate.job_model import checkpoint_mtbf_s
 from meshwright.simulate.node_throughput import does_replan, least_nodes
 from meshwright.simulate.outcomes import Outcomes
 from meshwright.simulate.settings import FailureSettings
@@ -105,11 +105,11 @@ def _bad_rate(value: str | float, rule: str) -> Problem:
 def find_warnings(job: Job, model: FailureModel, outcomes: Outcomes) -> tuple[str, ...]:
     """Warnings about the settings and outcomes; each ends in a code."""
     found = []
-    between_s = checkpoint_between_s(model)
-    if model.interval_s > between_s:
+    mtbf_s = checkpoint_mtbf_s(model)
+    if model.interval_s > mtbf_s:
         found.append(
             f"the checkpoint interval of {format_seconds(model.interval_s)} is longer than the mean time "
-            f"between failures, {format_seconds(between_s)}: most of the work is lost "
+            f"between failures, {format_seconds(mtbf_s)}: most of the work is lost "
             "[simulate-long-interval]"
         )
     if model.snapshot_s >= model.interval_s:

@@ -81,7 +81,7 @@ class FailureModel:
         return sum(self.rates_per_s.values())
 
     @property
-    def between_s(self) -> float:
+    def mtbf_s(self) -> float:
         """Mean time between failures; infinite without failures."""
         return 1 / self.rate_per_s if self.rate_per_s else float("inf")
 

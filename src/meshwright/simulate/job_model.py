@@ -90,7 +90,7 @@ def build_model(
     return model, tuple(assumed)
 
 
-def checkpoint_between_s(model: FailureModel) -> float:
+def checkpoint_mtbf_s(model: FailureModel) -> float:
     """Mean time between failures that go back to a checkpoint; infinite without such failures."""
     rate = sum(rate for kind, rate in model.rates_per_s.items() if loses_checkpoint(model, kind))
     return 1 / rate if rate else float("inf")
@@ -98,10 +98,10 @@ def checkpoint_between_s(model: FailureModel) -> float:
 
 def daly_s(model: FailureModel) -> float:
     """Daly's interval for failures that go back to a checkpoint, no longer than the run."""
-    between_s = checkpoint_between_s(model)
-    if between_s == float("inf"):
+    mtbf_s = checkpoint_mtbf_s(model)
+    if mtbf_s == float("inf"):
         return model.wall_s
-    return min(daly_interval_s(model.save_s, between_s), model.wall_s)
+    return min(daly_interval_s(model.save_s, mtbf_s), model.wall_s)
 
 
 def _with_snapshots(
@@ -200,7 +200,7 @@ def find_rates(job: Job, given: Mapping[str, float]) -> tuple[dict[str, float], 
     found = failure_rate(cluster, cluster.world_size)
     counts = {kind: sum(causes.values()) for kind, causes in CAUSES.items()}
     total = sum(counts.values())
-    rates = {kind: count / total / found.between_s for kind, count in counts.items()}
+    rates = {kind: count / total / found.mtbf_s for kind, count in counts.items()}
     per_node_s = 1 / (NODE_HOURS * 3600)
     rates |= {kind: rate * cluster.nodes * per_node_s for kind, rate in given.items()}
     basis = f"failures: {found.basis.removeprefix('assumed: ')}; kinds as in Llama 3 ({total} failures)"

@@ -24,7 +24,7 @@ from meshwright.simulate.choices import (
 )
 from meshwright.simulate.downtime import Events
 from meshwright.simulate.failures import FailureModel, Floats, draw_failures
-from meshwright.simulate.job_model import build_model, checkpoint_between_s, daly_s
+from meshwright.simulate.job_model import build_model, checkpoint_mtbf_s, daly_s
 from meshwright.simulate.node_throughput import NodePlanner
 from meshwright.simulate.outcomes import simulate
 from meshwright.simulate.settings import FailureSettings
@@ -110,13 +110,13 @@ class FailureSimulation:
             raise UserError(
                 Problem("simulate-goodput", rule, "observed_goodput", goodput, fix, is_argument=True)
             )
-        return (1 - goodput) * self.model.between_s
+        return (1 - goodput) * self.model.mtbf_s
 
     def as_dict(self) -> dict[str, Any]:
         """The object of ``meshwright simulate failures --json``."""
         model = dataclasses.asdict(self.model)
         return {
-            "model": {**model, "mean_time_between_failures_s": _finite(self.model.between_s)},
+            "model": {**model, "mean_time_between_failures_s": _finite(self.model.mtbf_s)},
             "runs": self.runs,
             "seed": self.seed,
             "goodput": dataclasses.asdict(self.goodput),
@@ -203,7 +203,7 @@ def _first_order(model: FailureModel) -> float | None:
     if model.replans or model.snapshot_s or model.rates_per_s.get("preemption"):
         return None
     restore_s = model.detect_s + model.restart_s + model.load_s
-    return 1 - lost_share(model.interval_s, model.save_s, model.between_s, restore_s)
+    return 1 - lost_share(model.interval_s, model.save_s, model.mtbf_s, restore_s)
 
 
 def explain_choices(
@@ -218,11 +218,11 @@ def explain_choices(
         return ("nothing fails: neither checkpoints nor spares gain anything",)
     best, used = best_interval(intervals), format_seconds(model.interval_s)
     whose = "Daly's interval" if settings.every_minutes is None else "as given"
-    between_s = checkpoint_between_s(model)
-    which = "failures" if between_s == model.between_s else "failures that go back to a checkpoint"
+    mtbf_s = checkpoint_mtbf_s(model)
+    which = "failures" if mtbf_s == model.mtbf_s else "failures that go back to a checkpoint"
     mean = "there are no failures that go back to a checkpoint"
-    if math.isfinite(between_s):
-        mean = f"the mean time between {which} is {format_seconds(between_s)}"
+    if math.isfinite(mtbf_s):
+        mean = f"the mean time between {which} is {format_seconds(mtbf_s)}"
     every = (
         f"a checkpoint every {used} ({whose}): a save costs {format_seconds(model.save_s)}, and {mean}; "
         f"best of {len(intervals)} intervals tried under {failures:,} failures: "

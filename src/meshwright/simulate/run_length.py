@@ -38,7 +38,7 @@ def simulate_run_length(job: Job, train_s: float) -> RunLength:
     settings = FailureSettings(replan=False)  # failed nodes are replaced
     model, _ = build_model(job, train_s / DAY_S, settings)
     restore_s = model.detect_s + model.restart_s + model.load_s
-    goodput = expected_goodput(model.interval_s, model.save_s, model.between_s, restore_s)
+    goodput = expected_goodput(model.interval_s, model.save_s, model.mtbf_s, restore_s)
     if goodput < LEAST_GOODPUT:
         return RunLength(math.inf, math.inf, math.inf, 1.0)
     wall_s = train_s / goodput  # the spread is that of runs of about this length

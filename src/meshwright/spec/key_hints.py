@@ -58,6 +58,10 @@ HINTS = (
     KeyHint("moe_z_loss_coeff router_z_loss_coef", "train.z_loss"),
     KeyHint("kv_channels head_size", "model.head_dim"),
     KeyHint("sliding_window window_size", "model.window"),
+    KeyHint("kv_lora_rank", "model.latent_size"),
+    KeyHint("q_lora_rank", "model.query_latent_size"),
+    KeyHint("qk_rope_head_dim", "model.rope_head_dim"),
+    KeyHint("v_head_dim", "model.value_head_dim"),
     KeyHint("hidden_act activation_function", "model.activation"),
     KeyHint("normalization norm_type", "model.norm"),
     KeyHint("rotary_base rope_base", "model.rope_theta"),
@@ -217,7 +221,11 @@ HINTS = (
     ),
     KeyHint("ddp_bucket_cap_mb bucket_cap_mb ddp_bucket_size allgather_bucket_size", "layout.bucket_mb"),
     KeyHint("forward_prefetch limit_all_gathers stage3_prefetch_bucket_size", "layout.prefetch"),
-    KeyHint("overlap_comm overlap_grad_reduce overlap_param_gather", "", "communication always overlaps"),
+    KeyHint(
+        "overlap_comm overlap_grad_reduce overlap_param_gather",
+        "",
+        "no key: DDP, FSDP and pipeline sends overlap where the backend allows it",
+    ),
     # evaluation, checkpoints, logs
     KeyHint("eval_steps eval_interval eval_freq eval_strategy evaluation_strategy", "train.eval_every"),
     KeyHint("save_steps save_interval checkpoint_interval checkpoint.interval", "checkpoint.every_steps"),

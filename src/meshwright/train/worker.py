@@ -37,7 +37,7 @@ from meshwright.spec.job import Job
 from meshwright.train.bad_step_policy import RollbackError
 from meshwright.train.build import build_trainer
 from meshwright.train.compiler_import import skip_compiler_import
-from meshwright.train.host_memory import keep_freed_memory
+from meshwright.train.cpu_memory import keep_freed_memory
 from meshwright.train.loop import report_collectives, train
 from meshwright.train.out_of_memory import (
     OutOfMemoryRunError,

@@ -37,10 +37,10 @@ PRIORS: Tables = {
         "attention_ramp": 250.0,
         "memory": 0.85,
         "elementwise": 1.0,
-        "operand_bytes": 1.0,
+        "operand_traffic": 1.0,
         "launch_s": 5e-6,
-        "host_s": 4e-4,
-        "expert_host_s": 1e-3,
+        "cpu_launch_s": 4e-4,
+        "expert_cpu_launch_s": 1e-3,
         "link": 0.8,
         # NCCL's all-reduce on 2 to 8 A100s (published curves): 45 to 75 microseconds; 229 of 300 GB/s.
         # The presets of GPUs have 20 microseconds within a node and 40 between nodes.
@@ -76,8 +76,8 @@ PRIORS: Tables = {
         "matmul": 0.8,
         "expert_matmul": 1.0,
         "memory": 1.0,
-        "host_s": 5e-4,
-        "expert_host_s": 0.0,
+        "cpu_launch_s": 5e-4,
+        "expert_cpu_launch_s": 0.0,
         "link": 1.0,
         "link_latency": 1.0,
         "nic": 1.0,
@@ -92,8 +92,8 @@ timings and profiles, the CPU's set by hand."""
 FITTED: tuple[tuple[str, str], ...] = tuple(
     (section, name)
     for section, names in (
-        ("default", "matmul_fp8 matmul_fp4 expert_matmul flash_1 elementwise operand_bytes host_s"),
-        ("default", "expert_host_s nic overlap tp_overlap all_to_all nic_latency"),
+        ("default", "matmul_fp8 matmul_fp4 expert_matmul flash_1 elementwise operand_traffic cpu_launch_s"),
+        ("default", "expert_cpu_launch_s nic overlap tp_overlap all_to_all nic_latency"),
         ("device.A100", "matmul attention link"),
         ("device.H100", "matmul attention"),
         ("device.B200", "matmul"),
@@ -111,9 +111,9 @@ BOUNDS = {
     "attention": (0.2, 1.05),
     "flash_1": (0.2, 1.05),
     "elementwise": (0.3, 4.0),
-    "operand_bytes": (0.05, 3.0),
-    "host_s": (5e-5, 3e-3),
-    "expert_host_s": (5e-5, 1e-2),
+    "operand_traffic": (0.05, 3.0),
+    "cpu_launch_s": (5e-5, 3e-3),
+    "expert_cpu_launch_s": (5e-5, 1e-2),
     "link": (0.3, 1.0),
     "nic": (0.2, 1.0),
     "overlap": (0.1, 0.99),

@@ -25,8 +25,8 @@ def test_json_has_ranges_trials_and_reasons(cli, tmp_path):
     assert found["goodput"]["mean"] == pytest.approx(1 - lost / 720)
     assert found["best_interval_s"] in [point["interval_s"] for point in found["intervals"]]
     assert found["model"]["spares"] == found["best_spares"]
-    between_s = found["model"]["mean_time_between_failures_s"]
-    assert found["inferred_lost_per_failure_s"] == pytest.approx(between_s / 2)
+    mtbf_s = found["model"]["mean_time_between_failures_s"]
+    assert found["inferred_lost_per_failure_s"] == pytest.approx(mtbf_s / 2)
     drawn = picture.read_text()
     assert "Goodput over the checkpoint interval" in drawn
     assert "used:" in drawn

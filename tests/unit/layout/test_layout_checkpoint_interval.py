@@ -26,21 +26,21 @@ CLUSTER = Cluster(
 
 
 @pytest.mark.parametrize(
-    ("between_s", "minutes", "digits"),
+    ("mtbf_s", "minutes", "digits"),
     [(24 * HOUR, 117, 0), (6 * HOUR, 57, 0), (15 * MINUTE, 9.1, 1)],
 )
-def test_the_values_that_daly_prints(between_s, minutes, digits):
+def test_the_values_that_daly_prints(mtbf_s, minutes, digits):
     """For a save of 5 minutes."""
-    assert round(daly_interval_s(5 * MINUTE, between_s) / MINUTE, digits) == minutes
+    assert round(daly_interval_s(5 * MINUTE, mtbf_s) / MINUTE, digits) == minutes
 
 
 def test_a_worked_example():
     """A failure every 3.09 h, 10 s per save, 10 min per restart: 7.86 min by Young, 9.6% of the time lost."""
-    between_s = 3.09 * HOUR
-    young_s = young_interval_s(10, between_s)
+    mtbf_s = 3.09 * HOUR
+    young_s = young_interval_s(10, mtbf_s)
     assert young_s / MINUTE == pytest.approx(7.86, abs=0.005)
-    assert daly_interval_s(10, between_s) / MINUTE == pytest.approx(7.75, abs=0.005)
-    assert lost_share(young_s, 10, between_s, 10 * MINUTE) == pytest.approx(0.096, abs=5e-4)
+    assert daly_interval_s(10, mtbf_s) / MINUTE == pytest.approx(7.75, abs=0.005)
+    assert lost_share(young_s, 10, mtbf_s, 10 * MINUTE) == pytest.approx(0.096, abs=5e-4)
 
 
 @pytest.mark.parametrize("cost_s", [2.0, 2.001, 100.0])
@@ -48,24 +48,24 @@ def test_a_save_longer_than_two_failures_apart_gives_the_mean_time_between_failu
     assert daly_interval_s(cost_s, 1.0) == 1.0
 
 
-@pytest.mark.parametrize(("cost_s", "between_s"), [(1.0, 1e5), (10.0, 11124.0), (300.0, 21600.0)])
-def test_daly_loses_less_than_other_intervals(cost_s, between_s):
+@pytest.mark.parametrize(("cost_s", "mtbf_s"), [(1.0, 1e5), (10.0, 11124.0), (300.0, 21600.0)])
+def test_daly_loses_less_than_other_intervals(cost_s, mtbf_s):
     """By Daly's own model: the wall time per second of work grows with exp((interval + cost) / M) - 1."""
 
     def wall(interval_s: float) -> float:
-        return between_s * math.expm1((interval_s + cost_s) / between_s) / interval_s
+        return mtbf_s * math.expm1((interval_s + cost_s) / mtbf_s) / interval_s
 
-    best = daly_interval_s(cost_s, between_s)
+    best = daly_interval_s(cost_s, mtbf_s)
     assert wall(best) < min(wall(best * 0.8), wall(best * 1.25))
 
 
 def test_the_failure_rate_of_a_cluster_is_the_sum_over_its_devices():
     """Llama 3: 16,384 GPUs with 419 interruptions in 54 days are 50,700 h per device and 3.09 h for all."""
     known = failure_rate(replace(CLUSTER, failure_hours=54 * 24 * 16384 / 419), 16384)
-    assert known.between_s / HOUR == pytest.approx(3.09, abs=0.005)
+    assert known.mtbf_s / HOUR == pytest.approx(3.09, abs=0.005)
     assert known.devices == "16384 devices"
     assumed = failure_rate(CLUSTER, 16384)
-    assert assumed.between_s == pytest.approx(6000 * HOUR / 2048), "4 failures per 1,000 node-days"
+    assert assumed.mtbf_s == pytest.approx(6000 * HOUR / 2048), "4 failures per 1,000 node-days"
     assert (assumed.devices, failure_rate(CLUSTER, 9).devices) == ("2048 nodes", "2 nodes")
     assert "cluster.failure_hours" in assumed.basis
 

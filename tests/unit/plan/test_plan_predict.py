@@ -168,8 +168,8 @@ def test_offloaded_state_must_fit_host_memory(make_job):
     tables = {**LLAMA_ON_16_GPUS, "cluster": {"devices_per_node": 2, "memory_bytes": 2 * 10**11}}
     enough = make_job(**tables, layout=layout)
     found = predict(enough, enough.layout)
-    assert found.memory.host_bytes >= 8 * 8 * 10**9, "AdamW's two moments of 8 billion parameters"
-    short = changed(enough, cluster={"host_memory_bytes": found.memory.host_bytes - 10**9})
+    assert found.memory.cpu_bytes >= 8 * 8 * 10**9, "AdamW's two moments of 8 billion parameters"
+    short = changed(enough, cluster={"host_memory_bytes": found.memory.cpu_bytes - 10**9})
     assert not predict(short, enough.layout).fits
     assert "1 GB more than cluster.host_memory_bytes" in predict(short, enough.layout).shortage
 
@@ -252,9 +252,9 @@ def test_cpu_compute_time_by_hand(make_job):
     touched = predict_ledger(job, 8, 1).touched_bytes
     gemms_s = 8 * 32 * (591_744 - 6 * 64 * 5) / (0.8 * 6.7e13)  # without the five norm vectors
     table_s = (16 * 320 * 64 + 4 * 8 * 32 * 64) / 3.35e12
-    python_s = (job.model.num_layers + 1) * 1e-3
+    cpu_launch_s = (job.model.num_layers + 1) * 1e-3
     found = predict_step(job, 1).parts["compute"]
-    assert found == pytest.approx(gemms_s + 8 * touched / 3.35e12 + table_s + python_s, rel=1e-6)
+    assert found == pytest.approx(gemms_s + 8 * touched / 3.35e12 + table_s + cpu_launch_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -33,7 +33,7 @@ def exact_goodput(model: FailureModel) -> float:
 
     tau / (M e^(R/M) (e^((tau + d) / M) - 1))
     """
-    between, restore = model.between_s, model.detect_s + model.restart_s + model.load_s
+    between, restore = model.mtbf_s, model.detect_s + model.restart_s + model.load_s
     cycle = model.interval_s + model.save_s
     return model.interval_s / (between * math.exp(restore / between) * math.expm1(cycle / between))
 
@@ -57,7 +57,7 @@ def test_waste_equals_the_first_order_formula_where_its_assumptions_hold():
     model = model_of(rates_per_s={"software": 1 / (100 * HOUR)}, wall_s=3000 * DAY)
     mean, error = mean_and_error(simulate(model, 200, seed=2).goodput)
     restore_s = model.detect_s + model.restart_s + model.load_s
-    waste = lost_share(model.interval_s, model.save_s, model.between_s, restore_s)
+    waste = lost_share(model.interval_s, model.save_s, model.mtbf_s, restore_s)
     assert 1 - mean == pytest.approx(waste, rel=0.03)
     assert 4 * error < 0.03 * waste
 
@@ -65,7 +65,7 @@ def test_waste_equals_the_first_order_formula_where_its_assumptions_hold():
 @pytest.mark.parametrize(("save_s", "hours"), [(20.0, 10.0), (300.0, 24.0), (300.0, 6.0)])
 def test_the_best_interval_of_the_sweep_is_dalys(save_s, hours):
     model = model_of(rates_per_s={"software": 1 / (hours * HOUR)}, save_s=save_s)
-    daly_s = daly_interval_s(save_s, model.between_s)
+    daly_s = daly_interval_s(save_s, model.mtbf_s)
     events = Events.of(next(draw_failures(model, 600, seed=3)), model)
     points = try_intervals(model, events, 0, base_s=1.3 * daly_s)  # not centred on the answer
     assert best_interval(points).interval_s == pytest.approx(daly_s, rel=0.15)

@@ -28,7 +28,7 @@ def test_the_mean_is_the_exact_expectation(nodes, hours):
     found = simulate_run_length(job, 60 * DAY)
     model, _ = build_model(job, 60, FailureSettings())
     restore_s = model.detect_s + model.restart_s + model.load_s
-    exact = expected_goodput(model.interval_s, model.save_s, model.between_s, restore_s)
+    exact = expected_goodput(model.interval_s, model.save_s, model.mtbf_s, restore_s)
     assert 60 * DAY / found.wall_s == pytest.approx(exact, abs=0.003)
     assert found.lost_share == pytest.approx(1 - 60 * DAY / found.wall_s)
     assert found.low_s < found.wall_s < found.high_s

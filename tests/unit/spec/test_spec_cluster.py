@@ -96,7 +96,7 @@ def test_gpu_is_recognized_by_its_model_number(monkeypatch, tree):
     """An RTX 4090 gets its own figures. An RTX A6000 does not."""
     from meshwright.spec import load
 
-    for gpu, name in (("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA RTX A6000", "core")):
+    for gpu, name in (("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA RTX A6000", "CPU core")):
         monkeypatch.setattr(load, "find_gpus", lambda gpu=gpu: [(gpu, 24 * 1024**3)])
         cluster = build_job(tree(cluster={"preset": "local"})).cluster
         assert (cluster.memory_bytes_per_s == pytest.approx(1.008e12)) is (name == "4090")

@@ -69,8 +69,12 @@ def attention_saved_bytes(workload: Workload) -> SavedBytes:
     rotated = model.num_heads * (model.head_size + (model.rope_head_dim or 0))
     results = model.value_size * low + (model.value_size * gemm_input if gemm_input < low else 0.0)
     if model.attention == "latent":
-        lead, latent, rope = model.query_latent_size or 0, model.latent_size or 0, model.rope_head_dim or 0
-        below = (2 * lead + 2 * latent + rope) * low
+        query_latent_size, latent, rope = (
+            model.query_latent_size or 0,
+            model.latent_size or 0,
+            model.rope_head_dim or 0,
+        )
+        below = (2 * query_latent_size + 2 * latent + rope) * low
         inner = SavedBytes(shared=below, split=(2 * rotated + model.value_size) * low + results)
     else:
         inner = SavedBytes(split=(model.query_size + 2 * _key_width(workload)) * low + results)
@@ -143,11 +147,13 @@ def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, Sav
     whole, full = attention + ffn, SavedBytes(shared=model.hidden_size * residual)
     if rules.recomputed_modules and rules.fused_attention:
         return whole, whole + _recomputed_modules(workload, expert), full
-    if rules.selective == "attention":
+    if rules.selective_recomputes == "attention":
         lse = FLOAT32 * model.num_heads if rules.fused_attention else 0.0
         return whole, whole + SavedBytes(split=-lse, scores=-attention.scores), full
     outputs = (
-        _saved_half(workload, expert) if rules.selective == "half" else _saved_gemm_outputs(workload, expert)
+        _saved_half(workload, expert)
+        if rules.selective_recomputes == "half_gemms"
+        else _saved_gemm_outputs(workload, expert)
     )
     return whole, full + outputs, full
 

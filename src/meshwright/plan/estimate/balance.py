@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.plan.estimate.grid import Ints
-from meshwright.plan.estimate.weights import Weights, count_elements
+from meshwright.plan.estimate.weights import WeightCounts, count_elements
 from meshwright.spec.model import DecoderModel
 
 BISECTIONS = 50
@@ -20,7 +20,7 @@ BISECTIONS = 50
 
 def count_balanced(model: DecoderModel, pp: Ints) -> tuple[Ints, Ints, Ints]:
     """Blocks of the first, the largest middle and the last stage of :func:`balance_parameters`."""
-    weights = Weights.of(model)
+    weights = WeightCounts.of(model)
     tables = weights.table * (1 if model.tied_embeddings else 2) + weights.positions + weights.final_norm
     table = weights.table * model.num_layers / (count_elements(model) - tables)
     degrees, back = np.unique(pp, return_inverse=True)

@@ -21,11 +21,11 @@ from meshwright.plan.estimate.eager import list_eager_snapshots
 from meshwright.plan.estimate.grid import OFFLOADS, Flags, Floats, Grid, Ints
 from meshwright.plan.estimate.memory_snapshots import (
     SNAPSHOT_LINES,
-    Facts,
+    EstimateInputs,
     GridMemorySnapshot,
     list_snapshots,
 )
-from meshwright.plan.estimate.sizes import share_parameters
+from meshwright.plan.estimate.sizes import count_rank_parameters
 from meshwright.plan.estimate.stages import CLASSES, Stage, split_stages
 from meshwright.plan.estimate.state import STATE_LINES, state_lines
 from meshwright.plan.estimate.terms import Sum
@@ -55,15 +55,15 @@ class MemoryEstimate:
     """Its lines, of the class of ranks with the highest peak; they sum to the peak."""
     classes: dict[str, Floats]
     """The peak of each class of pipeline ranks (first, middle, last); 0 where a layout has none."""
-    between_bytes: Floats
+    state_before_optimizer_bytes: Floats
     """State after backward and before the optimizer step, nothing gathered; the largest of all classes."""
-    host_bytes: Floats
+    cpu_bytes: Floats
     """CPU memory of a rank's offloaded state."""
 
     def fits(self, workload: Workload) -> Flags:
         """Flags of layouts within the usable memory of a device and its share of CPU memory."""
         cluster = workload.cluster
-        local = self.host_bytes <= (cluster.host_memory_bytes or np.inf)
+        local = self.cpu_bytes <= (cluster.host_memory_bytes or np.inf)
         return np.asarray((self.peak_bytes <= usable_bytes(cluster)) & local)
 
     def counted_as(self, kind: str) -> Floats:
@@ -85,14 +85,14 @@ class StageLedger:
     buffers: Sum
     lines: dict[str, Floats]
     peak: Floats
-    between: Floats
+    state_before_optimizer: Floats
 
 
 def estimate_memory(workload: Workload, grid: Grid) -> MemoryEstimate:
     """The rank with the highest peak of each layout, line by line."""
-    ledgers = ledger_stages(workload, grid)
+    ledgers = build_stage_ledgers(workload, grid)
     peaks = [np.where(ledger.stage.exists, ledger.peak, 0.0) for ledger in ledgers]
-    states = [np.where(ledger.stage.exists, ledger.between, 0.0) for ledger in ledgers]
+    states = [np.where(ledger.stage.exists, ledger.state_before_optimizer, 0.0) for ledger in ledgers]
     largest = np.argmax(peaks, axis=0)
     classes = {name: np.zeros(len(grid)) for name in CLASSES}
     classes.update({ledger.stage.name: peak for ledger, peak in zip(ledgers, peaks, strict=True)})
@@ -103,37 +103,39 @@ def estimate_memory(workload: Workload, grid: Grid) -> MemoryEstimate:
             for name in LINES
         },
         classes=classes,
-        between_bytes=np.maximum.reduce(states),
-        host_bytes=_host_bytes(workload, grid),
+        state_before_optimizer_bytes=np.maximum.reduce(states),
+        cpu_bytes=_cpu_bytes(workload, grid),
     )
 
 
-def _host_bytes(workload: Workload, grid: Grid) -> Floats:
+def _cpu_bytes(workload: Workload, grid: Grid) -> Floats:
     """Float32 weights, Adam moments and gradients of a rank's shard; with `all`, also its 16-bit weights."""
     if not grid.offload.any():
         return np.zeros(len(grid))
-    shares = share_parameters(workload.model, grid)
-    kept = (shares.rank + shares.expert_rank) / np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
-    bytes_ = 16.0 * shares.updated(grid) + np.where(grid.offload == OFFLOADS.index("all"), 2.0 * kept, 0.0)
+    counts = count_rank_parameters(workload.model, grid)
+    kept = (counts.rank + counts.expert_rank) / np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
+    bytes_ = 16.0 * counts.updated(grid) + np.where(grid.offload == OFFLOADS.index("all"), 2.0 * kept, 0.0)
     return np.where(grid.offload > 0, bytes_, 0.0)
 
 
-def ledger_stages(workload: Workload, grid: Grid) -> list[StageLedger]:
+def build_stage_ledgers(workload: Workload, grid: Grid) -> list[StageLedger]:
     """The classes of ranks that any layout of the grid has."""
-    facts = Facts.of(workload, grid)
+    inputs = EstimateInputs.of(workload, grid)
     balanced = workload.profile.time.balances_stages_by_parameters
     given = count_balanced(workload.model, grid.pp) if balanced else None
     stages = split_stages(workload.model, grid, workload.global_batch, given)
-    return [_ledger_stage(facts, stage) for stage in stages if stage is stages[0] or stage.exists.any()]
+    return [
+        _build_stage_ledger(inputs, stage) for stage in stages if stage is stages[0] or stage.exists.any()
+    ]
 
 
-def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
+def _build_stage_ledger(inputs: EstimateInputs, stage: Stage) -> StageLedger:
     """The lines of one class at its peak."""
-    workload, grid = facts.workload, facts.grid
+    workload, grid = inputs.workload, inputs.grid
     rules, cuda = workload.profile.memory, workload.cluster.device == "cuda"
-    local = count_local_weights(workload.model, facts.weights, grid, stage, rules.vocabulary_multiple)
-    state = state_lines(workload, grid, local, facts.sharding)
-    snapshots = (list_eager_snapshots if rules.blocks == "eager" else list_snapshots)(facts, stage, local)
+    local = count_local_weights(workload.model, inputs.weights, grid, stage, rules.vocabulary_multiple)
+    state = state_lines(workload, grid, local, inputs.sharding)
+    snapshots = (list_eager_snapshots if rules.blocks == "eager" else list_snapshots)(inputs, stage, local)
     lines = {name: _column(value.bytes, grid) for name, value in state.items()}
     between = sum(lines.values(), np.zeros(len(grid))) - _count_bf16_savings(workload, grid)
     peak_index = _find_peaks(snapshots, lines["gradients"])
@@ -142,7 +144,7 @@ def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
     )
     for name in SNAPSHOT_LINES:
         lines[name] = _column(_choose(peak_index, [getattr(m, name).bytes for m in snapshots]), grid)
-    buffers = sum_buffers(facts, stage, local)
+    buffers = sum_buffers(inputs, stage, local)
     lines["buffers"] = _column(buffers.bytes, grid)
     allocated = sum(lines.values(), np.zeros(len(grid)))
     lines["allocator"] = allocated * (rules.reserve if cuda else 0.0)

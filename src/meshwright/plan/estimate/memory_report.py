@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.plan.contract import Line
 from meshwright.plan.estimate.grid import Floats, Grid
-from meshwright.plan.estimate.memory import StageLedger, ledger_stages
+from meshwright.plan.estimate.memory import StageLedger, build_stage_ledgers
 from meshwright.plan.estimate.memory_snapshots import SNAPSHOT_LINES
 from meshwright.plan.estimate.state import STATE_LINES
 from meshwright.plan.estimate.workload import Workload
@@ -21,7 +21,7 @@ def estimate_ledgers(workload: Workload, layout: Layout) -> list[Ledger]:
     evaluates to the bytes of its line.
     """
     grid = Grid.of([layout])
-    classes = [ledger for ledger in ledger_stages(workload, grid) if ledger.stage.exists[0]]
+    classes = [ledger for ledger in build_stage_ledgers(workload, grid) if ledger.stage.exists[0]]
     return [_write_class(workload, grid, ledger) for ledger in classes]
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid, Ints
-from meshwright.plan.estimate.weights import Weights
+from meshwright.plan.estimate.weights import WeightCounts
 from meshwright.spec.model import DecoderModel
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Elements that one rank has before ZeRO shards them."""
+class ParameterCounts:
+    """Number of elements that one rank has before ZeRO shards them."""
 
     block: Floats
     """An average block without its routed experts."""
@@ -38,9 +38,9 @@ def expert_shards(grid: Grid) -> Ints:
     return left
 
 
-def share_parameters(model: DecoderModel, grid: Grid) -> Shares:
+def count_rank_parameters(model: DecoderModel, grid: Grid) -> ParameterCounts:
     """The parameters of a rank of each layout."""
-    weights = Weights.of(model)
+    weights = WeightCounts.of(model)
     expert_share = model.expert_layers / model.num_layers
     split = weights.attention + (1 - expert_share) * weights.ffn + expert_share * weights.shared
     block = split / grid.tp + weights.latents + weights.norms + expert_share * weights.router
@@ -49,4 +49,4 @@ def share_parameters(model: DecoderModel, grid: Grid) -> Shares:
     layers = model.num_layers / grid.pp
     both = (grid.pp == 1) & (not model.tied_embeddings)
     ends = weights.table / grid.tp * np.where(both, 2.0, 1.0)
-    return Shares(block, expert_block, block * layers + ends, expert_block * layers)
+    return ParameterCounts(block, expert_block, block * layers + ends, expert_block * layers)

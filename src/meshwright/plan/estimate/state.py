@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.layout.parameters import FLOAT32_BYTES
 from meshwright.plan.estimate.grid import Flags, Floats, Grid
 from meshwright.plan.estimate.terms import Sum, Term
-from meshwright.plan.estimate.weights import LocalWeights
+from meshwright.plan.estimate.weights import LocalWeightCounts
 from meshwright.plan.estimate.workload import Workload
 
 FLOAT32 = float(FLOAT32_BYTES)
@@ -43,12 +43,12 @@ class Sharding:
         return cls(
             dense=shared,
             experts=np.maximum(shared * grid.tp / (grid.ep * grid.etp), 1.0),
-            parameters=grid.zero >= (2 if rules.shards_with_gradients else 3),
+            parameters=grid.zero >= (2 if rules.zero2_shards_parameters else 3),
             gradients=(grid.zero >= 2) & ~whole,
             optimizer=grid.zero >= 1,
         )
 
-    def shard(self, local: LocalWeights, where: Flags, bytes_each: float, there: Flags) -> Sum:
+    def shard(self, local: LocalWeightCounts, where: Flags, bytes_each: float, there: Flags) -> Sum:
         """Bytes of a rank's elements, sharded in some layouts, on the device in some."""
         dense = Term("dense", (local.dense, bytes_each, there), np.where(where, self.dense, 1.0))
         if not local.routed:
@@ -80,7 +80,9 @@ class StateBytes:
         return cls(FLOAT32, gradient, 0.0, moments)
 
 
-def state_lines(workload: Workload, grid: Grid, local: LocalWeights, sharding: Sharding) -> dict[str, Sum]:
+def state_lines(
+    workload: Workload, grid: Grid, local: LocalWeightCounts, sharding: Sharding
+) -> dict[str, Sum]:
     """The four lines of a rank's state on the device; offloaded state is left out."""
     each = StateBytes.of(workload)
     stays, resident = grid.offload == 0, grid.offload != 2

@@ -12,8 +12,8 @@ from meshwright.spec.model import DecoderModel
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Elements of each part of the model."""
+class WeightCounts:
+    """Number of elements of each part of the model."""
 
     attention: float
     """Weights of a block's attention that tensor parallelism shards."""
@@ -34,7 +34,7 @@ class Weights:
     final_norm: float
 
     @classmethod
-    def of(cls, model: DecoderModel) -> Weights:
+    def of(cls, model: DecoderModel) -> WeightCounts:
         """The parts of a model."""
         width, queries, keys = model.hidden_size, model.query_size, model.kv_size
         norm = float(width * (1 if model.norm == "rms" else 2))
@@ -42,10 +42,10 @@ class Weights:
         attention, latents = float(width * (queries + 2 * keys) + model.value_size * width), 0.0
         if model.attention == "latent":
             rope, latent, head = model.rope_head_dim or 0, model.latent_size or 0, model.head_size
-            lead, rotated = model.query_latent_size or 0, model.num_heads * (head + rope)
-            latents = float(width * (latent + rope + lead) + latent + lead)
+            query_latent_size, rotated = model.query_latent_size or 0, model.num_heads * (head + rope)
+            latents = float(width * (latent + rope + query_latent_size) + latent + query_latent_size)
             attention = float(latent * (model.num_heads * head + model.value_size) + model.value_size * width)
-            attention += (lead or width) * rotated
+            attention += (query_latent_size or width) * rotated
         elif model.attention_bias:
             attention += queries + 2 * keys
             norm += width / 2
@@ -70,7 +70,7 @@ class Weights:
 
 def count_elements(model: DecoderModel) -> float:
     """Parameters of a model as the sum of its parts: as fast for any number of layers."""
-    weights, routed = Weights.of(model), model.expert_layers
+    weights, routed = WeightCounts.of(model), model.expert_layers
     blocks = model.num_layers * (weights.attention + weights.latents + weights.norms)
     blocks += (model.num_layers - routed) * weights.ffn
     blocks += routed * (weights.shared + weights.router + (model.num_experts or 0) * weights.expert)
@@ -79,7 +79,7 @@ def count_elements(model: DecoderModel) -> float:
 
 
 @dataclass(frozen=True)
-class LocalWeights:
+class LocalWeightCounts:
     """Elements of one rank, before ZeRO."""
 
     dense: Floats
@@ -98,20 +98,20 @@ class LocalWeights:
 
 
 def count_local_weights(
-    model: DecoderModel, weights: Weights, grid: Grid, stage: Stage, multiple: int
-) -> LocalWeights:
+    model: DecoderModel, weights: WeightCounts, grid: Grid, stage: Stage, multiple: int
+) -> LocalWeightCounts:
     """Parameters of a class of ranks; tied tables are on the first and on the last stage.
 
     Args:
         model: For its vocabulary and experts.
-        weights: Weights of the model.
+        weights: Elements of the model's parts.
         grid: The layouts.
         stage: The class.
         multiple: Rows of each rank's vocabulary shard are padded to a multiple of this; 1: not padded.
     """
     attention = weights.attention / grid.tp + weights.latents
     always = attention + weights.norms
-    shared, plain = weights.shared / grid.tp, weights.ffn / grid.tp
+    shared, dense_ffn = weights.shared / grid.tp, weights.ffn / grid.tp
     routed = shared + weights.router
     rows = model.vocab_size / grid.tp
     if multiple > 1:
@@ -121,15 +121,15 @@ def count_local_weights(
     if model.tied_embeddings:
         tables = np.maximum(tables, stage.heads * 1.0)
     ends = tables * table + stage.embeds * weights.positions + stage.heads * weights.final_norm
-    dense = stage.layers * always + stage.dense_layers * plain + stage.expert_layers * routed + ends
+    dense = stage.layers * always + stage.dense_layers * dense_ffn + stage.expert_layers * routed + ends
     expert_block = weights.expert * (model.num_experts or 0) / (grid.ep * grid.etp)
-    block = always + np.where(stage.dense_layers > 0, plain, routed)
-    return LocalWeights(
+    block = always + np.where(stage.dense_layers > 0, dense_ffn, routed)
+    return LocalWeightCounts(
         dense=dense,
         experts=stage.expert_layers * expert_block,
         block=block,
         expert_block=expert_block * (stage.expert_layers > 0),
-        matrices=stage.layers * attention + stage.dense_layers * plain + stage.expert_layers * shared,
+        matrices=stage.layers * attention + stage.dense_layers * dense_ffn + stage.expert_layers * shared,
         table=table,
         routed=bool(model.num_experts),
     )

@@ -53,11 +53,11 @@ def is_compiled(job: Job) -> bool:
     model, layout = job.model, job.layout
     if not isinstance(model, DecoderModel):
         return False
-    plain = model.num_experts is None and model.attention == "heads" and model.window is None
-    plain = plain and job.data.mask == "causal"
+    is_dense_causal = model.num_experts is None and model.attention == "heads" and model.window is None
+    is_dense_causal = is_dense_causal and job.data.mask == "causal"
     whole = layout.pp * layout.tp * layout.cp == 1 and layout.zero < 2
     known = job.train.precision in ("fp32", *LOW_BYTES)
-    return plain and whole and known and uses_fused_kernels(job)
+    return is_dense_causal and whole and known and uses_fused_kernels(job)
 
 
 def has_exact_peak(job: Job) -> bool:

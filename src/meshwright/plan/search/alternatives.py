@@ -1,8 +1,8 @@
 """Alternatives to a layout: layouts one change away, each predicted exactly.
 
-Used in three cases. A rule rejects the layout: the nearest legal one (``spec.legality.nearest``) and its
-price. The layout does not fit: the changes that fit. The layout is recommended: why each neighbour was
-rejected. Layouts that this version cannot train are left out, unless the layout itself is plan-only.
+Used in three cases. A rule rejects the layout: the nearest legal one (``spec.legality.nearest``), with step
+time and memory. The layout does not fit: the changes that fit. The layout is recommended: why each neighbour
+was rejected. Layouts that this version cannot train are left out, unless the layout itself is plan-only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.plan.predict import (
     Prediction,
     complete_layout,
     does_fit,
-    format_price,
+    format_step_and_memory,
     is_exact,
     predict,
     predict_memory,
@@ -196,7 +196,7 @@ def explain_neighbours(found: SearchResult) -> list[str]:
 def _describe_shortage(other: Prediction) -> str:
     if other.needed_bytes > usable_bytes(other.job.cluster):
         return format_bytes(other.needed_bytes)
-    return f"{format_bytes(other.memory.host_bytes)} of CPU memory"
+    return f"{format_bytes(other.memory.cpu_bytes)} of CPU memory"
 
 
 def _join_unfit(unfit: list[str]) -> list[str]:
@@ -286,9 +286,9 @@ class Alternative:
     step_s: float
 
     @property
-    def price(self) -> str:
+    def step_and_memory(self) -> str:
         """Step time and memory as text."""
-        return format_price(self.step_s, self.needed_bytes)
+        return format_step_and_memory(self.step_s, self.needed_bytes)
 
 
 def memory_budget_after_oom(
@@ -417,7 +417,7 @@ class NearestLegal:
         """Step time and memory as text."""
         kind = "nearest layout that runs" if self.runs else "nearest legal layout"
         fits = "" if self.prediction.fits else f"; {self.prediction.shortage}"
-        return f"{kind}: {self.overrides} (predicted {self.prediction.price}{fits})"
+        return f"{kind}: {self.overrides} (predicted {self.prediction.step_and_memory}{fits})"
 
     @property
     def alternatives(self) -> list[Alternative]:
@@ -427,8 +427,8 @@ class NearestLegal:
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         found = self.prediction
-        price = {"step_s": found.step_s, "needed_bytes": found.needed_bytes, "fits": found.fits}
-        return {"runs": self.runs, "layout": self.overrides, **price}
+        predicted = {"step_s": found.step_s, "needed_bytes": found.needed_bytes, "fits": found.fits}
+        return {"runs": self.runs, "layout": self.overrides, **predicted}
 
 
 def find_nearest_legal(job: Job, problems: Sequence[Problem]) -> list[NearestLegal]:
@@ -438,17 +438,17 @@ def find_nearest_legal(job: Job, problems: Sequence[Problem]) -> list[NearestLeg
         job: With the rejected layout.
         problems: The rules that it breaks.
     """
-    runs = _priced(job, to_run=True)
+    runs = _find_nearest(job, to_run=True)
     if runs or not isinstance(job.model, DecoderModel):
         return runs
     codes = [problem.code for problem in problems if not problem.path.startswith("model.")]
     never = codes and all(code.startswith("layout-") and not code.endswith("-not-built") for code in codes)
     if not never or any(p.path.startswith("model.") for p in find_problems(job, to_run=False)):
         return []  # the model cannot be planned
-    return _priced(job, to_run=False)
+    return _find_nearest(job, to_run=False)
 
 
-def _priced(requested: Job, to_run: bool) -> list[NearestLegal]:
+def _find_nearest(requested: Job, to_run: bool) -> list[NearestLegal]:
     layout = nearest_legal_layout(requested, to_run)
     job = with_layout(requested, layout)
     if layout == requested.layout:

@@ -92,7 +92,7 @@ def search_error(job: Job, pins: dict[str, Any], found: SearchResult) -> UserErr
 
 
 def _describe_alternatives(changes: list[Alternative]) -> list[str]:
-    return [f"Use {change.overrides} ({change.price})" for change in changes]
+    return [f"Use {change.overrides} ({change.step_and_memory})" for change in changes]
 
 
 def _suggest_cluster(job: Job) -> list[str]:

@@ -218,8 +218,8 @@ class _Search:
         self.found = SearchResult(job, objective, pins)
         self.workload = Workload.of(job)
         self.usable = usable_bytes(job.cluster)
-        plain = with_layout(job, Layout("given"))
-        rules = [p for p in find_problems(plain) if not p.path.startswith("layout")]
+        one_rank = with_layout(job, Layout("given"))
+        rules = [p for p in find_problems(one_rank) if not p.path.startswith("layout")]
         self.bound = PeakBound(job)
         self.exact = not rules
         """Whether this version trains such jobs, so that memory is exact."""
@@ -279,20 +279,20 @@ class _Search:
     def _rank_chunk(self, chunk: Chunk) -> None:
         """Estimate every row with 1F1B, then its other schedules that may still enter the shortlist."""
         found, space = self.found, chunk.space
-        plain = chunk.with_1f1b()
-        possible = (chunk.sizes > 0) & self._runs(plain)
+        with_1f1b = chunk.with_1f1b()
+        possible = (chunk.sizes > 0) & self._runs(with_1f1b)
         rows = np.flatnonzero(
-            (self._least_bytes(plain) <= self.usable) & self._fits_cpu_memory(plain) & possible
+            (self._least_bytes(with_1f1b) <= self.usable) & self._fits_cpu_memory(with_1f1b) & possible
         )
         found.pruned += int(chunk.sizes.sum()) - int(chunk.sizes[rows].sum())
         if not len(rows):
-            self._keep_smallest(plain.take(np.flatnonzero(possible)))
+            self._keep_smallest(with_1f1b.take(np.flatnonzero(possible)))
             return
-        plain = plain.take(rows)
-        step = estimate_step(self.workload, plain)
+        with_1f1b = with_1f1b.take(rows)
+        step = estimate_step(self.workload, with_1f1b)
         ends = EndCosts.of(step)
         if space.has_1f1b:
-            self._keep(plain, step, self._needed(plain, ends))
+            self._keep(with_1f1b, step, self._needed(with_1f1b, ends))
         grid, source = chunk.expand_schedules(rows), np.repeat(np.arange(len(rows)), chunk.sizes[rows])
         left = np.ones(len(grid), dtype=np.bool_)
         if space.has_1f1b:
@@ -334,14 +334,14 @@ class _Search:
         if room is None or not grid.offload.any():
             return np.ones(len(grid), dtype=np.bool_)
         if self.exact:
-            return self.bound.host_bytes(grid) <= room
-        return estimate_memory(self.workload, grid).host_bytes <= room
+            return self.bound.cpu_bytes(grid) <= room
+        return estimate_memory(self.workload, grid).cpu_bytes <= room
 
-    def _least_bytes(self, plain: Grid) -> Floats:
+    def _least_bytes(self, grid: Grid) -> Floats:
         """Least memory that a layout needs with any schedule."""
         if self.job.train.runtime == "meshwright":  # the estimate of its state is the same
-            return self.bound.least_bytes(plain)
-        return np.zeros(len(plain))
+            return self.bound.least_bytes(grid)
+        return np.zeros(len(grid))
 
     def _needed(self, grid: Grid, ends: EndCosts) -> Floats:
         """A lower bound of the device memory that a layout needs; the estimate for plan-only jobs."""
@@ -368,7 +368,7 @@ class _Search:
         lean = grid.take(np.flatnonzero(grid.micro_batch == grid.micro_batch.min()))
         share = self._needed(lean, EndCosts.of(estimate_step(self.workload, lean))) / self.usable
         if (room := self.job.cluster.host_memory_bytes) is not None:
-            share = np.maximum(share, self.bound.host_bytes(lean) / room) + TIE_BREAK * share
+            share = np.maximum(share, self.bound.cpu_bytes(lean) / room) + TIE_BREAK * share
         index = int(np.argmin(share))
         if self._smallest is None or share[index] < self._smallest[0]:
             self._smallest = float(share[index]), lean.layout(index)
@@ -422,8 +422,8 @@ class _Search:
             if does_fit(settled, memory):
                 return predict_with_memory(settled, memory, exact)
             share = memory.need.needed_bytes / self.usable
-            host = memory.host_bytes / (self.job.cluster.host_memory_bytes or math.inf)
-            share = max(share, host) + TIE_BREAK * share  # ties: the one that needs less device memory
+            cpu_share = memory.cpu_bytes / (self.job.cluster.host_memory_bytes or math.inf)
+            share = max(share, cpu_share) + TIE_BREAK * share  # ties: the one that needs less device memory
         if self._closest is None or share < self._closest[0]:
             self._closest = share, settled.layout
         return None

@@ -32,7 +32,7 @@ from meshwright.plan.estimate.grid import (
 )
 from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.stages import V_SHAPED
-from meshwright.plan.estimate.weights import Weights
+from meshwright.plan.estimate.weights import WeightCounts
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.block import BlockSizes
 from meshwright.plan.memory.decoder import loss_temp_bytes
@@ -96,7 +96,7 @@ class PeakBound:
 
     def __init__(self, job: Job) -> None:
         self.job, self.model, self.workload = job, require_decoder(job), Workload.of(job)
-        self.weights = Weights.of(self.model)
+        self.weights = WeightCounts.of(self.model)
         self._sizes: dict[tuple[int, ...], tuple[float, ...]] = {}
 
     def needed_bytes(self, grid: Grid, ends: EndCosts) -> Floats:
@@ -134,7 +134,7 @@ class PeakBound:
         reserve, context = overhead(self.job)
         return np.asarray((parameters + gradients + optimizer) * (1 + reserve) + context, dtype=np.float64)
 
-    def host_bytes(self, grid: Grid) -> Floats:
+    def cpu_bytes(self, grid: Grid) -> Floats:
         """A lower bound of the CPU memory for offloaded state, on an average rank."""
         layers, experts = self.model.num_layers / grid.pp, self.model.expert_layers / grid.pp
         none = np.zeros(len(grid), dtype=np.bool_)

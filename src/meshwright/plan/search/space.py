@@ -321,8 +321,8 @@ class LayoutSpace:
     @property
     def has_1f1b(self) -> bool:
         """Whether the space has 1F1B with one stage per rank."""
-        plain = self.pins.get("schedule", "1f1b") == "1f1b" and self.pins.get("virtual_stages", 1) == 1
-        return plain and "1f1b" in runtime_support(self.job).schedules
+        is_1f1b = self.pins.get("schedule", "1f1b") == "1f1b" and self.pins.get("virtual_stages", 1) == 1
+        return is_1f1b and "1f1b" in runtime_support(self.job).schedules
 
     def chunks(self, size: int = CHUNK) -> Iterator[Chunk]:
         """The layouts in chunks of about ``size``; their schedules are still open."""

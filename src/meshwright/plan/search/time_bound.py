@@ -36,7 +36,7 @@ def highest_rate(workload: Workload) -> float:
     rates = rates_of(workload)
     device = Device.of(workload, rates)
     tile = max(rate for *_, rate in TILES)
-    counted = max(device.flops_per_s, device.plain_flops_per_s) * max(1.0, tile)
+    counted = max(device.flops_per_s, device.unquantized_flops_per_s) * max(1.0, tile)
     probed = workload.cluster.probed
     return max(counted * max(1.0, rates.expert_matmul), 0.0 if probed is None else fastest_gemm(probed))
 
@@ -50,27 +50,29 @@ def gemm_floor_s(workload: Workload, devices: int) -> float:
     return flops / highest_rate(workload) / devices
 
 
-def schedule_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows: Ints) -> Floats:
+def schedule_floor_s(workload: Workload, with_1f1b: StepEstimate, grid: Grid, rows: Ints) -> Floats:
     """A lower bound for each layout of a grid.
 
     Args:
         workload: What is estimated.
-        plain: Estimates of the same layouts with 1F1B and one stage per rank.
+        with_1f1b: Estimates of the same layouts with 1F1B and one stage per rank.
         grid: Layouts with other schedules.
-        rows: For each of them, its index in ``plain``.
+        rows: For each of them, its index in ``with_1f1b``.
     """
-    none = np.zeros(len(plain.step_s))
-    fixed = plain.step_s - sum((plain.parts[name] for name in SCHEDULE_PARTS), none)
-    work = sum((plain.parts[name] for name in WORK_PARTS), none)
+    none = np.zeros(len(with_1f1b.step_s))
+    fixed = with_1f1b.step_s - sum((with_1f1b.parts[name] for name in SCHEDULE_PARTS), none)
+    work = sum((with_1f1b.parts[name] for name in WORK_PARTS), none)
     waits = (grid.pp - 1) / (grid.virtual_stages * grid.micro_batches(workload.global_batch))
     bubble = np.where(np.isin(grid.schedule, WITH_BUBBLE), waits * work[rows], 0.0)
-    fixed = np.where(grid.schedule == INTERLEAVED, (fixed - _hideable_s(workload, plain))[rows], fixed[rows])
+    fixed = np.where(
+        grid.schedule == INTERLEAVED, (fixed - _hideable_s(workload, with_1f1b))[rows], fixed[rows]
+    )
     return np.asarray(fixed + bubble, dtype=np.float64)
 
 
-def _hideable_s(workload: Workload, plain: StepEstimate) -> Floats:
+def _hideable_s(workload: Workload, with_1f1b: StepEstimate) -> Floats:
     """The most of the exposed reductions and all-gathers that other stages could still hide."""
-    exposed, hidden = plain.parts["gradient reduction"], plain.hidden["data parallel"]
+    exposed, hidden = with_1f1b.parts["gradient reduction"], with_1f1b.hidden["data parallel"]
     rates = rates_of(workload)
     whole = exposed + hidden * (1 - rates.contention)
     return np.maximum(exposed - (1 - rates.overlap) * whole, 0.0)

@@ -17,8 +17,8 @@ SELECTIVE_PASSES = 2
 
 def count_passes(recompute: str) -> int:
     """Times that the activations of an eager step cross the memory bus, by ``layout.recompute``."""
-    again = {"none": 0, "selective": SELECTIVE_PASSES, "full": FORWARD_PASSES}
-    return FORWARD_PASSES + BACKWARD_PASSES + again[recompute]
+    recompute_passes = {"none": 0, "selective": SELECTIVE_PASSES, "full": FORWARD_PASSES}
+    return FORWARD_PASSES + BACKWARD_PASSES + recompute_passes[recompute]
 
 
 def block_bytes(workload: Workload, grid: Grid) -> Floats:

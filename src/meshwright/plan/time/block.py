@@ -21,9 +21,11 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 ATTENTION_BACKWARD_RATE = 0.92
 """Rate of attention's backward pass over its forward pass, for long sequences (cuDNN on an H200)."""
 BACKWARD_RAMP = 3.6
-"""Ramp of the backward pass over that of the forward pass."""
+"""Sequence length at which attention's backward pass reaches half of its rate, over that of the forward pass
+(`attention_ramp`)."""
 FULL_RATE_HEAD_DIM = 124
-"""Head width from which cuDNN's attention reaches its full rate (H200): 67% at 80, 78% at 96."""
+"""Head size from which cuDNN's attention reaches its full rate; below, the rate is in proportion: 65% at 80
+and 77% at 96, where 67% and 78% were measured on an H200."""
 HALF_HEAD_DIM, HALF_HEAD_RATE = 64, 0.75
 """Head width for which cuDNN has a tile of its own, and the rate of attention there."""
 WIDE_HEAD_DIM, FLASH_2_HEAD_MULTIPLE = 128, 32
@@ -53,30 +55,30 @@ EMBEDDING_OUTPUT_BYTES = 4.0
 TRITON_ACTIVATION_BYTES = 2.0
 """Bytes of an activation of Triton blocks."""
 RING = CONTEXTS.index("ring")
-UNFUSED_SOFTMAX_KERNELS = 1.2
+UNFUSED_SOFTMAX_KERNEL_RATIO = 1.2
 """Kernels of a block without the fused softmax, over those with it: nine more on about fifty."""
 
 
-class Moved(NamedTuple):
+class TrafficPerElement(NamedTuple):
     """Bytes per element that kernels read and write."""
 
     forward: float
     backward: float
 
 
-NORM_BYTES, UNFUSED_NORM_BYTES = Moved(4.0, 6.0), Moved(36.0, 76.0)
+NORM_BYTES, UNFUSED_NORM_BYTES = TrafficPerElement(4.0, 6.0), TrafficPerElement(36.0, 76.0)
 """Unfused: cast to float32, square, mean, scale, cast back, weight (transformers' LlamaRMSNorm)."""
-ROPE_BYTES, UNFUSED_ROPE_BYTES = Moved(4.0, 4.0), Moved(24.0, 28.0)
+ROPE_BYTES, UNFUSED_ROPE_BYTES = TrafficPerElement(4.0, 4.0), TrafficPerElement(24.0, 28.0)
 """Unfused: negate, concatenate, two multiplications, an addition (or through float32 complex numbers), and
 copies of values and outputs to another order of heads."""
-GATE_BYTES, UNFUSED_GATE_BYTES = Moved(6.0, 10.0), Moved(10.0, 18.0)
+GATE_BYTES, UNFUSED_GATE_BYTES = TrafficPerElement(6.0, 10.0), TrafficPerElement(10.0, 18.0)
 """SwiGLU, per element of one half. Unfused: silu, then the multiplication."""
-GELU_BYTES = Moved(4.0, 6.0)
-DISPATCH_BYTES = Moved(10.0, 14.0)
+GELU_BYTES = TrafficPerElement(4.0, 6.0)
+DISPATCH_BYTES = TrafficPerElement(10.0, 14.0)
 """Per element of the rows that experts read: gathering and scattering them."""
 ADDITION_BYTES = 6.0
 """Adding two gradients of an input."""
-COUNTED_KERNELS = 1.08
+COUNTED_KERNEL_TIME_FACTOR = 1.08
 """Time of kernels whose bytes are counted one by one, over a copy of these bytes. Triton kernels alone on an
 H200: 1.11. Real steps of an H200 with compiled blocks take 1.33 times as long for them as with Triton blocks,
 which is the ratio of the counted bytes."""
@@ -84,16 +86,16 @@ COMPILED_RESIDUAL_BYTES = ((4.0, 10.0), (12.0, 22.0))
 """Bytes per element of the residual stream that norms and additions move, forward and backward: a multiple of
 the residual stream's own bytes, plus those of 16-bit tensors. Counted in the kernels that torch.compile
 (torch 2.13) makes of a block; parameter gradients of norms are reductions of their own."""
-EAGER_KERNELS = 1.6
+EAGER_KERNEL_TIME_FACTOR = 1.6
 """Time of torch's elementwise kernels in eager blocks, over a copy of the bytes that they read and write.
 From profiles of two steps on an H200: 327 GB (GPT-2 XL) and 378 GB (16 experts), both at 2.55 TB/s."""
-EAGER_RESIDUAL_BYTES = Moved(48.0, 100.0)
+EAGER_RESIDUAL_BYTES = TrafficPerElement(48.0, 100.0)
 """Bytes per element of the float32 residual stream that the kernels of an eager block move. Each norm moves 8
 forward and 20 backward, each cast 6, each addition to the stream 10, each addition of gradients 12 in float32
 and 6 in 16 bits."""
-EAGER_ROPE = Moved(36.0, 46.0)
+EAGER_ROPE = TrafficPerElement(36.0, 46.0)
 """Negate, concatenate, two multiplications and an addition in float32, a cast; the same backward."""
-EAGER_DISPATCH = Moved(5.0, 17.0)
+EAGER_DISPATCH = TrafficPerElement(5.0, 17.0)
 """The same for the rows that experts read: two gathers of 4 bytes, which are as fast as a copy (2.5 here);
 backward also an addition, and a sum at half the rate of other kernels."""
 BIAS_BYTES = 4.0
@@ -153,7 +155,7 @@ class BlockTimes:
     elementwise: Passes
     expert_gemms: Passes
     """GEMMs of routed experts, averaged over all layers."""
-    selective: Floats
+    selective_recompute_s: Floats
     """Recompute time of selective activation checkpointing."""
 
     def take(self, indices: Ints) -> BlockTimes:
@@ -163,7 +165,7 @@ class BlockTimes:
             attention=self.attention.take(indices),
             elementwise=self.elementwise.take(indices),
             expert_gemms=self.expert_gemms.take(indices),
-            selective=self.selective[indices],
+            selective_recompute_s=self.selective_recompute_s[indices],
         )
 
     @property
@@ -217,11 +219,11 @@ class BlockModel:
     def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
         """Recompute time of selective activation checkpointing."""
         # In fp8 the kernels of Triton blocks write the 16-bit inputs of weight-gradient GEMMs anyway.
-        again = np.zeros(len(self.grid))
+        recompute_s = np.zeros(len(self.grid))
         if self.workload.precision != "fp8":
-            counted = COUNTED_KERNELS * self._kernel_bytes().recomputed
-            again = counted * self.rows / self.device.bytes_per_s
-        return np.where(self.triton, again, self._recomputed_s(gemms, attention, elementwise))
+            counted = COUNTED_KERNEL_TIME_FACTOR * self._kernel_bytes().recomputed
+            recompute_s = counted * self.rows / self.device.bytes_per_s
+        return np.where(self.triton, recompute_s, self._recomputed_s(gemms, attention, elementwise))
 
     def _recomputed_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
         """Recompute time of selective activation checkpointing, in blocks that are not Triton blocks."""
@@ -233,24 +235,29 @@ class BlockModel:
             if {"layernorm", "act"} & set(memory.recomputed_modules):
                 found = found + elementwise.forward
             return found
-        if self.rules.selective == "attention":
+        if self.rules.selective_recomputes == "attention":
             return attention.forward
-        if self.rules.selective == "half":
+        if self.rules.selective_recomputes == "half_gemms":
             return elementwise.forward + 0.5 * gemms.forward
         routed = self.model.expert_layers / self.model.num_layers * self.rules.unfused_routing
         return elementwise.forward + EXPERT_SYNC_S * routed
 
     def linear(
-        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
+        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, unquantized: bool = False
     ) -> Passes:
         """The three GEMMs of a linear layer: forward, input gradient, weight gradient."""
         device = self.device
         stored = self.weight_grad_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
-        cast = Passes(*(np.zeros(len(self.grid)),) * 3) if plain else self._casts(rows, columns, depth, count)
+        cast = (
+            Passes(*(np.zeros(len(self.grid)),) * 3)
+            if unquantized
+            else self._casts(rows, columns, depth, count)
+        )
         return cast + Passes(
-            gemm_s(device, rows, columns, depth, count, plain),
-            gemm_s(device, rows, depth, columns, count, plain),
-            gemm_s(device, columns, depth, rows, count, plain or not self.rules.fp8_weight_grads) + stored,
+            gemm_s(device, rows, columns, depth, count, unquantized),
+            gemm_s(device, rows, depth, columns, count, unquantized),
+            gemm_s(device, columns, depth, rows, count, unquantized or not self.rules.fp8_weight_grads)
+            + stored,
         )
 
     def _casts(self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes) -> Passes:
@@ -330,7 +337,7 @@ class BlockModel:
         chosen = float(max(model.experts_per_token or 1, COMBINE_DEPTH))
 
         def combine(rows: float, columns: float, depth: float) -> Floats:
-            return gemm_s(device, rows, columns, depth, tokens, plain=True)
+            return gemm_s(device, rows, columns, depth, tokens, unquantized=True)
 
         forward = gemm_s(float32_device, tokens, experts, width) + combine(1, width, chosen)
         tile = OUTER_PRODUCT_TILE
@@ -378,7 +385,12 @@ class BlockModel:
         chunks = np.where(self.grid.context == RING, self.grid.cp, 1)
         length = np.minimum(span, self.seq_len / chunks)
         launches = np.where(chunks > 1, chunks * self.head_chunks, 1)
-        rate = self.device.plain_flops_per_s / rates.matmul * self._attention_rate() * self._head_rate(v_dim)
+        rate = (
+            self.device.unquantized_flops_per_s
+            / rates.matmul
+            * self._attention_rate()
+            * self._head_rate(v_dim)
+        )
         started = launches * rates.launch_s
         forward = flops * (1 + rates.attention_ramp / length) / rate
         backward = flops * (1 + BACKWARD_RAMP * rates.attention_ramp / length) / rate
@@ -389,8 +401,8 @@ class BlockModel:
         """Unfused attention: two batched GEMMs, and passes over the scores."""
         device, length = self.device, self.seq_len
         count = self.rows / length * heads
-        forward = gemm_s(device, length, length, qk_dim, count, plain=True)
-        forward = forward + gemm_s(device, length, v_dim, length, count, plain=True)
+        forward = gemm_s(device, length, length, qk_dim, count, unquantized=True)
+        forward = forward + gemm_s(device, length, v_dim, length, count, unquantized=True)
         scores = count * float(length) ** 2 / device.bytes_per_s
         return Passes(
             forward + (SCORE_BYTES + UNFUSED_SOFTMAX_BYTES * self.unfused_softmax) * scores,
@@ -432,7 +444,7 @@ class BlockModel:
         if model.expert_layers:
             routed = (model.experts_per_token or 1) / self.tp
             share = 1 - dense_share
-            inner = inner + share * routed * model.expert_width  # etp: more tokens, as many fewer columns
+            inner = inner + share * routed * model.expert_width  # etp multiplies tokens, divides columns
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
             sent = share * routed * width
             forward, backward = forward + dispatch.forward * sent, backward + dispatch.backward * sent
@@ -446,15 +458,15 @@ class BlockModel:
         act = gate if gated else GELU_BYTES
         forward = forward + rope.forward * rotated + act.forward * inner
         backward = backward + rope.backward * rotated + act.backward * inner
-        over_counted = {"typical": self.device.rates.elementwise, "eager": EAGER_KERNELS}.get(
-            rules.elementwise_kernels, COUNTED_KERNELS
+        over_counted = {"typical": self.device.rates.elementwise, "eager": EAGER_KERNEL_TIME_FACTOR}.get(
+            rules.elementwise_kernels, COUNTED_KERNEL_TIME_FACTOR
         )
         scale = self.rows * over_counted / self.device.bytes_per_s
         return self._counted_kernels().where(
             self.triton, Passes(forward * scale, backward * scale, np.zeros(len(grid)))
         )
 
-    def _moved_bytes(self) -> tuple[Moved, Moved, Moved]:
+    def _moved_bytes(self) -> tuple[TrafficPerElement, TrafficPerElement, TrafficPerElement]:
         """Bytes per element of the residual stream, of RoPE and of a gated activation."""
         rules, residual_bytes = self.rules, self.workload.residual_bytes
         if rules.elementwise_kernels == "eager":
@@ -469,9 +481,9 @@ class BlockModel:
             )
         )
         added = 7.0 if rules.dropout else 6.0
-        residual = Moved(2 * (norm.forward + added), 2 * (norm.backward + added))
+        residual = TrafficPerElement(2 * (norm.forward + added), 2 * (norm.backward + added))
         if rules.elementwise_kernels in ("compiled", "triton"):
-            residual = Moved(*(r * residual_bytes + low for r, low in COMPILED_RESIDUAL_BYTES))
+            residual = TrafficPerElement(*(r * residual_bytes + low for r, low in COMPILED_RESIDUAL_BYTES))
         return residual, rope, gate
 
     def _kernel_bytes(self) -> KernelBytes[Floats]:
@@ -486,14 +498,14 @@ class BlockModel:
         forward, backward, recomputed = self._kernel_bytes()
         if self.workload.precision == "fp8":
             forward, backward = forward - recomputed, backward + recomputed
-        scale = self.rows * COUNTED_KERNELS / self.device.bytes_per_s
+        scale = self.rows * COUNTED_KERNEL_TIME_FACTOR / self.device.bytes_per_s
         return Passes(forward * scale, backward * scale, np.zeros(len(self.grid)))
 
     def head(self) -> Passes:
         """The head's GEMM and the loss."""
         model = self.model
         columns = np.ceil(model.vocab_size / self.tp / 128) * 128
-        gemm = self.linear(self.rows, columns, model.hidden_size, plain=True)
+        gemm = self.linear(self.rows, columns, model.hidden_size, unquantized=True)
         gathers = self.workload.profile.memory.gathers_logits
         logits = self.rows * (model.vocab_size if gathers else columns)
         loss = self.rules.loss_bytes * logits / self.device.bytes_per_s
@@ -502,7 +514,7 @@ class BlockModel:
     def logits(self) -> Floats:
         """Seconds of the head's GEMM in the forward pass."""
         columns = np.ceil(self.model.vocab_size / self.tp / 128) * 128
-        return self.linear(self.rows, columns, self.model.hidden_size, plain=True).forward
+        return self.linear(self.rows, columns, self.model.hidden_size, unquantized=True).forward
 
     def _order_head(self, head: Passes) -> Passes:
         """The head's passes; all in the forward pass if the loss computes its gradients there."""

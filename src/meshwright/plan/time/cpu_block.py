@@ -27,33 +27,35 @@ class CpuBlockModel(BlockModel):
     """Estimates a block of a workload on CPUs, for a grid of layouts."""
 
     def linear(
-        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
+        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, unquantized: bool = False
     ) -> Passes:
         """Three GEMMs of equal FLOPs; gradient accumulation is part of the passes over activations."""
-        each = gemm_s(self.device, rows, columns, depth, count, plain)
+        each = gemm_s(self.device, rows, columns, depth, count, unquantized)
         return Passes(each, each, each)
 
     def _fused(self, flops: Floats, span: int, v_dim: int) -> Passes:
         """Attention at the GEMM rate, for any sequence length."""
-        forward = flops / self.device.plain_flops_per_s
+        forward = flops / self.device.unquantized_flops_per_s
         return Passes(forward, ATTENTION_BACKWARD * forward, np.zeros_like(forward))
 
     def _elementwise(self, dense_share: float) -> Passes:
-        """Passes over the activations of an average block, plus Python time."""
+        """Passes over the activations of an average block, plus CPU launch time."""
         return self._memory_passes(block_bytes(self.workload, self.grid))
 
     def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
-        python_s = self.device.rates.host_s
-        return (elementwise.forward - python_s) * (SELECTIVE_PASSES / FORWARD_PASSES)
+        cpu_launch_s = self.device.rates.cpu_launch_s
+        return (elementwise.forward - cpu_launch_s) * (SELECTIVE_PASSES / FORWARD_PASSES)
 
     def head(self) -> Passes:
-        """The head's GEMM, passes over logits and final norm, plus Python time."""
+        """The head's GEMM, passes over logits and final norm, plus CPU launch time."""
         model = self.model
         gemm = self.linear(self.rows, model.vocab_size / self.tp, model.hidden_size)
         return self._order_head(gemm + self._memory_passes(head_bytes(self.workload, self.grid)))
 
     def _memory_passes(self, moved: Floats) -> Passes:
-        scale, python_s = moved / self.device.bytes_per_s, self.device.rates.host_s
+        scale, cpu_launch_s = moved / self.device.bytes_per_s, self.device.rates.cpu_launch_s
         return Passes(
-            FORWARD_PASSES * scale + python_s, BACKWARD_PASSES * scale + python_s, np.zeros_like(scale)
+            FORWARD_PASSES * scale + cpu_launch_s,
+            BACKWARD_PASSES * scale + cpu_launch_s,
+            np.zeros_like(scale),
         )

@@ -12,10 +12,10 @@ from meshwright.layout.parameters import FLOAT32_BYTES
 from meshwright.plan.estimate.activations import Tokens, block_saved_bytes, sum_saved_bytes
 from meshwright.plan.estimate.balance import count_balanced
 from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Floats, Grid, Ints
-from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
+from meshwright.plan.estimate.sizes import ParameterCounts, count_rank_parameters, expert_shards
 from meshwright.plan.estimate.stages import V_SHAPED
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNELS, BlockModel, BlockTimes, Passes
+from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNEL_RATIO, BlockModel, BlockTimes, Passes
 from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.network import Groups, Span, build_groups, find_overlap
@@ -33,11 +33,11 @@ WEIGHT_BYTES = 2.0
 """Bytes per weight that is streamed from the CPU."""
 FP8_BYTES = 1.0
 DUALPIPE, INTERLEAVED = SCHEDULES.index("dualpipe-v"), SCHEDULES.index("interleaved")
-HOST_ADAM_SHARE = 0.2
+CPU_ADAM_SHARE = 0.2
 """Bytes per second of a rank's CPU Adam, over those of its CPU link. Published steps with an offloaded
 optimizer imply 0.06 (DeepSpeed on 8 A800s), 0.2 (LLaMA-Factory on 4 RTX 4090s) and 0.7 (EasyContext on 8
 A100s): it depends on the threads per rank, which none states. This is their geometric mean."""
-COLLECTIVE_HOST_S = 5e-5
+COLLECTIVE_CPU_LAUNCH_S = 5e-5
 """CPU time that a tensor-parallel collective adds to a pass for each doubling of its ranks: its launch, and
 the wait for the slowest of their CPUs. From 408 small steps of Megatron-DeepSpeed on 8 A100s."""
 GATHER_COPY_BYTES = 8.0
@@ -152,11 +152,11 @@ class _Step:
         self.embedding: Passes = blocks.embedding().take(back)
         self.logits_s: Floats = blocks.logits()[back]
         self.rows, self.tp, self.head_chunks = blocks.rows[back], blocks.tp[back], blocks.head_chunks[back]
-        self.softmax_kernel_ratio: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[
-            back
-        ]
-        """Kernels per block, relative to the blocks that the host time was calibrated with."""
-        self.shares: Shares = share_parameters(self.model, grid)
+        self.softmax_kernel_ratio: Floats = np.where(
+            blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNEL_RATIO, 1.0
+        )[back]
+        """Kernels per block, relative to the blocks that CPU launch time was calibrated with."""
+        self.parameters: ParameterCounts = count_rank_parameters(self.model, grid)
         self.recompute_s: Floats = self._recompute_s()
         """Forward work that the backward pass of a block repeats."""
         work = self.block.work
@@ -170,8 +170,8 @@ class _Step:
 
     def _recompute_s(self) -> Floats:
         """Activation checkpointing of an average block, without communication."""
-        again = np.where(self.grid.recompute == FULL, self.block.work.forward, 0.0)
-        return again + np.where(self.grid.recompute == SELECTIVE, self.block.selective, 0.0)
+        recompute_s = np.where(self.grid.recompute == FULL, self.block.work.forward, 0.0)
+        return recompute_s + np.where(self.grid.recompute == SELECTIVE, self.block.selective_recompute_s, 0.0)
 
     def _accumulate_s(self) -> Floats:
         """Adding an average block's gradients to those of earlier micro-batches, per micro-batch."""
@@ -179,8 +179,8 @@ class _Step:
             return np.zeros(len(self.grid))
         grid = self.grid
         scattered = (grid.zero >= 2) & (grid.accumulate == SHARDED)
-        dense = self.shares.block / np.where(scattered, grid.dp_shard * grid.cp, 1)
-        experts = self.shares.expert_block / np.where(scattered, expert_shards(grid), 1)
+        dense = self.parameters.block / np.where(scattered, grid.dp_shard * grid.cp, 1)
+        experts = self.parameters.expert_block / np.where(scattered, expert_shards(grid), 1)
         moved = self.rules.accumulate_bytes * (dense + experts)
         return moved * (1 - 1 / self.micro_batches) / self.device.bytes_per_s
 
@@ -231,12 +231,12 @@ class _Step:
         axes = {"tp": self._tensor_parallel(), "cp": self._context_parallel(), "ep": self._expert_parallel()}
         axes = {name: axis.repeated(full) for name, axis in axes.items()}
         tp, cp, ep = axes["tp"], axes["cp"], axes["ep"]
-        host = self._host_s()
-        with_host = np.add if self.rules.blocking_launches else np.maximum
-        forward = with_host(work.forward + tp.forward + cp.forward + ep.forward, host)
-        backward_host = host * np.where(full, 2.0, 1.0)
+        cpu_launch_s = self._cpu_launch_s()
+        with_launch = np.add if self.rules.blocking_launches else np.maximum
+        forward = with_launch(work.forward + tp.forward + cp.forward + ep.forward, cpu_launch_s)
+        backward_cpu_launch_s = cpu_launch_s * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + tp.backward + cp.backward + ep.backward
-        back = with_host(back_input + work.backward_weight, backward_host)
+        back = with_launch(back_input + work.backward_weight, backward_cpu_launch_s)
         fsdp = self._fsdp_s(forward, back)
         # Offload and all-gather use different links at the same time: the slower one counts.
         fsdp = dataclasses.replace(
@@ -249,18 +249,18 @@ class _Step:
         )
         return passes, PassParts.of({**axes, "dp_shard": fsdp}, self.recompute_s)
 
-    def _host_s(self) -> Floats:
-        """Host (Python) time per pass through a block; 0 where the pass already includes it (CPU, probed)."""
+    def _cpu_launch_s(self) -> Floats:
+        """CPU launch time per pass through a block; 0 where the pass already includes it (CPU, probed)."""
         if not self.device.multiprocessors:
             return np.zeros(len(self.grid))
         routed = self.model.expert_layers / self.model.num_layers
-        host = (
-            (self.rates.host_s + self.rates.expert_host_s * routed)
+        cpu_launch_s = (
+            (self.rates.cpu_launch_s + self.rates.expert_cpu_launch_s * routed)
             * self.softmax_kernel_ratio
             * self.rules.kernel_count_ratio
         )
-        host = host + COLLECTIVE_HOST_S * 2 * np.log2(np.maximum(self.grid.tp, 1))
-        return host if self.probed is None else np.where(self.probed.known, 0.0, host)
+        cpu_launch_s = cpu_launch_s + COLLECTIVE_CPU_LAUNCH_S * 2 * np.log2(np.maximum(self.grid.tp, 1))
+        return cpu_launch_s if self.probed is None else np.where(self.probed.known, 0.0, cpu_launch_s)
 
     def _head_and_embedding(self) -> tuple[Passes, Passes, Passes, Passes]:
         """Head and embedding with their tensor-parallel collectives, and these collectives."""
@@ -276,9 +276,9 @@ class _Step:
             embedding_tp = Passes(one, none, none)
             head_tp = Passes(self._gather_logits_s(), one, none)
         if self.rules.checkpoints_head:
-            again = np.where(self.grid.recompute == FULL, 1.0, 0.0)
-            head_tp = head_tp + Passes(none, again * head_tp.forward, none)
-            head = head + Passes(none, again * self.logits_s, none)
+            is_recomputed = np.where(self.grid.recompute == FULL, 1.0, 0.0)
+            head_tp = head_tp + Passes(none, is_recomputed * head_tp.forward, none)
+            head = head + Passes(none, is_recomputed * self.logits_s, none)
         return head + head_tp, self.embedding + embedding_tp, head_tp, embedding_tp
 
     def _gather_logits_s(self) -> Floats:
@@ -305,8 +305,8 @@ class _Step:
             one = np.where(self.grid.sequence_parallel, 2 * group.all_gather_s(moved), one)
         exposed = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
         forward_s = calls * one
-        twice = self.rules.separate_gate and model.activation == "swiglu"
-        more_s = np.where(self.grid.sequence_parallel, 0.0, (calls - 1) * one * twice)
+        has_gate_all_reduce = self.rules.separate_gate and model.activation == "swiglu"
+        more_s = np.where(self.grid.sequence_parallel, 0.0, (calls - 1) * one * has_gate_all_reduce)
         backward_s = forward_s + more_s
         forward, backward = forward_s * exposed, backward_s * exposed
         if self.rules.hides_tp_backward:
@@ -391,7 +391,7 @@ class _Step:
         on = grid.zero == 3
         if not on.any():
             return Overlap(none, none, none, none)
-        block, experts = self.shares.block, self.shares.expert_block
+        block, experts = self.parameters.block, self.parameters.expert_block
         gather = self._shards_s(block, experts, self.workload.wire_bytes, rules.gather_calls)
         gather = gather / rules.gather_share
         scatter = self._scatter_s(block, experts)
@@ -435,7 +435,7 @@ class _Step:
         """Exposed copies over the CPU link per pass: offloaded parameters, and offloaded activations."""
         grid, link = self.grid, self.workload.cluster.host_bytes_per_s
         kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
-        moved = (self.shares.block + self.shares.expert_block) / kept * WEIGHT_BYTES
+        moved = (self.parameters.block + self.parameters.expert_block) / kept * WEIGHT_BYTES
         moved = np.where(grid.offload == OFFLOAD_ALL, moved, 0.0)
         if self.workload.profile.memory.offloads_activations:
             moved = moved + self._saved_bytes()
@@ -446,8 +446,8 @@ class _Step:
         share = self.model.expert_layers / self.model.num_layers
         tokens = Tokens.of(self.workload, self.grid)
         kinds = (block_saved_bytes(self.workload, expert=expert) for expert in (False, True))
-        plain, routed = (sum_saved_bytes(kind, self.grid, tokens).bytes for kind in kinds)
-        return np.asarray((1 - share) * plain + share * routed)
+        dense, routed = (sum_saved_bytes(kind, self.grid, tokens).bytes for kind in kinds)
+        return np.asarray((1 - share) * dense + share * routed)
 
     def _slowest_s(self, block: Passes, head: Passes, embedding: Passes, mean: Passes) -> Floats:
         """Work of the slowest pipeline rank on one micro-batch."""
@@ -489,9 +489,9 @@ class _Step:
                 chunk.backward_weight, transfer, self.rules.overlap_p2p, slow_s,
             )  # fmt: skip
 
-        still = makespan(0.0)
-        bubble = np.where(staged, still - self.micro_batches * slow_s, 0.0)
-        return bubble, np.where(staged, makespan(send_s) - still, 0.0)
+        makespan_without_transfers = makespan(0.0)
+        bubble = np.where(staged, makespan_without_transfers - self.micro_batches * slow_s, 0.0)
+        return bubble, np.where(staged, makespan(send_s) - makespan_without_transfers, 0.0)
 
     def _data_parallel(self, block: Passes) -> tuple[Floats, Floats, Floats]:
         """Gradient reduction at the end of a step, and the all-gather of ZeRO-1 and 2.
@@ -499,7 +499,7 @@ class _Step:
         Returns the exposed time of both, and the overlapped time of each.
         """
         grid, rules, groups = self.grid, self.rules, self.groups
-        dense, experts = self.shares.rank, self.shares.expert_rank
+        dense, experts = self.parameters.rank, self.parameters.expert_rank
         wire = rules.reduce_bytes
         both = dense + experts
         if self.workload.hierarchical_all_reduce:
@@ -528,7 +528,7 @@ class _Step:
         window_forward = block.forward * layers * last
         hide = self.overlap
         hidden_reduce = np.minimum(hide * reduce, window_back) if rules.overlap_grad_reduce else 0 * reduce
-        if rules.reduces_after_pipeline:
+        if rules.exposes_pipeline_reduction:
             hidden_reduce = np.where(grid.pp > 1, 0.0, hidden_reduce)
         hidden_reduce = np.where(grid.backup_replicas > 0, 0.0, hidden_reduce)  # after the backward pass
         hidden_gather = (
@@ -570,17 +570,17 @@ class _Step:
 
     def _optimizer_s(self) -> Floats:
         """The optimizer step: memory traffic, and Muon's GEMMs."""
-        updated, rate = self.shares.updated(self.grid), self.workload.optimizer
+        updated, rate = self.parameters.updated(self.grid), self.workload.optimizer
         moved = updated * (self.rules.optimizer_bytes if rate is None else rate.moved_bytes)
         on_device = moved / self.device.bytes_per_s
         if rate is not None and rate.flops:
-            on_device = on_device + updated * rate.flops / self.device.plain_flops_per_s
+            on_device = on_device + updated * rate.flops / self.device.unquantized_flops_per_s
         if self.device.multiprocessors:
             on_device = on_device + updated * self.rules.clip_bytes / self.device.bytes_per_s
         # The CPU's Adam of a rank's shard, then gradients and weights over the CPU link.
         link = self.workload.cluster.host_bytes_per_s
-        on_host = moved / (HOST_ADAM_SHARE * link) + updated * (WEIGHT_BYTES + FLOAT32_BYTES) / link
-        seconds = np.where(self.grid.offload > 0, on_host, on_device)
+        on_cpu = moved / (CPU_ADAM_SHARE * link) + updated * (WEIGHT_BYTES + FLOAT32_BYTES) / link
+        seconds = np.where(self.grid.offload > 0, on_cpu, on_device)
         if self.probed is None:
             return seconds
         over = np.where(self.grid.zero > 0, self.grid.dp_shard * self.grid.cp, 1)

@@ -44,7 +44,7 @@ class Device:
 
     flops_per_s: float
     """GEMM rate in the workload's precision."""
-    plain_flops_per_s: float
+    unquantized_flops_per_s: float
     """GEMM rate without fp8 or fp4: for attention, and for what fp8 recipes keep in 16 bits."""
     float32_flops_per_s: float
     """GEMM rate in float32."""
@@ -59,11 +59,11 @@ class Device:
     def of(cls, workload: Workload, rates: Rates) -> Device:
         """The device of a workload."""
         cluster, device = workload.cluster, calibrated_device(workload.cluster.device_name)
-        plain = cluster.bf16_flops_per_s * rates.matmul
+        unquantized = cluster.bf16_flops_per_s * rates.matmul
         peak = cluster.peak_bf16_flops_per_s
-        flops, width = plain, 2.0
+        flops, width = unquantized, 2.0
         if workload.precision == "fp32":
-            flops = plain = cluster.fp32_flops_per_s * rates.matmul
+            flops = unquantized = cluster.fp32_flops_per_s * rates.matmul
             width = 4.0
         elif workload.precision == "fp8" and peak and cluster.peak_fp8_flops_per_s:
             flops = cluster.bf16_flops_per_s * cluster.peak_fp8_flops_per_s / peak * rates.matmul_fp8
@@ -74,7 +74,7 @@ class Device:
             width = 0.5
         return cls(
             flops_per_s=flops,
-            plain_flops_per_s=plain,
+            unquantized_flops_per_s=unquantized,
             float32_flops_per_s=cluster.fp32_flops_per_s * rates.matmul,
             bytes_per_s=cluster.memory_bytes_per_s * rates.memory,
             multiprocessors=0
@@ -96,9 +96,12 @@ def _scaling_factor(recipe: str, rates: Rates) -> float:
 
 
 def gemm_s(
-    device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
+    device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, unquantized: bool = False
 ) -> Floats:
-    """Seconds of ``count`` GEMMs (rows x depth) @ (depth x columns) in one kernel."""
+    """Seconds of ``count`` GEMMs (rows x depth) @ (depth x columns) in one kernel.
+
+    ``unquantized``: without fp8 or fp4, whatever the precision of the workload is.
+    """
     rows, columns, depth, count = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (rows, columns, depth, count))
     )
@@ -109,12 +112,12 @@ def gemm_s(
         device.rates.headroom * tile_share(device.multiprocessors, rows, columns, depth, count), 1
     )
     share = tiles * _alignment_factor(columns) * _alignment_factor(depth) * depth / (depth + DEPTH_RAMP)
-    rate = share * (device.plain_flops_per_s if plain else device.flops_per_s)
-    width = 2.0 if plain else device.operand_width
+    rate = share * (device.unquantized_flops_per_s if unquantized else device.flops_per_s)
+    width = 2.0 if unquantized else device.operand_width
     moved = count * (width * (rows + columns) * depth + 2.0 * rows * columns)
     arithmetic = 2 * count * rows * columns * depth / rate
     traffic = moved / device.bytes_per_s
-    return np.hypot(arithmetic, device.rates.operand_bytes * traffic) + device.rates.launch_s
+    return np.hypot(arithmetic, device.rates.operand_traffic * traffic) + device.rates.launch_s
 
 
 def tile_share(multiprocessors: int, rows: Floats, columns: Floats, depth: Floats, count: Floats) -> Floats:

@@ -2,7 +2,7 @@
 
 The step of a dense decoder without tensor, context or pipeline parallelism::
 
-    GEMMs + attention + elementwise x moved bytes / copy bandwidth + blocks x host
+    GEMMs + attention + elementwise x moved bytes / copy bandwidth + blocks x CPU launch time
         + passes over parameters (CPU) + update + rest
 
 **GEMMs** by shape: forward, input gradient, weight gradient; merged linears (q, k, v; gate, up) are one
@@ -11,8 +11,8 @@ wave quantization, operand traffic) and corrected by the error of that estimate 
 shapes. **Attention** likewise, by head size, sequence length and number of heads. **Moved bytes** are those
 of all other work: norms, RoPE, activation functions, additions, the loss, the gradient norm. Their time
 relative to a copy is measured for Triton blocks (``triton_block_bytes``). For other backends it is fitted
-to a few real steps, like the host time and the rest (:func:`fit_steps`). A GPU hides the host time unless
-that is longer.
+to a few real steps, like the CPU launch time of a block and the rest (:func:`fit_steps`). A GPU hides CPU
+launch time unless that is longer.
 
 A GPU under load is power-limited. Each operation alone runs at its own clock; in a step all run at a clock in
 between. So in a step GEMMs take less than alone and attention more, but the sum hardly changes: on an H200
@@ -85,7 +85,7 @@ class StepWork:
     update_s: float
     blocks: int
     """Passes through blocks, forward and backward together; on a CPU embedding and head count as one more."""
-    hides_host: bool
+    hides_cpu_launch: bool
     uses_triton: bool = False
     """Whether the Triton kernels move those bytes."""
     parameters_s: float = 0.0
@@ -98,8 +98,9 @@ class StepWork:
         longer = probed.triton_elementwise if self.uses_triton else probed.elementwise
         device_s = self.gemm_s + self.attention_s + longer * self.moved_s
         device_s += probed.parameter_passes * self.parameters_s + self.bucket_s
-        host_s = self.blocks * probed.block_s
-        return (max(device_s, host_s) if self.hides_host else device_s + host_s) + probed.step_s
+        cpu_launch_s = self.blocks * probed.block_launch_s
+        work_s = max(device_s, cpu_launch_s) if self.hides_cpu_launch else device_s + cpu_launch_s
+        return work_s + probed.step_s
 
     def total_s(self, probed: Probed) -> float:
         """The whole step."""
@@ -120,7 +121,9 @@ def is_probed(job: Job) -> bool:
     probed, model, layout = job.cluster.probed, job.model, job.layout
     if probed is None or not isinstance(model, DecoderModel):
         return False
-    plain = model.num_experts is None and model.attention == "heads" and not model.windowed_layers
+    is_dense_attention = (
+        model.num_experts is None and model.attention == "heads" and not model.windowed_layers
+    )
     whole = layout.pp * layout.tp * layout.cp == 1 and layout.offload == "none"
     alone = layout.world_size == 1 or job.cluster.device == "cpu"  # several GPUs use the engine's estimate
     same = job.train.runtime == "meshwright" and (not uses_eager_blocks(job)) == probed.compiled
@@ -132,7 +135,7 @@ def is_probed(job: Job) -> bool:
     if job.train.precision == "fp8":  # probed as the Triton blocks cast and multiply
         scaled = any(entry.precision == "fp8" for entry in probed.gemms)
         are_gemms_probed = are_gemms_probed and scaled and uses_triton_blocks(job)
-    return plain and whole and alone and same and job.data.mask == "causal" and are_gemms_probed
+    return is_dense_attention and whole and alone and same and job.data.mask == "causal" and are_gemms_probed
 
 
 def with_probed(job: Job, probed: Probed) -> Job:
@@ -179,7 +182,7 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> StepWork:
         moved_s=moved / probed.copy_bytes_per_s,
         update_s=_update_s(job, model, probed),
         blocks=micro_batches * (model.num_layers + on_cpu),
-        hides_host=job.cluster.device == "cuda",
+        hides_cpu_launch=job.cluster.device == "cuda",
         uses_triton=uses_triton,
         parameters_s=pass_s,
         bucket_s=BUCKET_ACCESSES * pass_s if uses_ddp(job) else 0.0,
@@ -193,7 +196,7 @@ class ProbedSteps:
     known: Flags
     """Layouts predicted from probed times; 0 elsewhere."""
     compute_s: Floats
-    """Blocks, embedding and head of a step, with exposed host time."""
+    """Blocks, embedding and head of a step, with exposed CPU launch time."""
     update_s: Floats
     """Optimizer step over all parameters."""
     step_s: Floats
@@ -379,8 +382,8 @@ def _compiled_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
     # reads the first two again.
     norm_back = (2 * low + 4 * residual) * width
     backward = 2 * (norm_back + rounded) + rotated + (5 if gated else 3) * low * inner
-    again = {"none": 0.0, "selective": 2.0 * norm + rotated + low * inner, "full": float(forward)}
-    block = rows * (forward + backward + again[job.layout.recompute])
+    recompute_bytes = {"none": 0.0, "selective": 2.0 * norm + rotated + low * inner, "full": float(forward)}
+    block = rows * (forward + backward + recompute_bytes[job.layout.recompute])
     # Embedding rows, final norm, logits read twice and written once.
     table, vocab = model.vocab_size * width * FLOAT32_BYTES, model.vocab_size
     ends = rows * (3 * FLOAT32_BYTES * width + 2 * residual * width + norm + norm_back + 3 * low * vocab)
@@ -407,13 +410,13 @@ def _update_s(job: Job, model: DecoderModel, probed: Probed) -> float:
 
 
 def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
-    """Fit the elementwise factor and step overhead to real steps; on a CPU also host and parameter passes.
+    """Fit the elementwise factor and step overhead to real steps; on a CPU also launch time and passes.
 
     Least squares of relative errors, without negative values. Triton blocks have a measured elementwise
     factor.
 
     Args:
-        probed: With the times of single operations; on a GPU also with the host time.
+        probed: With the times of single operations; on a GPU also with the CPU launch time.
         timed: Measured steps, at least one.
     """
     works = [count_work(with_probed(t.job, probed), t.micro_batches, t.touched_bytes) for t in timed]
@@ -427,8 +430,8 @@ def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
     columns: dict[str, list[float]] = {"step_s": [1.0] * len(timed)}
     if not all(w.uses_triton for w in works):
         columns["elementwise"] = [0.0 if w.uses_triton else w.moved_s for w in works]
-    if not works[0].hides_host:
-        columns["block_s"] = [float(w.blocks) for w in works]
+    if not works[0].hides_cpu_launch:
+        columns["block_launch_s"] = [float(w.blocks) for w in works]
         columns["parameter_passes"] = [w.parameters_s for w in works]
     table = {name: np.array(values) * scales for name, values in columns.items()}
     found = _least_squares(table, left * scales)

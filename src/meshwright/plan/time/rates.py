@@ -55,15 +55,15 @@ class Rates:
     """Share of the memory bandwidth that elementwise kernels reach."""
     elementwise: float
     """Bytes that norms, activation functions and additions of a block move, over the counted ones."""
-    operand_bytes: float
+    operand_traffic: float
     """Factor on a GEMM's operand and result traffic t. With a, the time of its arithmetic, the GEMM takes
     sqrt(a² + (factor t)²)."""
     launch_s: float
     """Least time of a GEMM or fused kernel."""
-    host_s: float
-    """Python time for one pass through one block: hidden by a GPU unless longer, added on a CPU."""
-    expert_host_s: float
-    """Extra Python time of an expert layer."""
+    cpu_launch_s: float
+    """CPU launch time of one pass through one block: hidden by a GPU unless longer, added on a CPU."""
+    expert_cpu_launch_s: float
+    """Extra CPU launch time of an expert layer."""
     link: float
     """Share of the intra-node link bandwidth that collectives reach."""
     link_latency: float
@@ -84,14 +84,14 @@ class Rates:
     """Slow-down of compute during communication."""
 
 
-GENERATION = {"H800": "H100", "GH200": "H200", "A800": "A100", "GB300": "B300"}
+SAME_RATES_AS = {"H800": "H100", "GH200": "H200", "A800": "A100", "GB300": "B300"}
 """Devices that share the rates of another."""
 
 
 def calibrated_device(device_name: str) -> str:
     """The calibration name of a device: `A100`, `H100`, ...; that of a chip that shares its rates."""
     chip = chip_of(device_name)
-    return GENERATION.get(chip, chip)
+    return SAME_RATES_AS.get(chip, chip)
 
 
 def rates_of(workload: Workload) -> Rates:

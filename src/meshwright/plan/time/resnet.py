@@ -20,8 +20,8 @@ from meshwright.spec.model import ResNetModel
 
 CONVOLUTION_EFFICIENCY = 0.4
 """Rate of convolutions, over a large GEMM: five ResNets on one core, within a factor of 1.8."""
-PYTHON_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
-"""Python time per block and micro-batch."""
+CPU_LAUNCH_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
+"""CPU launch time per block and micro-batch."""
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
 """Share of the gradient all-reduce that overlaps with the last backward pass."""
 
@@ -61,15 +61,15 @@ def estimate_resnet_step(
 
 
 def _compute_s(job: Job, micro_batches: int, touched_bytes: int, rate: float) -> float:
-    """Convolutions, passes over the activations, and Python time, which a GPU hides."""
+    """Convolutions, passes over the activations, and CPU launch time, which a GPU hides."""
     model, device = job.model, job.cluster.device
-    assert isinstance(model, ResNetModel), "decoders are priced by the engine"
+    assert isinstance(model, ResNetModel), "the engine estimates decoders"
     images = micro_batches * (job.layout.micro_batch or 1)
     device_s = images * flops_per_token(model, job.data.seq_len) / rate
     moved = micro_batches * touched_bytes * count_passes(job.layout.recompute)
     device_s += moved / job.cluster.memory_bytes_per_s
-    python_s = micro_batches * (sum(model.blocks) + 1) * PYTHON_S[device]
-    return max(device_s, python_s) if device == "cuda" else device_s + python_s
+    cpu_launch_s = micro_batches * (sum(model.blocks) + 1) * CPU_LAUNCH_S[device]
+    return max(device_s, cpu_launch_s) if device == "cuda" else device_s + cpu_launch_s
 
 
 def _communication_s(

@@ -82,9 +82,9 @@ def block_bytes(job: Job, model: DecoderModel) -> int:
     forward -= (low - 1) * (into_heads * width + into_inner * (width + inner))
     forward += (low + 1) * queries if runs_in_fp8(job, width, queries) else 0
     kept = recompute == "none"
-    again = 0 if kept and not into_heads else low * width
-    again += 0 if kept and not into_inner else low * (width + inner)
-    backward = kernels.backward + again
+    recompute_bytes = 0 if kept and not into_heads else low * width
+    recompute_bytes += 0 if kept and not into_inner else low * (width + inner)
+    backward = kernels.backward + recompute_bytes
     if recompute == "full":
         forward -= (residual + low) * width
         return int(2 * forward + (2 * residual + low) * width + backward)

@@ -39,14 +39,14 @@ def predict_expert(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     blocks = sum(part.expert_layers for part in local_stages(job, pp_rank))
     steps = blocks * count_micro_batches(job)
     evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
-    again = 0 if job.layout.recompute == "none" else steps
-    followed = again if _model_of(job).shared_experts else 0
+    recomputed_calls = 0 if job.layout.recompute == "none" else steps
+    followed = recomputed_calls if _model_of(job).shared_experts else 0
     return [
-        *_dispatch_and_combine(job, "step", steps + again, backwards=steps),
+        *_dispatch_and_combine(job, "step", steps + recomputed_calls, backwards=steps),
         *_dispatch_and_combine(job, "eval", evaluations, backwards=0),
         *_gather_tokens(job, "step", 2 * steps + followed),
         *_gather_tokens(job, "eval", evaluations),
-        *_share_routing(job, "step", steps + again, learning=True),
+        *_share_routing(job, "step", steps + recomputed_calls, learning=True),
         *_share_routing(job, "eval", evaluations, learning=False),
     ]
 

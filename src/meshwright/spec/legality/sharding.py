@@ -38,11 +38,14 @@ def check_accumulate(job: Job) -> Problem | None:
 
 
 def check_prefetch(job: Job) -> Problem | None:
-    """Only ZeRO-3 all-gathers layers."""
+    """Only ZeRO-3 reshards blocks after the forward pass and gathers them again."""
     layout = job.layout
     if layout.prefetch == 1 or layout.zero == 3:
         return None
-    rule = f"has no effect with layout.zero={layout.zero}: only ZeRO-3 all-gathers layers"
+    rule = (
+        f"has no effect with layout.zero={layout.zero}: only ZeRO-3 reshards blocks after the forward pass "
+    )
+    rule += "and gathers them again"
     fix = "Leave layout.prefetch out, or use layout.zero=3"
     return Problem("layout-prefetch-zero", rule, path="layout.prefetch", value=layout.prefetch, fix=fix)
 

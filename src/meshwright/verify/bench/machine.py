@@ -36,7 +36,7 @@ from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.train.build import build_trainer
-from meshwright.train.host_memory import keep_freed_memory
+from meshwright.train.cpu_memory import keep_freed_memory
 from meshwright.train.loop import run_step, start_meter
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.rank_context import RankContext
@@ -263,8 +263,8 @@ class StepTimings:
     """Median on a GPU; on a CPU the lower quartile of CPU time, or its median if all cores run the steps."""
     peak_bytes: int | None
     """Peak of allocated memory in a step; None on a CPU."""
-    block_s: float | None
-    """CPU time to launch both passes of a block on a GPU; None on a CPU."""
+    block_launch_s: float | None
+    """CPU launch time of both passes of a block on a GPU; None on a CPU."""
 
 
 def time_steps(plan: PlanContract, align: Callable[[], None] | None = None) -> StepTimings:

@@ -44,7 +44,7 @@ def test_state_between_steps_by_definition(make_workload, make_grid):
     workload = make_workload("llama", "meshwright")
     count = count_parameters(workload.model)
     grid = make_grid(zero=[0, 1, 2, 3], dp_shard=[1, 4, 4, 4], cp=[1, 2, 2, 2], dp_replicate=[8, 1, 1, 1])
-    between = estimate_memory(workload, grid).between_bytes / count
+    between = estimate_memory(workload, grid).state_before_optimizer_bytes / count
     np.testing.assert_allclose(between, [16, 8 + 8 / 8, 16 / 8, 16 / 8], rtol=1e-6)
 
 
@@ -52,7 +52,7 @@ def test_megatron_state_is_18_or_6_plus_12_over_n_bytes_per_parameter(make_workl
     workload = make_workload("llama", "megatron-core")
     count = count_parameters(workload.model)
     grid = make_grid(zero=[0, 1, 2, 3], dp_shard=[1, 4, 4, 4])
-    between = estimate_memory(workload, grid).between_bytes / count
+    between = estimate_memory(workload, grid).state_before_optimizer_bytes / count
     np.testing.assert_allclose(between, [18, 9, 2 + 16 / 4, 18 / 4], rtol=1e-6)
 
 
@@ -103,7 +103,7 @@ def test_a_tied_embedding_is_on_the_first_and_on_the_last_stage(make_workload, m
     workload = make_workload("gpt", "megatron-lm", precision="fp16")
     estimate = estimate_memory(workload, make_grid(pp=[4], zero=[0]))
     assert estimate.classes["first"][0] > estimate.classes["middle"][0]
-    assert estimate.between_bytes[0] > 18 * (12 * 12 * 6144**2 + 51200 * 6144)
+    assert estimate.state_before_optimizer_bytes[0] > 18 * (12 * 12 * 6144**2 + 51200 * 6144)
     alone = estimate_memory(workload, make_grid()).lines["parameters"][0] / 2
     assert alone == pytest.approx(count_parameters(workload.model), rel=1e-3)
 
@@ -119,7 +119,7 @@ def test_more_activation_checkpointing_never_saves_more(make_workload, make_grid
 @pytest.mark.parametrize("model", ["llama", "experts"])
 def test_a_higher_zero_stage_never_keeps_more_between_steps(make_workload, make_grid, profile, model):
     grid = make_grid(zero=[1, 2, 3], dp_shard=[8, 8, 8], ep=[4, 4, 4])
-    between = estimate_memory(make_workload(model, profile), grid).between_bytes
+    between = estimate_memory(make_workload(model, profile), grid).state_before_optimizer_bytes
     assert between[0] > between[1] >= between[2]
 
 
@@ -231,7 +231,9 @@ def test_uneven_layers_count_embedding_and_head_as_layers(make_workload, make_gr
     estimate = estimate_memory(workload, make_grid(pp=[8]))
     block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
     table = 128256 * 4096
-    assert estimate.between_bytes[0] == pytest.approx(18 * (3 * block + table + 4096), rel=1e-6)
+    assert estimate.state_before_optimizer_bytes[0] == pytest.approx(
+        18 * (3 * block + table + 4096), rel=1e-6
+    )
 
 
 def test_stages_that_are_balanced_by_parameters(make_workload, make_grid):
@@ -241,7 +243,7 @@ def test_stages_that_are_balanced_by_parameters(make_workload, make_grid):
     estimate = estimate_memory(workload, make_grid(pp=[5]))
     found = balance_parameters(32, 5, 128256 * 4096 / block)
     assert found == (5, 8, 8, 8, 3)
-    assert estimate.between_bytes[0] == pytest.approx(16 * 8 * block, rel=1e-6)
+    assert estimate.state_before_optimizer_bytes[0] == pytest.approx(16 * 8 * block, rel=1e-6)
 
 
 @pytest.mark.parametrize("profile", ["meshwright", "megatron-core", "aleph-alpha-scaling"])

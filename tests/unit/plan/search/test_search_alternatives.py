@@ -241,10 +241,10 @@ def test_no_suggestion_if_nothing_fits():
     assert find_alternatives(settled(dp_replicate=1, micro_batch=1), 1000) == []
 
 
-def test_suggestion_price_has_step_time_and_memory():
+def test_suggestion_has_step_time_and_memory():
     job = settled(dp_replicate=4, micro_batch=16)
     remedy = find_alternatives(job, int(needed_by(job) * 0.7))[0]
-    assert re.fullmatch(r"[\d.]+ m?s/step, [\d.]+ MB per rank", remedy.price)
+    assert re.fullmatch(r"[\d.]+ m?s/step, [\d.]+ MB per rank", remedy.step_and_memory)
 
 
 def test_memory_budget_after_oom_uses_the_smallest_evidence():

@@ -62,7 +62,7 @@ def price_everything(job, by):
             step = estimate_step(workload, grid)
             needed = bound.needed_bytes(grid, EndCosts.of(step))
             fits = needed <= usable_bytes(job.cluster)
-            fits &= bound.host_bytes(grid) <= (job.cluster.host_memory_bytes or np.inf)
+            fits &= bound.cpu_bytes(grid) <= (job.cluster.host_memory_bytes or np.inf)
             runs = np.array([not find_problems(with_layout(job, grid.layout(n))) for n in range(len(grid))])
             kept = np.flatnonzero(fits & runs)
             scores.append(rank_values(by, RankedLayouts(grid.take(kept), step.step_s[kept], needed[kept])))

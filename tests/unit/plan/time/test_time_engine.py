@@ -11,7 +11,7 @@ from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.block import BlockModel
-from meshwright.plan.time.engine import COLLECTIVE_HOST_S, estimate_step
+from meshwright.plan.time.engine import COLLECTIVE_CPU_LAUNCH_S, estimate_step
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.rates import rates_of
 from meshwright.spec.layout import Layout
@@ -149,7 +149,7 @@ def test_unfused_softmax_costs_time_and_kernel_launches():
     two, four = (Layout(mode="given", tp=8, micro_batch=n, recompute="full") for n in (1, 2))
     for profile, slower in (("megatron-lm", True), ("megatron-core", False)):
         given = workload(small, profile=profile, devices=8, global_batch=16, seq_len=1024)
-        rates = dataclasses.replace(rates_of(given), host_s=0.1)
+        rates = dataclasses.replace(rates_of(given), cpu_launch_s=0.1)
         once, twice = estimate_step(given, Grid.of([two, four]), rates).step_s
         assert (once > 2.2 * twice) == slower, "twice the micro-batches with a fifth more kernels each"
 
@@ -162,7 +162,9 @@ def test_blocking_launches_add_cpu_time_to_every_micro_batch():
     one, four = (Layout(mode="given", tp=8, micro_batch=n, recompute="full") for n in (1, 4))
     added = seconds(blocking, one, four) - seconds(given, one, four)
     passes = 3 * GPT_175B.num_layers * np.array([64, 16])
-    per_pass = rates_of(given).host_s * rules.kernel_count_ratio + COLLECTIVE_HOST_S * 2 * np.log2(8)
+    per_pass = rates_of(
+        given
+    ).cpu_launch_s * rules.kernel_count_ratio + COLLECTIVE_CPU_LAUNCH_S * 2 * np.log2(8)
     assert added == pytest.approx(passes * per_pass)
 
 

@@ -25,7 +25,7 @@ ROWS = [
 
 
 UNEVEN = {"meshwright-h200-022": 0.25}
-"""Rows of steps that took their time by chance, waiting for the host: the median of 127 to 191 ms."""
+"""Rows of steps that took their time by chance, waiting for the CPU: the median of 127 to 191 ms."""
 
 
 @pytest.mark.parametrize("case", [case for case in ROWS if case.workload.compiled], ids=lambda case: case.id)

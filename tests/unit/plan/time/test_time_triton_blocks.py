@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.time.block import COUNTED_KERNELS, BlockModel
+from meshwright.plan.time.block import COUNTED_KERNEL_TIME_FACTOR, BlockModel
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.rates import rates_of
 from meshwright.plan.time.triton_block_bytes import block_bytes
@@ -67,6 +67,6 @@ def test_kernels_move_the_bytes_of_a_probed_step(job, recompute, residual):
     )
     model = block_model(job, [job.layout])
     times = model.times()
-    seconds = times.elementwise.total + (times.selective if recompute == "selective" else 0.0)
-    moved = seconds * model.device.bytes_per_s / (COUNTED_KERNELS * model.rows)
+    seconds = times.elementwise.total + (times.selective_recompute_s if recompute == "selective" else 0.0)
+    moved = seconds * model.device.bytes_per_s / (COUNTED_KERNEL_TIME_FACTOR * model.rows)
     np.testing.assert_allclose(moved, block_bytes(job, job.model), rtol=1e-12)

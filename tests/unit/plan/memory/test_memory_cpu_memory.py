@@ -11,7 +11,7 @@ from meshwright.layout.snapshot_size import predict_snapshot_bytes, slot_bytes
 from meshwright.layout.state_chunks import predict_staging_bytes, staging_bytes, written_chunks
 from meshwright.plan.build import build_plan, summarize_plan
 from meshwright.plan.contract import read_plan, write_plan
-from meshwright.plan.memory.host import follow_layout
+from meshwright.plan.memory.cpu_memory import follow_layout
 
 ON_CPU = {"device": "cpu", "host_memory_bytes": None}
 LAYOUT = {"dp_replicate": 2, "bucket_mb": 0.1}

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from meshwright.train.host_memory import TUNED_BY, keep_freed_memory
+from meshwright.train.cpu_memory import TUNED_BY, keep_freed_memory
 
 COUNT_FAULTS = """
 import resource, sys
 import numpy as np
-from meshwright.train.host_memory import keep_freed_memory
+from meshwright.train.cpu_memory import keep_freed_memory
 
 assert keep_freed_memory() == (sys.argv[1] == "keep")
 for _ in range(2):

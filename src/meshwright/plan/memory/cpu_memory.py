@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from meshwright.core.units import format_bytes, format_plural
 from meshwright.layout.placement import RANK_ORDER, RankPlacement, Slots
 from meshwright.layout.shared_memory import collective_bytes
-from meshwright.plan.contract import HostMemory, RankPrediction
+from meshwright.plan.contract import CpuMemory, RankPrediction
 from meshwright.spec.execution import resolve_transport
 from meshwright.spec.job import Job
 
 
-def predict_host_memory(job: Job, ranks: Sequence[RankPrediction], slots: Slots = RANK_ORDER) -> HostMemory:
+def predict_cpu_memory(job: Job, ranks: Sequence[RankPrediction], slots: Slots = RANK_ORDER) -> CpuMemory:
     """The CPU memory of the node whose ranks need most of it.
 
     Args:
@@ -45,7 +45,7 @@ def predict_host_memory(job: Job, ranks: Sequence[RankPrediction], slots: Slots 
     )
 
 
-def follow_layout(memory: HostMemory, before: HostMemory | None) -> HostMemory:
+def follow_layout(memory: CpuMemory, before: CpuMemory | None) -> CpuMemory:
     """The CPU memory of a layout that follows another one: its ranks load the snapshots of the one before.
 
     Args:
@@ -58,11 +58,11 @@ def follow_layout(memory: HostMemory, before: HostMemory | None) -> HostMemory:
     return dataclasses.replace(memory, changing_bytes=retired)
 
 
-def _add_up(job: Job, ranks: Sequence[RankPrediction]) -> HostMemory:
+def _add_up(job: Job, ranks: Sequence[RankPrediction]) -> CpuMemory:
     cluster, on_cpu = job.cluster, job.cluster.device == "cpu"
     shares_memory = resolve_transport(job) == "shared_memory"
     room = cluster.host_memory_bytes or (cluster.memory_bytes if on_cpu else 0)
-    return HostMemory(
+    return CpuMemory(
         ranks=len(ranks),
         snapshot_bytes=sum(rank.snapshot_bytes for rank in ranks),
         rank_snapshot_bytes=max(rank.snapshot_bytes for rank in ranks),
@@ -74,12 +74,12 @@ def _add_up(job: Job, ranks: Sequence[RankPrediction]) -> HostMemory:
     )
 
 
-def _count_needed(memory: HostMemory) -> int:
+def _count_needed(memory: CpuMemory) -> int:
     optional = memory.snapshot_bytes + memory.staging_bytes
     return optional + memory.offloaded_bytes + memory.training_bytes + memory.collective_bytes
 
 
-def _describe_shortage(memory: HostMemory, what: str, before: int, size: int) -> str:
+def _describe_shortage(memory: CpuMemory, what: str, before: int, size: int) -> str:
     """Why something does not fit, as a sentence; empty if it does.
 
     Args:
