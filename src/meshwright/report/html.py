@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from meshwright.audit.backup_slices import GivenSlices
+from meshwright.audit.backup_slices import UsedSlices
 from meshwright.audit.compare import CollectiveRow, StateRow
 from meshwright.audit.record import LayoutChanged, Recovery
 from meshwright.audit.stragglers import StragglerSpan
@@ -347,11 +347,11 @@ def _stragglers(spans: Sequence[StragglerSpan]) -> list[str]:
     return ["<h2>Stragglers</h2>", *_collapsible_table(columns, rows, (0, 3, 4, 5, 6, 7))]
 
 
-def _slices(rows: Sequence[GivenSlices]) -> list[str]:
+def _slices(rows: Sequence[UsedSlices]) -> list[str]:
     """The replicas whose gradients were used, with backup replicas."""
     if not rows:
         return []
-    columns = ("rank", "role", "steps", "gave its slice", "gave another rank's slice", "was not used")
+    columns = ("rank", "role", "steps", "own slice used", "another rank's slice used", "not used")
     cells = [
         (
             str(row.rank),

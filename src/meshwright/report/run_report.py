@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.audit.backup_slices import GivenSlices, describe_slices, list_slices
+from meshwright.audit.backup_slices import UsedSlices, describe_slices, list_slices
 from meshwright.audit.compare import Audit, audit_run, describe_match
 from meshwright.audit.goodput import Goodput
 from meshwright.audit.record import RunRecord
@@ -103,7 +103,7 @@ class RunReport:
         return rows
 
     @functools.cached_property
-    def slices(self) -> list[GivenSlices]:
+    def slices(self) -> list[UsedSlices]:
         """The replicas whose gradients were used; empty without backup replicas."""
         layout = self.plan.job.layout
         return self.history.slices.list_ranks(layout.dp_replicate, layout.backup_replicas)
