@@ -140,7 +140,7 @@ class Recovery:
     restored_step: int
     """Step that the ranks went on from."""
     replayed_steps: int
-    """Steps that were done again."""
+    """Replayed steps."""
     source: str
     """``snapshot``, ``checkpoint`` or ``start``."""
     detect_s: float | None = None

@@ -60,10 +60,10 @@ def test_report_of_a_version_1_run_is_complete():
     for words in ("Loss", "Throughput", "Learning rate", "Gradient norm", "Memory", "Audit", "Collectives"):
         assert words in page.text, words
     report = read_report(GOLDEN)
-    assert report.verdict.ok
-    for row in report.verdict.state:
+    assert report.audit.ok
+    for row in report.audit.state:
         assert f"{row.predicted:,}" in page.text
-    for row in report.verdict.collectives:
+    for row in report.audit.collectives:
         assert f"{row.predicted_bytes:,}" in page.text
     assert 'preset = "tiny"' in page.text, "the page ends with the job"
 
