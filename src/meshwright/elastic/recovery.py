@@ -23,7 +23,7 @@ class Recovery:
     failed_at: float
     """When the supervisor knew of the failure."""
     detect_s: float | None
-    """From the last sign of life of the failed rank to that moment; None if it is not known."""
+    """From the last sign of life of the failed rank to that time; None if it is not known."""
     failed_rank: int | None = None
     """None if devices came back, and no rank failed."""
     how: str = ""
