@@ -3,9 +3,8 @@
 A pair is a probe (``meshwright probe``), whose file the plans use, and then a few steps of every model, over
 gloo and over shared memory. Pairs are repeated, because the speed of a shared machine changes within minutes;
 the figure is the median over the pairs of predicted over measured time. The measured step is that of the
-slowest rank, without the time in which ranks waited for a core, as for the probe
-(``measure.own_time.estimate_uncontended_s``): the prediction is for an otherwise idle machine. ``wall`` is the
-median with that time.
+slowest rank minus run-queue wait, as for the probe (``measure.own_time.estimate_uncontended_s``): the
+prediction is for an otherwise idle machine. ``wall`` is the median with that time.
 
     python benchmarks/ddp_step.py [--pairs 3] [--steps 12] [--model NAME] [--json]
 """

@@ -122,7 +122,7 @@ def read_process_time() -> ProcessTime:
 
 
 def estimate_uncontended_s(wall_s: Sequence[float], spent: Sequence[ProcessTime]) -> float:
-    """The time of repetitions minus run-queue wait (schedstat): about their time on an otherwise idle machine.
+    """Time of repetitions minus run-queue wait (schedstat): about their time on an otherwise idle machine.
 
     It is at least the CPU time: waits of several threads at once would count more than once. The median over
     the quarter with the smallest share of time in run queues.
