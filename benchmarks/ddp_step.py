@@ -3,9 +3,8 @@
 A pair is a probe (``meshwright probe``), whose file the plans use, and then a few steps of every model, over
 gloo and over shared memory. Pairs are repeated, because the speed of a shared machine changes within minutes;
 the figure is the median over the pairs of predicted over measured time. The measured step is that of the
-slowest rank, without the time in which ranks waited for a core, as for the probe
-(``measure.own_time.estimate_idle_s``): the prediction is for an otherwise idle machine. ``wall`` is the
-median with that time.
+slowest rank minus run-queue wait, as for the probe (``measure.own_time.estimate_uncontended_s``): the
+prediction is for an otherwise idle machine. ``wall`` is the median with that time.
 
     python benchmarks/ddp_step.py [--pairs 3] [--steps 12] [--model NAME] [--json]
 """
@@ -24,7 +23,7 @@ from typing import Any, TextIO
 
 import meshwright as mw
 from meshwright.launch.environment import prepare_environment
-from meshwright.measure.own_time import ProcessTime, estimate_idle_s
+from meshwright.measure.own_time import ProcessTime, estimate_uncontended_s
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PlanContract
 from meshwright.runs.data import prepare_data
@@ -87,7 +86,7 @@ def measure_step(plan: PlanContract) -> tuple[float, float]:
         ProcessTime(max(cpu for cpu, _ in step), max(queued for _, queued in step))
         for step in zip(*(rank["spent_s"] for rank in ranks), strict=True)
     ][WARM_UP:]
-    return statistics.median(walls), estimate_idle_s(walls, spent)
+    return statistics.median(walls), estimate_uncontended_s(walls, spent)
 
 
 def run_pair(models: list[str], steps: int, folder: Path) -> Iterator[dict[str, Any]]:
@@ -97,15 +96,15 @@ def run_pair(models: list[str], steps: int, folder: Path) -> Iterator[dict[str, 
     for model in models:
         for transport in TRANSPORTS:
             plan = plan_step(model, transport, cluster_file, steps, folder)
-            wall_s, idle_s = measure_step(plan)
+            wall_s, uncontended_s = measure_step(plan)
             yield {
                 "model": model,
                 "transport": transport,
                 "predicted_s": plan.step_s,
                 "parts": plan.breakdown_s,
-                "idle_s": idle_s,
+                "uncontended_s": uncontended_s,
                 "wall_s": wall_s,
-                "error": plan.step_s / idle_s - 1,
+                "error": plan.step_s / uncontended_s - 1,
                 "load": os.getloadavg()[0],
             }
 
@@ -115,7 +114,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"], row["transport"]), []).append(row)
-    keys = ("predicted_s", "idle_s", "wall_s", "error", "load")
+    keys = ("predicted_s", "uncontended_s", "wall_s", "error", "load")
     return [
         {"model": model, "transport": transport, "pairs": len(pairs)}
         | {key: statistics.median(row[key] for row in pairs) for key in keys}
@@ -153,7 +152,9 @@ def main() -> None:
 
 def print_row(row: dict[str, Any], out: TextIO) -> None:
     """One line."""
-    times = "  ".join(f"{key[:-2]} {row[key] * 1e3:7.1f} ms" for key in ("predicted_s", "idle_s", "wall_s"))
+    times = "  ".join(
+        f"{key[:-2]} {row[key] * 1e3:7.1f} ms" for key in ("predicted_s", "uncontended_s", "wall_s")
+    )
     end = f"error {row['error']:+6.1%}  load {row['load']:.1f}"
     out.write(f"{row['model']:<11}{row['transport']:<14}{times}  {end}\n")
     out.flush()

@@ -56,7 +56,7 @@ def measure_blocks(trainer: Trainer) -> None:
         with contextlib.ExitStack() as stack:
             if not recorded:
                 stack.enter_context(mock.patch.multiple(FlightRecorder, **DISABLED))
-                stack.enter_context(mock.patch.object(dist.Work, "wait", trainer.flight._wait))
+                stack.enter_context(mock.patch.object(dist.Work, "wait", trainer.flight_recorder._wait))
             started = time.process_time()
             for _ in range(steps):
                 trainer.train_step(meter)

@@ -60,27 +60,27 @@ LIMIT_STYLE = 2
 """A grey line."""
 
 
-def compare(losses: dict[str, list[float]], asked: argparse.Namespace) -> Row:
+def compare(losses: dict[str, list[float]], args: argparse.Namespace) -> Row:
     """Every kind against the first, over the steps that both have.
 
     Args:
         losses: Loss of each step, by kind.
-        asked: ``steps``, ``window``, ``skip``, ``last`` and ``within``.
+        args: ``steps``, ``window``, ``skip``, ``last`` and ``within``.
     """
     (base_name, base), *others = losses.items()
     found: Row = {"reference": base_name, "kinds": {}}
     for name, curve in others:
         steps = min(len(base), len(curve))
         windows = [
-            _compare_means(base, curve, start, min(start + asked.window, steps))
-            for start in range(0, steps - asked.window // 2, asked.window)
+            _compare_means(base, curve, start, min(start + args.window, steps))
+            for start in range(0, steps - args.window // 2, args.window)
         ]
-        last = _compare_means(base, curve, max(0, steps - asked.last), steps)
-        judged = windows[asked.skip :]  # a NaN is not within the limit
-        within = bool(judged) and all(abs(w["percent"]) <= asked.within for w in (*judged, last))
+        last = _compare_means(base, curve, max(0, steps - args.last), steps)
+        judged = windows[args.skip :]  # a NaN is not within the limit
+        within = bool(judged) and all(abs(w["percent"]) <= args.within for w in (*judged, last))
         found["kinds"][name] = {
             "steps": steps,
-            "complete": steps >= asked.steps,
+            "complete": steps >= args.steps,
             "first_step_percent": 100.0 * (curve[0] / base[0] - 1),
             "windows": windows,
             "largest_percent": max((w["percent"] for w in judged), key=abs, default=None),
@@ -107,14 +107,14 @@ def _compare_means(base: list[float], curve: list[float], start: int, end: int) 
     }
 
 
-def describe(found: Row, asked: argparse.Namespace) -> list[str]:
+def describe(found: Row, args: argparse.Namespace) -> list[str]:
     """The table and the verdict."""
     lines = []
     for name, kind in found["kinds"].items():
         lines.append(f"{'steps':>11} {found['reference']:>9} {name:>9} {'difference':>11}")
         for number, window in enumerate([*kind["windows"], kind["last"]]):
             first, last = window["steps"]
-            note = "  skipped" if number < asked.skip else ""
+            note = "  skipped" if number < args.skip else ""
             lines.append(
                 f"{first:>5}-{last:<5} {window['reference']:9.4f} {window['loss']:9.4f} "
                 f"{window['percent']:+10.3f}%{note}"
@@ -122,13 +122,13 @@ def describe(found: Row, asked: argparse.Namespace) -> list[str]:
         largest = kind["largest_percent"]
         worst = "no window to compare" if largest is None else f"worst window {largest:+.3f}%"
         verdict = "within" if kind["within"] else "NOT within"
-        complete = "" if kind["complete"] else f"; INCOMPLETE: {kind['steps']} of {asked.steps} steps"
-        last = f"last {asked.last} steps {kind['last']['percent']:+.3f}%"
+        complete = "" if kind["complete"] else f"; INCOMPLETE: {kind['steps']} of {args.steps} steps"
+        last = f"last {args.last} steps {kind['last']['percent']:+.3f}%"
         first = f"first step {kind['first_step_percent']:+.4f}%"
-        lines.append(f"{name}: {worst}, {last}, {first}: {verdict} {asked.within:g}%{complete}")
+        lines.append(f"{name}: {worst}, {last}, {first}: {verdict} {args.within:g}%{complete}")
     if found["control_within"] is False:
         lines.append(
-            f"control failed: two {found['reference']} runs diverge by more than {asked.within:g}%; "
+            f"control failed: two {found['reference']} runs diverge by more than {args.within:g}%; "
             "the result for fp8 means nothing with this recipe"
         )
     elif lines and found["control_within"] is None:
@@ -169,31 +169,31 @@ def read_losses(files: Sequence[Path]) -> dict[str, list[float]]:
     return dict(sorted(losses.items(), key=lambda item: item[0] != next(iter(KINDS))))
 
 
-def train(asked: argparse.Namespace, screen: Any) -> tuple[dict[str, list[float]], Row]:
+def train(args: argparse.Namespace, screen: Any) -> tuple[dict[str, list[float]], Row]:
     """Train every kind; returns the losses, and a description of text, device and speed."""
     device, name = find_device()
-    batch = asked.batch
+    batch = args.batch
     sizes = (f"train.global_batch={batch}", f"layout.micro_batch={batch}") if batch else ()
-    common = (*RECIPE, f"train.steps={asked.steps}", *sizes, *asked.set)
-    kinds = {**KINDS, **dict(asked.kind)}
-    kinds = {kind: settings for kind, settings in kinds.items() if not asked.only or kind in asked.only}
-    shared: Row = {"kind": "ours", "shape": asked.shape, "steps": asked.steps - WARM_UP}
-    shared |= {"small": asked.small, "device": device, "length": asked.length, "precompile": True}
+    common = (*RECIPE, f"train.steps={args.steps}", *sizes, *args.set)
+    kinds = {**KINDS, **dict(args.kind)}
+    kinds = {kind: settings for kind, settings in kinds.items() if not args.only or kind in args.only}
+    shared: Row = {"kind": "ours", "shape": args.shape, "steps": args.steps - WARM_UP}
+    shared |= {"small": args.small, "device": device, "length": args.length, "precompile": True}
     shared["threads"] = max(1, (os.cpu_count() or 1) // max(1, len(kinds)))
     with tempfile.TemporaryDirectory() as place:
         logs, text = Path(place) / "logs", Path(place) / "text"
         logs.mkdir()
         text.mkdir()
-        pool = WorkerPool(asked.limit, logs, asked.out, screen)
+        pool = WorkerPool(args.limit, logs, args.out, screen)
         tasks = [
             Task(name=kind, settings=(*common, *settings), text=str(text), **shared)
             for kind, settings in kinds.items()
         ]
         job = build_shape(tasks[0], text)
-        samples = asked.steps * job.train.global_batch + SPARE_SAMPLES
+        samples = args.steps * job.train.global_batch + SPARE_SAMPLES
         about = write_text(text, job.model.vocab_size, samples * job.data.seq_len)
         print(f"[{pool.seconds:6.1f} s] {describe_text(about)}", file=screen, flush=True)
-        pool.run(tasks, overlap=True, ready_limit_s=asked.ready_limit, evenly=True)
+        pool.run(tasks, overlap=True, ready_limit_s=args.ready_limit, evenly=True)
     rows = [{key: value for key, value in row.items() if key != "times_s"} for row in pool.rows]
     return pool.losses, {"machine": f"{name}, torch {pool.torch}", "text": about, "rows": rows}
 
@@ -239,29 +239,29 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, help="append everything to this file as JSON lines, each step as it comes")
     add("--svg", type=Path, help="plot of the curves and of their difference")
     add("--json", action="store_true", help="print one object; progress goes to standard error")
-    asked = parser.parse_args()
-    if asked.steps <= WARM_UP:
+    args = parser.parse_args()
+    if args.steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}")
-    return asked
+    return args
 
 
 def main() -> None:
     """Train or read, compare, print, draw."""
-    asked = parse_arguments()
+    args = parse_arguments()
     about: Row = {}
-    if asked.judge:
-        losses = read_losses(asked.judge)
+    if args.judge:
+        losses = read_losses(args.judge)
     else:
-        losses, about = train(asked, sys.stderr if asked.json else sys.stdout)
+        losses, about = train(args, sys.stderr if args.json else sys.stdout)
     nothing: Row = {"reference": None, "kinds": {}, "control_within": None, "passed": False}
-    found = compare(losses, asked) if losses else nothing
-    if asked.svg and losses:
-        draw(losses, found, asked.within, asked.svg)
-    if asked.json:
+    found = compare(losses, args) if losses else nothing
+    if args.svg and losses:
+        draw(losses, found, args.within, args.svg)
+    if args.json:
         date = str(datetime.datetime.now(tz=datetime.UTC).date())
         print(json.dumps({"date": date, **about, **found, "losses": losses}))
     else:
-        print("\n".join(describe(found, asked)))
+        print("\n".join(describe(found, args)))
     sys.exit(0 if found["passed"] else 1)
 
 

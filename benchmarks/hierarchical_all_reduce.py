@@ -2,7 +2,7 @@
 
 The nodes are network namespaces of this machine, joined by a bridge; ``tc tbf`` limits what each node sends.
 All algorithms run in the same processes and alternate. ``hierarchical`` is what
-``train.all_reduce=hierarchical`` runs: collectives of gloo inside and between the nodes, in pieces. The
+``train.all_reduce=hierarchical`` runs: collectives of gloo inside and between the nodes, in chunks. The
 interpreter runs schedules over gloo's point-to-point messages. ``gloo`` is its own all-reduce, a ring. The
 time of a round is that of the slowest rank; the figure is the median. ``sent`` is what the busiest node sent
 over its network interface, relative to the tensor.

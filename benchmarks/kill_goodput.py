@@ -27,8 +27,8 @@ from typing import Any
 
 from meshwright.elastic.faults.invariants import compare_runs
 from meshwright.elastic.faults.schedule import Fault, fail
+from meshwright.runs.faults.criteria import KILL_LOOP_GOODPUT, count_steps, is_settled, measure_own_rate
 from meshwright.runs.faults.job import LAYOUTS, WORLD_SIZE, TinyJob
-from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, count_steps, is_settled, measure_own_rate
 from meshwright.runs.faults.trial import Trial
 
 TARGET_KILLS, TARGET_LOOP = 0.9, KILL_LOOP_GOODPUT / 100

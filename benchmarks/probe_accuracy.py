@@ -84,15 +84,15 @@ def main() -> None:
     )
     parser.add_argument("file", type=Path, help="file of meshwright probe")
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    device = tomllib.loads(asked.file.read_text())["device"]
+    args = parser.parse_args()
+    device = tomllib.loads(args.file.read_text())["device"]
     on_gpu = device == "cuda"
     prepare_environment(threads=count_cores() if on_gpu else 1)
     rows = []
     cases = ON_GPU if on_gpu else ON_CPU
     for name, case in cases.items():
         for recompute in ("selective", "none") if on_gpu else ("none",):
-            clusters = ({"preset": "local", "device": device}, {"file": str(asked.file)})
+            clusters = ({"preset": "local", "device": device}, {"file": str(args.file)})
             jobs = [build(case, dict(cluster), on_gpu, recompute) for cluster in clusters]
             assumed, probed = (predict(job, job.layout) for job in jobs)
             step_s, peak = measure(probed)
@@ -107,9 +107,9 @@ def main() -> None:
                     "measured_peak_bytes": peak,
                 }
             )
-            if not asked.json:
+            if not args.json:
                 print(_line(rows[-1]), flush=True)
-    if asked.json:
+    if args.json:
         print(json.dumps(rows))
 
 

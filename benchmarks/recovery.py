@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.elastic.faults.schedule import fail
+from meshwright.runs.faults.criteria import is_settled
 from meshwright.runs.faults.job import TinyJob
-from meshwright.runs.faults.judges import is_settled
 from meshwright.runs.faults.trial import Trial
 
 FIRST_STEP, STEP_GAP = 23, 50

@@ -30,9 +30,9 @@ def main() -> None:
     parser.add_argument("--on", default="128x8xa100-80g-sxm")
     parser.add_argument("--batch", type=int, default=1536)
     parser.add_argument("--seq-len", type=int, default=2048)
-    asked = parser.parse_args()
-    overrides = [f"train.global_batch={asked.batch}", f"data.seq_len={asked.seq_len}"]
-    job = load_job(asked.model, overrides, asked.on, to_run=False)
+    args = parser.parse_args()
+    overrides = [f"train.global_batch={args.batch}", f"data.seq_len={args.seq_len}"]
+    job = load_job(args.model, overrides, args.on, to_run=False)
     workload, bound = Workload.of(job), PeakBound(job)
     space_s = estimate_s = 0.0
     count = 0
@@ -45,7 +45,7 @@ def main() -> None:
         count += len(grid)
         mark = time.perf_counter()
     total = space_s + estimate_s
-    print(f"{asked.model} on {asked.on}, {job.cluster.world_size} devices")
+    print(f"{args.model} on {args.on}, {job.cluster.world_size} devices")
     print(f"all layouts without pruning: {count:,} in {total:.2f} s, {count / total:,.0f} layouts/s")
     print(f"  {total / count * 1e6:.2f} us per layout, {space_s / count * 1e6:.2f} us of it to list it")
     found = find_layouts(job, {}, 50)

@@ -36,9 +36,9 @@ class PlayedNodes:
             self.sent.append((message["do"], node, message.get("generation")))
 
     def send(self, rank, message):
-        order = message.get("order", {})
+        command = message.get("command", {})
         if self.node_of(rank) in self.nodes:
-            self.sent.append((message["do"], rank, order.get("action"), order.get("generation")))
+            self.sent.append((message["do"], rank, command.get("action"), command.get("generation")))
 
     def host(self, node):
         return f"host-{node}"
@@ -74,4 +74,4 @@ def exited(rank, status=0):
 
 
 def starts(agents):
-    return [sent for sent in agents.sent if sent[0] in ("start", "order") and sent[2] == "join"]
+    return [sent for sent in agents.sent if sent[0] in ("start", "command") and sent[2] == "join"]

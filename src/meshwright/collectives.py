@@ -48,7 +48,7 @@ def build_collective(
         ranks_per_node: Ranks per node of ``hierarchical``, and the row length of ``2d``.
         groups: The ranks of each node, instead of ``ranks_per_node``.
         order: The ranks in ring order, of the algorithms without groups.
-        segments: Pieces that are pipelined along a chain or tree.
+        segments: Segments that are pipelined along a chain or tree.
 
     Raises:
         UserError: The operation, the algorithm or their pair is unknown, or a size does not fit.

@@ -18,8 +18,8 @@ ONE_EACH = ("layout.dp_replicate=2", "cluster.devices_per_node=1", *STEPS)
 ATTACK = """
 import os, socket, struct, sys
 contents = [b"", os.urandom(64), struct.pack("!I", 2**31), struct.pack("!I", 900) + b"{"]
-order = b'{"do": "start", "rank": 0, "entry": "os:system"}'
-contents.append(struct.pack("!I", len(order)) + order)
+command = b'{"do": "start", "rank": 0, "entry": "os:system"}'
+contents.append(struct.pack("!I", len(command)) + command)
 for batch in range(12):
     strangers = []
     for number in range(50):
@@ -32,7 +32,7 @@ for batch in range(12):
     for stranger in strangers:
         stranger.close()
 """
-"""600 connections: silence, noise, a huge length, half a message, an order."""
+"""600 connections: silence, noise, a huge length, half a message, a command."""
 
 
 def step_is_done(nodes, step, generation=0):

@@ -69,7 +69,7 @@ def test_all_ranks_skip_a_bad_step_alike(plant, layout, kind, step):
 
 
 @pytest.mark.parametrize("layout", [DDP, pytest.param(ZERO3, marks=pytest.mark.slow)])
-def test_a_resumed_run_judges_a_spike_as_an_undisturbed_one(plant, layout):
+def test_a_resumed_run_finds_the_spike_that_an_undisturbed_one_finds(plant, layout):
     """Checkpoint at step 9, spike at step 11: only the norms of the checkpoint give a median."""
     options = (*layout.split(), "checkpoint.every_steps=9", "checkpoint.keep_last=9")
     whole, _ = plant(SPIKE, 11, *options)

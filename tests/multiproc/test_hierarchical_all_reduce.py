@@ -26,7 +26,7 @@ JOB = [
     "cluster.nic_latency_s=1e-4",
 ]
 BUCKETS = (1, 2, 7, 70_000, 131_073, 300_001)
-"""Elements: fewer than ranks, odd, in one piece and in several."""
+"""Elements: fewer than ranks, odd, in one chunk and in several."""
 
 
 def sum_buckets(run_dir, listener):

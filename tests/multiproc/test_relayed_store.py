@@ -1,4 +1,4 @@
-"""gloo meets over a store whose requests are relayed to one server, as on several nodes."""
+"""gloo connects through a store whose requests are relayed to one server, as on several nodes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which slices of the batch each replica gave, in a run with backup replicas.
+"""How often the gradient of each replica was used, in a run with backup replicas.
 
-Steps that a later generation did again count twice: the replicas computed them twice.
+Steps that a later generation replayed count twice: the replicas computed them twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SLICE = re.compile(rb'"slice":(\d+|null)[,}]')
 
 
 @dataclass(frozen=True)
-class GivenSlices:
+class UsedSlices:
     """How often the gradients of one rank were used."""
 
     rank: int
@@ -40,7 +40,7 @@ class SliceLog:
     """Counts of the slices by rank."""
 
     counts: Counter[tuple[int, int | None]] = field(default_factory=Counter)
-    """Steps by rank and the slice that it gave; None: it gave none."""
+    """Steps by rank and the slice whose gradient was used; None: none was used."""
 
     def read(self, rank: int, line: bytes) -> None:
         """Take in the line of a step; lines of runs without backup replicas have no slice."""
@@ -48,10 +48,10 @@ class SliceLog:
             self.add(rank, None if found[1] == b"null" else int(found[1]))
 
     def add(self, rank: int, which: int | None) -> None:
-        """Count a step of a rank and the slice that it gave."""
+        """Count a step of a rank and the slice for which its gradient was used."""
         self.counts[rank, which] += 1
 
-    def list_ranks(self, replicas: int, backups: int) -> list[GivenSlices]:
+    def list_ranks(self, replicas: int, backups: int) -> list[UsedSlices]:
         """One row per rank; none if nothing was counted.
 
         Args:
@@ -66,21 +66,21 @@ class SliceLog:
             backup = rank >= replicas - backups
             own = 0 if backup else mine.get(rank, 0)
             unused = mine.get(None, 0)
-            found.append(GivenSlices(rank, backup, own, sum(mine.values()) - own - unused, unused))
+            found.append(UsedSlices(rank, backup, own, sum(mine.values()) - own - unused, unused))
         return found
 
 
-def describe_slices(rows: Sequence[GivenSlices]) -> str:
+def describe_slices(rows: Sequence[UsedSlices]) -> str:
     """Describes the share of gradients from backups, and the rank whose slices were taken over most."""
     used = sum(row.own + row.taken_over for row in rows)
     by_backups = sum(row.taken_over for row in rows if row.backup)
     slowest = max((row for row in rows if not row.backup), key=lambda row: row.unused / max(1, row.steps))
-    text = f"gave {by_backups} of {format_plural(used, 'slice')}"
+    text = f"{by_backups} of {format_plural(used, 'slice')} from backups"
     if not slowest.unused:
         return f"{text}; no rank was late"
     return f"{text}; rank {slowest.rank} was late most often, in {slowest.unused} of {slowest.steps} steps"
 
 
-def list_slices(rows: Sequence[GivenSlices]) -> list[dict[str, Any]]:
+def list_slices(rows: Sequence[UsedSlices]) -> list[dict[str, Any]]:
     """For ``--json``."""
     return [asdict(row) for row in rows]

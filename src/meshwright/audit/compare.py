@@ -8,7 +8,7 @@ Step time is not audited. A value that was not measured fails the audit. Every r
 planned device.
 
 All generations of all attempts are audited, each for the steps that it did, and an earlier attempt against
-its own plan. A rank that was killed reports nothing of its generation. Steps that are done again must have
+its own plan. A rank that was killed reports nothing of its generation. Replayed steps must have
 equal losses, where the run is deterministic.
 """
 
@@ -47,7 +47,7 @@ SMALL_PEAK_TOLERANCE = 0.12
 COUNTED_PEAK_TOLERANCE = 0.03
 """For the peak with Triton blocks: allocator rounding and attention workspace."""
 FP32_ROUNDING, LOW_PRECISION_ROUNDING = 1e-5, 5e-2
-"""Relative difference of the loss of a step that is done again in another layout."""
+"""Relative difference of the loss of a step that is replayed in another layout."""
 CUDA_BLOCK_SLACK = 2 * 2**20
 """Bytes that activations on a GPU may always differ by. The caching allocator counts blocks and does not
 split off a remainder below 1 MiB. Matters only for tiny models."""
@@ -256,7 +256,7 @@ def _describe_coverage(audited: AuditedGenerations, record: RunRecord) -> list[s
 
 
 def _list_replay_differences(plan: PlanContract, record: RunRecord) -> list[str]:
-    """Steps that were done again with another loss, where the job promises equal ones."""
+    """Replayed steps with another loss, where the job requires equal ones."""
     if plan.job.cluster.device != "cpu" and not plan.job.train.deterministic:
         return []
     return [

@@ -31,7 +31,7 @@ class Scan:
     unreadable: int = 0
     """Lines that are truncated, not JSON, or of another version."""
     slices: SliceLog | None = None
-    """Counts the slices that all ranks gave, if there is one."""
+    """Counts the slices whose gradients were used, if there is one."""
 
 
 StepReader = Callable[[re.Match[bytes], bytes], bool]

@@ -95,7 +95,7 @@ class RunClock:
 
         Args:
             steps_s: Time of the steps that count.
-            replayed_s: Time of steps that were done again later.
+            replayed_s: Time of steps that were replayed later.
         """
         found = [self.generations[number] for number in sorted(self.generations)]
         wall_s = start_up_s = recovery_s = 0.0

@@ -136,11 +136,11 @@ class Recovery:
     how: str
     """How the rank failed."""
     seconds: float
-    """From the moment when the failure was known until all ranks were ready to train again."""
+    """From the time when the failure was known until all ranks were ready to train again."""
     restored_step: int
     """Step that the ranks went on from."""
     replayed_steps: int
-    """Steps that were done again."""
+    """Replayed steps."""
     source: str
     """``snapshot``, ``checkpoint`` or ``start``."""
     detect_s: float | None = None

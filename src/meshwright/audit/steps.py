@@ -1,6 +1,6 @@
 """The steps of a run over all its generations: each step counts as the last generation did it.
 
-After a failure, and after a resume from an older checkpoint, some steps are done again. Their losses must be
+After a failure, and after a resume from an older checkpoint, some steps are replayed. Their losses must be
 equal to those before.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ReplayedLoss:
-    """A step that was done again with another loss."""
+    """A replayed step with another loss."""
 
     step: int
     generation: int

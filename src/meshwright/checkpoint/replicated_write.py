@@ -1,4 +1,4 @@
-"""One checkpoint on its way to several stores: a thread per store writes the same staging memory."""
+"""One checkpoint in flight to several stores: a thread per store writes the same staging memory."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class _CancelledError(Exception):
 
 @dataclass
 class CheckpointWrite:
-    """One checkpoint on its way to the disk, as seen by one rank."""
+    """One checkpoint in flight to the disk, as seen by one rank."""
 
     draft: Draft
     rank: int

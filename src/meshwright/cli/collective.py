@@ -92,12 +92,12 @@ def _show(output: Output, found: ProvedCollective, on: str | None) -> None:
     output.print(f"{schedule.op} by {schedule.algorithm}, {ranks}{root}, {chunks}")
     steps = found.transfers
     for at, transfers in enumerate(steps[:MOST_STEPS]):
-        said = [
+        texts = [
             f"{t.source}→{t.target}:{_range(t.start, t.stop)}{'+' if t.combine == 'reduce' else ''}"
             for t in transfers[:MOST_MESSAGES]
         ]
         more = f"  and {len(transfers) - MOST_MESSAGES} more" if len(transfers) > MOST_MESSAGES else ""
-        output.print(f"step {at:>3}  {'  '.join(said)}{more}")
+        output.print(f"step {at:>3}  {'  '.join(texts)}{more}")
     if len(steps) > MOST_STEPS:
         output.print(f"({len(steps) - MOST_STEPS} more steps; --json has all)")
     if steps:

@@ -61,7 +61,11 @@ class Output:
         self.errors.print(f"warning: {text}")
 
     def table(
-        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        optional_columns: Sequence[str] = (),
     ) -> None:
         """Print a table; columns of numbers are right-aligned.
 
@@ -69,16 +73,20 @@ class Output:
             title: Its title.
             columns: Its headings.
             rows: Its cells.
-            spare: Columns to leave out, in this order, if the terminal is too narrow; cells then do not wrap.
+            optional_columns: Columns to leave out, in this order, if the terminal is too narrow; cells then
+                do not wrap.
         """
-        columns, rows, left_out = self._fitting(columns, rows, spare)
+        columns, rows, left_out = self._fitting(columns, rows, optional_columns)
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for index, column in enumerate(columns):
             numeric = bool(rows) and all(
                 r[index][:1].isdigit() or r[index][:1] in "-+" for r in rows if r[index]
             )
             table.add_column(
-                Text(column), justify="right" if numeric else "left", overflow="fold", no_wrap=bool(spare)
+                Text(column),
+                justify="right" if numeric else "left",
+                overflow="fold",
+                no_wrap=bool(optional_columns),
             )
         for row in rows:
             table.add_row(*[Text(cell) for cell in row])
@@ -87,12 +95,12 @@ class Output:
             self.print(f"(terminal too narrow for {', '.join(left_out)})")
 
     def _fitting(
-        self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], optional_columns: Sequence[str]
     ) -> tuple[list[str], list[list[str]], list[str]]:
         """Columns and rows that fit the width, and the columns left out."""
         widths = {c: max(map(cell_len, (c, *(row[i] for row in rows)))) for i, c in enumerate(columns)}
         kept, left_out = list(columns), []
-        for name in spare:
+        for name in optional_columns:
             if sum(widths[c] + COLUMN_GAP for c in kept) - COLUMN_GAP <= self._people.width:
                 break
             kept.remove(name)

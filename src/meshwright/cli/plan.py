@@ -165,7 +165,10 @@ def _describe_sizing(output: Output, sized: SizedCluster) -> None:
     columns = ("devices", "step", "MFU", "whole run", "lost", "cost", "best layout")
     output.print()
     output.table(
-        "Sizes tried", columns, [_cells(size) for size in sizing.tried], spare=("best layout", "lost")
+        "Sizes tried",
+        columns,
+        [_cells(size) for size in sizing.tried],
+        optional_columns=("best layout", "lost"),
     )
     if sizing.too_small:
         output.print(f"no layout fits on: {', '.join(map(str, sizing.too_small))}")

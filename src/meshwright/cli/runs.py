@@ -26,7 +26,7 @@ COLUMNS = (
     "began",
     "size",
 )
-SPARE = ("size", "goodput", "ranks", "began", "speed")
+OPTIONAL_COLUMNS = ("size", "goodput", "ranks", "began", "speed")
 """Columns that a narrow terminal leaves out, in this order."""
 
 
@@ -34,7 +34,9 @@ def show_runs(output: Output, folder: Path) -> int:
     """List the runs of a folder."""
     found = list_runs(folder)
     if found:
-        output.table(f"Runs in {folder}", COLUMNS, [_row(run) for run in found], spare=SPARE)
+        output.table(
+            f"Runs in {folder}", COLUMNS, [_row(run) for run in found], optional_columns=OPTIONAL_COLUMNS
+        )
         for run in found:
             if run.reason:  # too long for a column
                 output.print(f"{run.name}: {' '.join(run.reason.split())}")
@@ -49,7 +51,7 @@ def _row(run: RunSummary) -> tuple[str, ...]:
     return (
         run.name,
         run.status,
-        f"{run.steps}/{'?' if run.steps_asked is None else run.steps_asked}",
+        f"{run.steps}/{'?' if run.target_steps is None else run.target_steps}",
         "-" if run.ranks is None else str(run.ranks),
         "-" if run.loss is None else format_loss(run.loss),
         "-" if run.eval_loss is None else format_loss(run.eval_loss),

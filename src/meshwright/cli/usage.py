@@ -22,7 +22,7 @@ VALUE_RULES = (
 
 def describe_usage(error: Any) -> Problem:
     """The problem of a usage error of typer, which has its own copy of click: classes are known by name."""
-    context, kind, said = (
+    context, kind, message = (
         getattr(error, "ctx", None),
         type(error).__name__,
         error.format_message().rstrip("."),
@@ -39,11 +39,11 @@ def describe_usage(error: Any) -> Problem:
         return Problem("cli-usage", "is missing", path=_name(error.param), fix=see)
     if kind == "BadParameter" and error.param is not None:
         return Problem("cli-usage", _describe_value(error.message), path=_name(error.param), fix=see)
-    if context is not None and said.startswith(("Missing command", "No such command")):
-        return _describe_command(said, command, context.command.list_commands(context))
-    if extra := re.search(r"unexpected extra argument\S* \((.*)\)", said):
+    if context is not None and message.startswith(("Missing command", "No such command")):
+        return _describe_command(message, command, context.command.list_commands(context))
+    if extra := re.search(r"unexpected extra argument\S* \((.*)\)", message):
         return Problem("cli-usage", "is one argument too many", path=extra[1], fix=see)
-    return Problem("cli-usage", said, fix=see)
+    return Problem("cli-usage", message, fix=see)
 
 
 def _name(parameter: Any) -> str:
@@ -52,18 +52,18 @@ def _name(parameter: Any) -> str:
     return options[0] if options else str(parameter.metavar or parameter.name.upper())
 
 
-def _describe_value(said: str) -> str:
+def _describe_value(message: str) -> str:
     for pattern, words in VALUE_RULES:
-        if found := re.search(pattern, said):
+        if found := re.search(pattern, message):
             return found.expand(words).replace("'", "").rstrip(".")
-    return f"has a bad value: {said.rstrip('.')}"
+    return f"has a bad value: {message.rstrip('.')}"
 
 
-def _describe_command(said: str, command: str, commands: list[str]) -> Problem:
+def _describe_command(message: str, command: str, commands: list[str]) -> Problem:
     everything = f"Commands: {', '.join(commands)}"
-    if said.startswith("Missing"):
+    if message.startswith("Missing"):
         return Problem("cli-usage", "needs a command", path=command, fix=everything)
-    quoted = re.search(r"'(.*?)'", said)
+    quoted = re.search(r"'(.*?)'", message)
     name = quoted[1] if quoted else ""
     near = difflib.get_close_matches(name, commands, n=1)
     fix = f"Did you mean {command} {near[0]}?" if near else everything

@@ -21,7 +21,7 @@ COLUMNS = (
     "family", "rows", "predicted", "time", "median", "bias", "worst", "within 10%", "tau", "best found",
     "memory",
 )  # fmt: skip
-SPARE = ("best found", "median", "worst", "within 10%", "bias")
+OPTIONAL_COLUMNS = ("best found", "median", "worst", "within 10%", "bias")
 """Columns that a narrow terminal leaves out, in this order."""
 WORST_SHOWN = 8
 
@@ -36,7 +36,9 @@ def show_validation(
     title = "Predicted against measured"
     if found.left_out:
         title += ", each source with rates fitted without it"
-    output.table(title, COLUMNS, [_line(*item) for item in found.families.items()], spare=SPARE)
+    output.table(
+        title, COLUMNS, [_line(*item) for item in found.families.items()], optional_columns=OPTIONAL_COLUMNS
+    )
     _print_totals(output, found, given=bool(runs))
     _print_rows(output, found)
     if picture is not None:

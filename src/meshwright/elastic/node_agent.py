@@ -1,8 +1,9 @@
 """The agent of a node that is not the supervisor's: ``meshwright agent``.
 
 It joins the run over TCP and starts a local agent, which starts and watches the ranks as on one machine. This
-process is that agent's supervisor: it passes on orders and reports, sets the paths and the network interface
-of this node, and reports the flight recorders. If this process dies, the local agent kills its ranks.
+process is that agent's supervisor: it passes on commands and reports, sets the paths and the network
+interface of this node, and reports the flight recorders. If this process dies, the local agent kills its
+ranks.
 
 When the connection is lost, the ranks go on for ``orphan_s`` seconds, in which this process dials the same
 address again. A new supervisor adopts the ranks; one that has given up this node gets a new local agent.
@@ -54,7 +55,7 @@ Result = TypeVar("Result")
 class NodeSetup(Protocol):
     """Callbacks of a node: prepare its run folder, update it for another layout, show a message."""
 
-    def prepare(self, order: Message) -> tuple[Path, Sequence[Problem]]:
+    def prepare(self, command: Message) -> tuple[Path, Sequence[Problem]]:
         """Write the run folder of this node and check what it must reach."""
 
     def update(self, files: Mapping[str, str]) -> None:
@@ -305,7 +306,7 @@ class NodeAgent:
     def _do_start(self, message: Message) -> None:
         self._ranks.add(message["rank"])
         self._exits.pop(message["rank"], None)
-        self._generation = max(self._generation, message["order"]["generation"])
+        self._generation = max(self._generation, message["command"]["generation"])
         message["environment"][NODE_VARIABLE] = str(self._node)  # where it is, whatever was planned
         self._pass_on(message)
 
@@ -322,15 +323,15 @@ class NodeAgent:
     def _do_keep_spares(self, message: Message) -> None:
         self._pass_on(message)
 
-    def _do_order(self, message: Message) -> None:
-        self._generation = max(self._generation, message["order"]["generation"])
+    def _do_command(self, message: Message) -> None:
+        self._generation = max(self._generation, message["command"]["generation"])
         if self._agent is not None:
             self._agent.send(message)
 
     def _pass_on(self, message: Message) -> None:
-        """Pass on an order to start processes, with the paths and the environment of this node."""
+        """Pass on a command to start processes, with the paths and the environment of this node."""
         assert self._agent is not None, "a node starts ranks after it has joined"
-        assert self._supervisor is not None, "it gave the order"
+        assert self._supervisor is not None, "it sent the command"
         given = {name: value for name, value in message["environment"].items() if not is_of_caller(name)}
         environment = given | caller_environment()
         interface = find_interface(local_address(self._supervisor.socket))

@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.elastic.rank_view import RankView
 from meshwright.launch.agent_pool import AgentPool
 from meshwright.launch.environment import DEVICE_VARIABLE, NODE_VARIABLE, PEAK_VARIABLE
-from meshwright.launch.rank_process import Order
+from meshwright.launch.rank_process import RankCommand
 
 LOGS = "logs"
 
@@ -34,7 +34,7 @@ class RankStarter:
         """The file with the output of a rank."""
         return self.run_dir / LOGS / f"rank-{rank}.log"
 
-    def start(self, rank: RankView, order: Order) -> None:
+    def start(self, rank: RankView, command: RankCommand) -> None:
         """Let the agent of a rank start a process for it."""
         rank.alive = True
         device = self.agents.placement.devices[rank.rank]
@@ -55,7 +55,7 @@ class RankStarter:
                 "run_dir": str(self.run_dir),
                 "environment": {**self._shared_environment(), **own},
                 "log": str(self.log(rank.rank)),
-                "order": order.as_dict(),
+                "command": command.as_dict(),
                 "keep_snapshots": self.keep_snapshots,
                 "layout_generation": self.layout_generation,
             },

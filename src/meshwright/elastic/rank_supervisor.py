@@ -4,7 +4,7 @@ A failure of one rank ends the *generation*: all ranks leave their collectives a
 decides. Either all ranks join a new generation, with a new process for each one that ended, from the newest
 step of which every rank has a snapshot. Or the run fails with the error of the rank that failed first. If the
 agent of a node is lost, its ranks and their snapshots are, too; the run waits for another agent to join.
-``elastic.leaving_nodes`` adds nodes that leave; ``elastic.supervisor`` other layouts, and stragglers.
+``elastic.preemption`` adds nodes that leave; ``elastic.supervisor`` other layouts, and stragglers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from meshwright.launch.environment import RELAYED_STORE
 from meshwright.launch.exits import EXIT_OK
 from meshwright.launch.local import LocalAgent
 from meshwright.launch.placement import Placement
-from meshwright.launch.rank_process import Order
+from meshwright.launch.rank_process import RankCommand
 from meshwright.launch.snapshot_slots import newest_common_step
 from meshwright.launch.store_server import StoreServer
 
@@ -91,7 +91,7 @@ class RankSupervisor(SupervisorSettings):
         self._recorders = RankWatch(self.heartbeat_timeout_s)
         self._hang: Verdict | None = None
         """The last hang of this generation."""
-        self._silenced: dict[int, Verdict] = {}
+        self._unresponsive: dict[int, Verdict] = {}
         """Why the process of a rank is to be fenced or killed in this generation. Until the agent has done
         it, further hangs may be found."""
         self._first_generation = self.generation
@@ -201,15 +201,15 @@ class RankSupervisor(SupervisorSettings):
             return
         rank = self._ranks[found.rank]
         if found.cause not in WRONG_CALLS:
-            self._silenced[rank.rank] = found
-            if self.keeps_silent:
+            self._unresponsive[rank.rank] = found
+            if self.fences_unresponsive:
                 self._agents.send(rank.rank, {"do": "fence", "rank": rank.rank})
             else:
                 self._signal(signal.SIGKILL, [rank])
             return
         rank.failure = report_wrong_call(found, self.run_dir / LOGS, self.saved)
         rank.failed_at = time.monotonic()
-        self._order(rank, Order("halt", self.generation))
+        self._send_command(rank, RankCommand("halt", self.generation))
         self._halt()
 
     def _on_recorder(self, message: Message) -> None:
@@ -232,7 +232,7 @@ class RankSupervisor(SupervisorSettings):
         self._notify({"event": "hang", **self._recorders.judge().as_dict()})
 
     def _is_late(self, rank: RankView) -> bool:
-        return rank.alive and (self.state in (State.FAILED, State.CHANGING) or not rank.left)
+        return rank.alive and (self.state in (State.FAILED, State.CHANGING) or not rank.has_left_generation)
 
     def _on_hello(self, message: Message) -> None:
         """The agent of a node can start ranks."""
@@ -262,7 +262,7 @@ class RankSupervisor(SupervisorSettings):
         self.state = State.STARTING
         self._store.begin(self.generation)
         for rank in self._ranks:
-            self._starter.start(rank, self._join_order())
+            self._starter.start(rank, self._join_command())
 
     def _on_node_joined(self, message: Message) -> None:
         joined, nodes = len(self._agents.nodes), self._agents.count
@@ -332,12 +332,12 @@ class RankSupervisor(SupervisorSettings):
             self._store.begin(self.generation)
             self.state, self._deadline = State.RUNNING, float("inf")
 
-    def _join_order(self, restore_step: int | None = None, resume_from: str | None = None) -> Order:
+    def _join_command(self, restore_step: int | None = None, resume_from: str | None = None) -> RankCommand:
         store = f"{self._store_dir}/generation-{self.generation}" if self.world_size > 1 else None
         if self._agents.count > 1:
             store = RELAYED_STORE
-        order = Order("join", self.generation, store, restore_step, resume_from)
-        return replace(order, min_position=self._min_position)
+        command = RankCommand("join", self.generation, store, restore_step, resume_from)
+        return replace(command, min_position=self._min_position)
 
     def _on_event(self, message: Message) -> None:
         rank, event = self._ranks[message["rank"]], message["event"]
@@ -427,9 +427,9 @@ class RankSupervisor(SupervisorSettings):
             self._deadline = time.monotonic() + self.stop_grace_s
             self._agents.allow_redial(False)
             for rank in self._ranks:
-                if not rank.left:
-                    self._order(rank, Order("halt", self.generation))
-        if all(rank.left for rank in self._ranks):
+                if not rank.has_left_generation:
+                    self._send_command(rank, RankCommand("halt", self.generation))
+        if all(rank.has_left_generation for rank in self._ranks):
             self._decide()
 
     def _begin_recovery(self) -> Recovery:
@@ -473,7 +473,7 @@ class RankSupervisor(SupervisorSettings):
         self._deadline = time.monotonic() + self.stop_grace_s
         for rank in self._ranks:
             if rank.alive:
-                self._order(rank, Order("exit", self.generation))
+                self._send_command(rank, RankCommand("exit", self.generation))
 
     def _find_wrong_call(self, first: RankView) -> None:
         """Find out whether a rank failed because of a wrong call: gloo aborts the process."""
@@ -499,24 +499,24 @@ class RankSupervisor(SupervisorSettings):
 
     def _join_from(self, source: StateSource) -> None:
         """Let all ranks join the generation and load their state; start those that have no process."""
-        self._hang, self._silenced = None, {}
+        self._hang, self._unresponsive = None, {}
         self._store.begin(self.generation)
-        order = self._join_order(source.snapshot_step, source.checkpoint)
-        order = replace(order, reshard_from=source.reshard_from)
+        command = self._join_command(source.snapshot_step, source.checkpoint)
+        command = replace(command, reshard_from=source.reshard_from)
         self.state, self._joined = State.REGROUPING, set()
         assert self._recovery is not None, "it began with the failure"
-        # Before the orders: a rank may begin its part of the recovery while others are still told.
+        # Before the commands: a rank may begin its part of the recovery while others are still told.
         self._recovery.note_ordered(source.name, self.furthest_step)
         for rank in self._ranks:
             alive = rank.alive
             rank.alive, rank.exit_status, rank.fenced, rank.failure = True, None, False, None
             if alive:
-                self._order(rank, order)
+                self._send_command(rank, command)
             else:
-                self._starter.start(rank, order)
+                self._starter.start(rank, command)
 
-    def _order(self, rank: RankView, order: Order) -> None:
-        self._agents.send(rank.rank, {"do": "order", "rank": rank.rank, "order": order.as_dict()})
+    def _send_command(self, rank: RankView, command: RankCommand) -> None:
+        self._agents.send(rank.rank, {"do": "command", "rank": rank.rank, "command": command.as_dict()})
 
     def _signal(self, number: int, ranks: Sequence[RankView]) -> None:
         for rank in ranks:
@@ -571,7 +571,7 @@ class RankSupervisor(SupervisorSettings):
         node = self._agents.node_of(rank.rank)
         return FailureReport(
             rank,
-            self._silenced.get(rank.rank, self._hang),
+            self._unresponsive.get(rank.rank, self._hang),
             self.world_size,
             self.furthest_step,
             node,

@@ -51,8 +51,8 @@ class RankView:
     """Whether its process was killed as a straggler, so that another one takes the rank."""
 
     @property
-    def left(self) -> bool:
-        """Whether it is out of the generation."""
+    def has_left_generation(self) -> bool:
+        """Whether it is no longer in its collectives: it has ended, or reported a failure."""
         return not self.alive or self.failure is not None
 
     @property

@@ -23,7 +23,7 @@ class Recovery:
     failed_at: float
     """When the supervisor knew of the failure."""
     detect_s: float | None
-    """From the last sign of life of the failed rank to that moment; None if it is not known."""
+    """From the last sign of life of the failed rank to that time; None if it is not known."""
     failed_rank: int | None = None
     """None if devices came back, and no rank failed."""
     how: str = ""
@@ -32,7 +32,7 @@ class Recovery:
     furthest_step: int = 0
     """Steps that the run had done."""
     _halted_at: float = 0.0
-    _ordered_at: float = 0.0
+    _commands_sent_at: float = 0.0
     _ready_at: float | None = None
     _setup_s: dict[int, Mapping[str, float]] = field(default_factory=dict)
     _restored_step: int = 0
@@ -43,7 +43,7 @@ class Recovery:
 
     def note_ordered(self, source: str, furthest_step: int) -> None:
         """It is decided; all ranks are now told to join the next generation."""
-        self._ordered_at, self.source, self.furthest_step = time.monotonic(), source, furthest_step
+        self._commands_sent_at, self.source, self.furthest_step = time.monotonic(), source, furthest_step
 
     def note_setup(self, rank: int, setup_s: Mapping[str, float]) -> None:
         """A rank is ready, and took this long for each part of its setup."""
@@ -61,7 +61,7 @@ class Recovery:
             "replayed_steps": max(0, self.furthest_step - restored_step),
             "detect_s": self.detect_s,
             "halt_s": self._halted_at - self.failed_at,
-            "decide_s": self._ordered_at - self._halted_at,
+            "decide_s": self._commands_sent_at - self._halted_at,
             **{f"{part}_s": slowest.get(part, 0.0) for part in SETUP_PARTS},
             "seconds": self._ready_at - self.failed_at,
         }

@@ -39,7 +39,7 @@ class SupervisorSettings:
     """How long the ranks go on when this process has died; 0: they are killed."""
     spares: int = 0
     """Warm processes without a rank to keep."""
-    keeps_silent: bool = True
+    fences_unresponsive: bool = True
     """Whether a process that does not answer is fenced and may rejoin. On GPUs it is killed: it would hold
     the device memory that its successor needs."""
     agents: AgentPool | None = None

@@ -2,7 +2,7 @@
 
 ``replace`` is limited: each replacement costs a recovery, and does not help if the device is slow and not the
 process. The supervisor feeds the ``step`` events of all ranks, writes the events that it gets back, and
-carries out the orders.
+carries out the actions.
 """
 
 from __future__ import annotations

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 from meshwright.core.events import Event
 from meshwright.elastic.layout_change import LayoutChange, RetiredSteps, StateSource
-from meshwright.elastic.leaving_nodes import LeavingNodes
+from meshwright.elastic.preemption import PreemptionSupervisor
 from meshwright.elastic.rank_view import State
 from meshwright.elastic.recovery import Recovery
 from meshwright.elastic.straggler_policy import StragglerEvent
 from meshwright.launch.channel import Message
-from meshwright.launch.rank_process import Order
+from meshwright.launch.rank_process import RankCommand
 
 
 @dataclass
-class Supervisor(LeavingNodes):
+class Supervisor(PreemptionSupervisor):
     """Runs a job until it ends, or goes on in another layout."""
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class Supervisor(LeavingNodes):
             self.state, self._deadline = State.CHANGING, time.monotonic() + self.stop_grace_s
             for rank in self._ranks:
                 if rank.alive:
-                    self._order(rank, Order("leave", self.generation))
+                    self._send_command(rank, RankCommand("leave", self.generation))
         elif self.budget.on_lost_node == "give-up" or not self.layouts.devices.may_return(
             self._ready, time.monotonic()
         ):

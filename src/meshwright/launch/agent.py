@@ -1,10 +1,10 @@
 """The agent of a node: starts that node's ranks and spares, watches them, and keeps their snapshots.
 
-It is a process of its own between the supervisor and the ranks. It passes events to the supervisor and orders
-to the ranks, and decides nothing. It is forked from the fork server, which has imported torch, and forks the
-ranks. When the supervisor is gone, the ranks go on for ``orphan_s`` seconds, in which a new supervisor can
-adopt them. Then they save a checkpoint and stop. The agent of node 0 also waits if all ranks of the run are
-on other nodes: through it a new supervisor knows that they train.
+It is a process of its own between the supervisor and the ranks. It passes events to the supervisor and
+commands to the ranks, and decides nothing. It is forked from the fork server, which has imported torch, and
+forks the ranks. When the supervisor is gone, the ranks go on for ``orphan_s`` seconds, in which a new
+supervisor can adopt them. Then they save a checkpoint and stop. The agent of node 0 also waits if all ranks
+of the run are on other nodes: through it a new supervisor knows that they train.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.launch.channel import Channel, Message
 from meshwright.launch.collective_memory import CollectiveMemory
 from meshwright.launch.exits import EXIT_PEER_LOST
 from meshwright.launch.fence import Fence
-from meshwright.launch.rank_process import Order, RankSetup, run_rank_process
+from meshwright.launch.rank_process import RankCommand, RankSetup, run_rank_process
 from meshwright.launch.snapshot_slots import EMPTY, SnapshotSlots
 
 POLL_S = 0.2
@@ -43,7 +43,7 @@ ORPHAN_GRACE_S = 30.0
 """How long ranks without a supervisor have to save and stop."""
 OTHERS_GRACE_S = 45.0
 """The same for ranks of other nodes, whose agents may notice the loss of the supervisor later."""
-KEPT = ("failed", "fenced", "rejoined")
+REPORTS_KEPT_FOR_SUPERVISOR = ("failed", "fenced", "rejoined")
 """Reports from the time without a supervisor, for the next one; it gets exits and the run folder, too."""
 HELLO_TIMEOUT_S = 1.0
 """How long the agent waits for the token of a new supervisor."""
@@ -78,16 +78,16 @@ class _Process:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal stopped it: it cannot take an order."""
+        """Whether a signal stopped it: it cannot take a command."""
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
             return stat.rpartition(")")[2].split()[0] in ("T", "t")
         return False
 
-    def send(self, order: Order) -> None:
-        """Send an order; one that is gone is noticed by its exit."""
+    def send(self, command: RankCommand) -> None:
+        """Send a command; one that is gone is noticed by its exit."""
         with contextlib.suppress(OSError):
-            self.channel.queue(order.as_dict())
+            self.channel.queue(command.as_dict())
 
     def signal(self, number: int) -> None:
         """Send a signal."""
@@ -112,7 +112,7 @@ class Agent:
     """First generation of the layout that wrote them."""
     layout_generation: int = 0
     """First generation of the layout that writes ``snapshots``."""
-    begun: int = -1
+    announced_generation: int = -1
     """First generation of the newest layout that the supervisor has announced."""
     recorders: dict[int, FlightMemory] = field(default_factory=dict)
     """The flight recorder of each rank's newest process."""
@@ -123,8 +123,8 @@ class Agent:
     """How long the ranks go on without a supervisor; 0: they are killed."""
     spares: int = 0
     """Processes without a rank to keep."""
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """How the newest rank was started."""
+    start_arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the newest rank: ``entry``, ``run_dir``, ``environment`` and ``log``."""
     generation: int = 0
     """The newest that a rank was told to join."""
     unreported: list[Message] = field(default_factory=list)
@@ -221,7 +221,7 @@ class Agent:
         self.selector.modify(channel, events, self.selector.get_key(channel).data)
 
     def _report(self, message: Message) -> None:
-        if message["is"] in KEPT:
+        if message["is"] in REPORTS_KEPT_FOR_SUPERVISOR:
             self.unreported.append(message)
         if self.supervisor is not None:
             try:
@@ -294,14 +294,14 @@ class Agent:
         run_dir: str,
         environment: dict[str, str],
         log: str,
-        order: Message,
+        command: Message,
         keep_snapshots: bool,
         layout_generation: int,
     ) -> None:
         """Give a rank to a spare, or to a new process."""
         self.layout_generation = layout_generation
-        self.recipe = {"entry": entry, "run_dir": run_dir, "environment": environment, "log": log}
-        self.generation = max(self.generation, order["generation"])
+        self.start_arguments = {"entry": entry, "run_dir": run_dir, "environment": environment, "log": log}
+        self.generation = max(self.generation, command["generation"])
         self.exits.pop(rank, None)
         if keep_snapshots and rank not in self.snapshots:
             self.snapshots[rank] = SnapshotSlots.create(rank)
@@ -313,7 +313,7 @@ class Agent:
         fence, memory = Fence(), self.snapshots.get(rank)
         retired = {str(rank): memory.path for rank, memory in self.retired.items()}
         setup = RankSetup(environment, log, fence.path, None if memory is None else memory.path, retired)
-        first = replace(self._complete(order), setup=setup)
+        first = replace(self._complete(command), setup=setup)
         process = next((p for p in self.processes if p.is_spare and not p.is_stopped), None)
         if process is None:
             process = self._fork(entry, run_dir, environment, log, first, fence)
@@ -335,7 +335,7 @@ class Agent:
         run_dir: str,
         environment: dict[str, str],
         log: str,
-        order: Order | None = None,
+        command: RankCommand | None = None,
         fence: Fence | None = None,
     ) -> _Process:
         """Start a process, for a rank or as a spare."""
@@ -346,7 +346,7 @@ class Agent:
                 self._close_in_child(here)
                 if fence is not None:  # it opens its own: this one would share the agent's lock
                     fence.close()
-                run_rank_process(there, entry, run_dir, environment, log, order)
+                run_rank_process(there, entry, run_dir, environment, log, command)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -381,14 +381,14 @@ class Agent:
             recorder.close()
         self.collectives.close()
 
-    def _do_order(self, rank: int, order: Message) -> None:
-        self.generation = max(self.generation, order["generation"])
+    def _do_command(self, rank: int, command: Message) -> None:
+        self.generation = max(self.generation, command["generation"])
         for process in self._of(rank):
-            process.send(self._complete(order))
+            process.send(self._complete(command))
 
-    def _complete(self, order: Message) -> Order:
-        """Name the memory for collectives in an order to join a generation."""
-        read = Order.from_dict(order)
+    def _complete(self, command: Message) -> RankCommand:
+        """Name the memory for collectives in a command to join a generation."""
+        read = RankCommand.from_dict(command)
         if read.action != "join":
             return read
         return replace(read, collective_memory=self.collectives.path(read.generation))
@@ -417,7 +417,7 @@ class Agent:
                 process.signal(signal.SIGKILL)
                 continue
             process.fenced = True
-            process.send(Order("fence", self.generation))
+            process.send(RankCommand("fence", self.generation))
             self._report({"is": "fenced", "rank": rank, "pid": process.pid, "generation": self.generation})
 
     def _copy_snapshots(self, rank: int) -> bool:
@@ -438,8 +438,8 @@ class Agent:
     def _do_begin_layout(self, generation: int, others_train: bool = False) -> None:
         """All ranks have ended, and the run goes on in another layout: keep what they left for its ranks."""
         self.others_train = others_train
-        if generation != self.begun:
-            self.begun = generation
+        if generation != self.announced_generation:
+            self.announced_generation = generation
             if any(step != EMPTY for memory in self.snapshots.values() for step in memory.steps()):
                 self._do_drop_retired()
                 self.retired, self.retired_from = self.snapshots, self.layout_generation
@@ -503,7 +503,7 @@ class Agent:
             process.fence.close()
             process.rank, process.fence, process.fenced = None, None, False
         else:
-            process.send(Order("exit", self.generation))
+            process.send(RankCommand("exit", self.generation))
 
     def _reap(self) -> None:
         """Report processes that have ended, after their last message."""
@@ -518,7 +518,7 @@ class Agent:
                 process.channel.close()
             code = os.waitstatus_to_exitcode(status)
             if process.fenced and code == EXIT_PEER_LOST and self._needs_spare:  # it woke up, and was stuck
-                self._report_rejoined(process, self._fork(**self.recipe).pid)
+                self._report_rejoined(process, self._fork(**self.start_arguments).pid)
             self.processes.remove(process)
             if process.pidfd >= 0:
                 self.selector.unregister(process.pidfd)

@@ -1,6 +1,6 @@
 """A rank's process as its agent starts it, and the link between the two.
 
-Events go up the link, orders come down. A thread reads the orders, because the main thread may wait in a
+Events go up the link, commands come down. A thread reads the commands, because the main thread may wait in a
 collective for a rank that no longer answers.
 """
 
@@ -52,8 +52,8 @@ class RankSetup:
 
 
 @dataclass(frozen=True)
-class Order:
-    """An order of the supervisor to a rank."""
+class RankCommand:
+    """A command from the supervisor to a rank."""
 
     action: Literal["join", "halt", "stop", "fence", "exit", "leave"]
     """``join`` a generation, ``halt`` the current one at once, ``stop`` it after a step with a checkpoint,
@@ -67,7 +67,7 @@ class Order:
     resume_from: str | None = None
     """The checkpoint to go on from, where there is no snapshot. Without both, the run starts again."""
     setup: RankSetup | None = None
-    """For a process that becomes a rank with this order."""
+    """For a process that becomes a rank with this command."""
     min_position: int = 0
     """Samples that no rank reads again: a rollback skips them."""
     reshard_from: str | None = None
@@ -80,8 +80,8 @@ class Order:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, message: Message) -> Order:
-        """The order of a message."""
+    def from_dict(cls, message: Message) -> RankCommand:
+        """The command in a message."""
         setup = message["setup"]
         return cls(**{**message, "setup": None if setup is None else RankSetup(**setup)})
 
@@ -98,7 +98,7 @@ class Order:
 class RankLink:
     """The link of a process to its agent. It is called with an event to send it.
 
-    A process has a rank from an order with a ``setup`` until it is fenced. Without a rank it is a spare.
+    A process has a rank from a command with a ``setup`` until it is fenced. Without a rank it is a spare.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -110,12 +110,12 @@ class RankLink:
         self.commit = CommitGuard()
         self.snapshots: SnapshotSlots | None = None
         """Memory for the snapshots of the rank."""
-        self.ordered_at = time.perf_counter()
-        """When the newest order to join came; that of the first one: when the process started."""
+        self.join_command_at = time.perf_counter()
+        """When the newest command to join came; that of the first one: when the process started."""
         self._channel = channel
-        self._order: Order | None = None
-        """The order to obey next."""
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._command: RankCommand | None = None
+        """The command to handle next."""
+        self._commands: queue.SimpleQueue[RankCommand] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._abort: Callable[[], None] | None = None
         self._joins = False
@@ -126,8 +126,8 @@ class RankLink:
         """The generation that the supervisor asked to stop after a step."""
 
     def start(self) -> None:
-        """Start reading orders."""
-        threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
+        """Start reading commands."""
+        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
 
     def __call__(self, event: Event) -> None:
         """Send an event."""
@@ -164,19 +164,19 @@ class RankLink:
         finally:
             self._joins = False
 
-    def wait_for_rank(self) -> Order:
+    def wait_for_rank(self) -> RankCommand:
         """Wait as a spare until this process becomes a rank, or must exit."""
-        if self._order is None:
-            order = self._orders.get()
-            while order.setup is None and order.action != "exit":  # for the rank that it was before
-                order = self._orders.get()
-            self._order = self._take(order)
-        order, self._order = self._order, None
-        return order
+        if self._command is None:
+            command = self._commands.get()
+            while command.setup is None and command.action != "exit":  # for the rank that it was before
+                command = self._commands.get()
+            self._command = self._take(command)
+        command, self._command = self._command, None
+        return command
 
-    def assign(self, order: Order) -> None:
-        """Let the next ``wait_for_rank`` return this order: the process was started for a rank."""
-        self._order = self._take(order)
+    def assign(self, command: RankCommand) -> None:
+        """Let the next ``wait_for_rank`` return this command: the process was started for a rank."""
+        self._command = self._take(command)
 
     def offer_as_spare(self) -> None:
         """Report that this process was fenced, has left its generation, and can become another rank."""
@@ -186,25 +186,25 @@ class RankLink:
         with contextlib.suppress(OSError):
             self._channel.send({"is": "offered"})
 
-    def _take(self, order: Order) -> Order:
-        setup = order.setup
+    def _take(self, command: RankCommand) -> RankCommand:
+        setup = command.setup
         if setup is not None:
             self.commit.open(setup.fence)
             self.snapshots = None if setup.snapshots is None else SnapshotSlots.open(setup.snapshots)
             _redirect_output(setup.log)
-        self.ordered_at = time.perf_counter()
-        if order.action == "join":
-            self.commit.begin(order.generation)
-        order.enter()
-        return order
+        self.join_command_at = time.perf_counter()
+        if command.action == "join":
+            self.commit.begin(command.generation)
+        command.enter()
+        return command
 
-    def report_failure(self, generation: int, failure: Mapping[str, Any]) -> Order:
-        """Report that this rank left a generation, and wait for the next order."""
+    def report_failure(self, generation: int, failure: Mapping[str, Any]) -> RankCommand:
+        """Report that this rank left a generation, and wait for the next command."""
         with contextlib.suppress(OSError):
             self._channel.send({"is": "failed", "generation": generation, **failure})
-        return self._take(self._orders.get())
+        return self._take(self._commands.get())
 
-    def _read_orders(self) -> None:
+    def _read_commands(self) -> None:
         while True:
             try:
                 messages = self._channel.receive()
@@ -214,20 +214,20 @@ class RankLink:
                 if "reply" in message:
                     self.requests.answer(message["reply"])
                     continue
-                self._obey(Order.from_dict(message))
+                self._handle_command(RankCommand.from_dict(message))
 
-    def _obey(self, order: Order) -> None:
-        if order.action in ("halt", "fence"):
+    def _handle_command(self, command: RankCommand) -> None:
+        if command.action in ("halt", "fence"):
             with self._lock:
-                self.commit.halt(order.generation)
-                self.requests.end(order.generation)
+                self.commit.halt(command.generation)
+                self.requests.end(command.generation)
                 if self._abort is not None:
                     self._call_abort(self._abort)
                     threading.Thread(target=self._exit_if_stuck, args=(self._abort,), daemon=True).start()
-        if order.action == "stop":
-            self.stopped_generation = order.generation
-        elif order.action != "halt":
-            self._orders.put(order)
+        if command.action == "stop":
+            self.stopped_generation = command.generation
+        elif command.action != "halt":
+            self._commands.put(command)
 
     def _call_abort(self, abort: Callable[[], None]) -> None:
         """End the collectives. If that fails, this rank does not leave them, and ends."""
@@ -261,7 +261,7 @@ def run_rank_process(
     run_dir: str,
     environment: Mapping[str, str],
     log: str,
-    order: Order | None,
+    command: RankCommand | None,
 ) -> None:
     """Body of a forked process: environment, output, link to the agent; then ``entry``. Does not return.
 
@@ -271,7 +271,7 @@ def run_rank_process(
         run_dir: Folder of the run.
         environment: Environment of every rank.
         log: File for the output.
-        order: The first one; None for a spare.
+        command: The first one; None for a spare.
     """
     gc.freeze()
     gc.enable()  # disabled by launch.forkserver_preload
@@ -282,8 +282,8 @@ def run_rank_process(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     _redirect_output(log)
     link = RankLink(Channel(connection))
-    if order is not None:
-        link.assign(order)
+    if command is not None:
+        link.assign(command)
     link.start()
     module, _, function = entry.partition(":")
     status = getattr(importlib.import_module(module), function)(run_dir, link)

@@ -138,7 +138,7 @@ class RemoteNodes:
     run: str
     """Identity of the run: an agent that was part of it before has the same one."""
     describe: Callable[[int], Message]
-    """The order to prepare a node: files, and what to check."""
+    """The command to prepare a node: files, and what to check."""
     adopting: bool = False
     """Whether agents whose ranks still train are taken over with them."""
     torch: str = ""
@@ -213,8 +213,8 @@ class RemoteNodes:
     def _prepare(self, fd: int, node: int) -> None:
         self._nodes[fd] = node
         agent = self._joining[fd]
-        order = {"do": "adopt"} if self.adopting else self.describe(node)
-        agent.send({**order, "session": agent.session.name})
+        command = {"do": "adopt"} if self.adopting else self.describe(node)
+        agent.send({**command, "session": agent.session.name})
 
     def _go_on(self, fd: int, present: frozenset[int], joined: list[Joined], reports: list[Message]) -> None:
         """Go on with one agent."""

@@ -1,7 +1,7 @@
 """The hierarchical all-reduce of gradients (``train.all_reduce``): its process groups and its buffers.
 
 DDP all-reduces each bucket in three phases (``schedule.collective.phases``): reduce-scatter inside each node,
-all-reduce of each shard between the nodes, all-gather inside each node. Pieces of the bucket are pipelined
+all-reduce of each shard between the nodes, all-gather inside each node. Chunks of the bucket are pipelined
 through the phases. With K nodes, each node sends 2 (K - 1) / K of a bucket; a ring over R ranks sends
 2 (R - 1) / R: 1.5 times as much for two nodes of two ranks. Ranks are placed in rank order or as the job
 says: the planner does not search a placement for a hierarchical all-reduce.
@@ -24,10 +24,10 @@ if TYPE_CHECKING:  # imported late: few jobs need schedules, and every rank impo
     from meshwright.schedule.collective.phases import Groups
     from meshwright.schedule.collective.steps import CollectiveSchedule
 
-MOST_PIECES = 4
-"""Pieces of a bucket: one is exchanged between the nodes while another one is exchanged inside them."""
-LEAST_PIECE_ELEMENTS = 1 << 16
-"""Smaller pieces cost more latency than they hide."""
+MOST_CHUNKS = 4
+"""Chunks of a bucket: one is exchanged between the nodes while another one is exchanged inside them."""
+LEAST_CHUNK_ELEMENTS = 1 << 16
+"""Smaller chunks cost more latency than they hide."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Hierarchy:
         """Elements of a bucket that can be split into equal shards."""
         return -(-count // self.ranks_per_node) * self.ranks_per_node
 
-    def pieces(self, count: int) -> list[tuple[int, int]]:
-        """The pieces of a bucket that are pipelined: the parts of a shard, from and to which element."""
+    def chunks(self, count: int) -> list[tuple[int, int]]:
+        """The chunks of a bucket that are pipelined: the parts of a shard, from and to which element."""
         from meshwright.schedule.collective.steps import split_evenly  # noqa: PLC0415
 
         shard = self.padded(count) // self.ranks_per_node
-        pieces = min(MOST_PIECES, max(1, count // LEAST_PIECE_ELEMENTS))
-        return list(split_evenly(0, shard, pieces))
+        chunks = min(MOST_CHUNKS, max(1, count // LEAST_CHUNK_ELEMENTS))
+        return list(split_evenly(0, shard, chunks))
 
     def buffer_sizes(self, buckets: Sequence[int]) -> tuple[int, int]:
         """Elements of the buffer for a bucket that does not split evenly, and of the buffer for a shard.

@@ -121,12 +121,11 @@ def read_process_time() -> ProcessTime:
     return ProcessTime(time.process_time(), queued_ns / 1e9)
 
 
-def estimate_idle_s(wall_s: Sequence[float], spent: Sequence[ProcessTime]) -> float:
-    """The time that repetitions would take on an otherwise idle machine.
+def estimate_uncontended_s(wall_s: Sequence[float], spent: Sequence[ProcessTime]) -> float:
+    """Time of repetitions minus run-queue wait (schedstat): about their time on an otherwise idle machine.
 
-    It is the time that no thread waited for a CPU, or the CPU time, if that is more: of several threads only
-    some wait for each other. The median over the quarter with the smallest share of time in run queues. On
-    an idle machine this is the time itself.
+    It is at least the CPU time: waits of several threads at once would count more than once. The median over
+    the quarter with the smallest share of time in run queues.
 
     Args:
         wall_s: Time of each repetition.

@@ -5,7 +5,7 @@ i computes slice i. The last b replicas are backups: each computes the slice of 
 steps before. A replica abandons its slice when another replica has finished it. So a step takes the
 first k of n gradients, and a slow replica does not delay it.
 
-1. A replica that finishes a slice notes it on the board (``SliceBoard``). The first one holds the slice.
+1. A replica that finishes a slice notes it in the store (``FinishedSlices``). The first one holds the slice.
 2. It joins an all-gather of claims: which slice it holds, and how long that took. The others join when every
    slice is finished.
 3. Buckets of gradients are exchanged by all-to-all, summed in the order of the slices, and all-gathered. A
@@ -32,17 +32,17 @@ from meshwright.layout.backup_replicas import padded_size
 from meshwright.parallel.collectives import all_gather_into
 
 POLL_S = 0.01
-"""Shortest time between two reads of the board while a slice is computed."""
-SILENT_S = 10.0
-"""Time without reads after a board did not answer."""
+"""Shortest time between two queries of the store while a slice is computed."""
+STORE_BACKOFF_S = 10.0
+"""Time without queries after the store did not answer."""
 SMOOTHING = 0.3
 """Weight of the last step in the relative time of a slice."""
 FADING = 0.99
 """Decay of the relative time of a slice that its own replica did not finish."""
 
 
-class Board(Protocol):
-    """The part of ``torch.distributed.Store`` that a board needs."""
+class SliceStore(Protocol):
+    """The part of ``torch.distributed.Store`` that finished slices are kept in."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to an integer; returns the sum."""
@@ -58,13 +58,13 @@ class SliceTakenError(Exception):
     """Every slice of the step is finished: the computation of this replica is not needed."""
 
 
-class SliceBoard:
+class FinishedSlices:
     """The finished slices of a step, in a store that all replicas see.
 
     It only saves time. If the store does not answer, every replica finishes its slice.
     """
 
-    def __init__(self, store: Board, slices: int) -> None:
+    def __init__(self, store: SliceStore, slices: int) -> None:
         """Use a store.
 
         Args:
@@ -72,43 +72,43 @@ class SliceBoard:
             slices: Slices of a step.
         """
         self._store, self._slices = store, slices
-        self._step, self._asked, self._silent_until = 0, 0.0, 0.0
+        self._step, self._queried_at, self._retry_at = 0, 0.0, 0.0
         self._own: list[str] = []
 
     def begin(self, step: int) -> None:
         """Start a step. Its number is the same on all replicas."""
         for key in self._own:  # of the previous step, which all replicas have left
-            self._ask(partial(self._store.delete_key, key), default=True)
+            self._query(partial(self._store.delete_key, key), default=True)
         self._step, self._own = step, []
 
-    def finish(self, index: int) -> bool:
+    def add(self, index: int) -> bool:
         """Note that a slice is finished; returns whether this replica is the first."""
         key = self._key(index)
         self._own.append(key)
-        return self._ask(lambda: self._store.add(key, 1) == 1, default=True)
+        return self._query(lambda: self._store.add(key, 1) == 1, default=True)
 
     def is_finished(self, index: int) -> bool:
         """Whether a slice is finished."""
-        return self._ask(lambda: self._store.check([self._key(index)]), default=False)
+        return self._query(lambda: self._store.check([self._key(index)]), default=False)
 
     def are_all_finished(self) -> bool:
-        """Whether all slices are finished; asks the store at most once in ``POLL_S``."""
-        if time.monotonic() < self._asked + POLL_S:
+        """Whether all slices are finished; queries the store at most once in ``POLL_S``."""
+        if time.monotonic() < self._queried_at + POLL_S:
             return False
-        self._asked = time.monotonic()
+        self._queried_at = time.monotonic()
         keys = [self._key(index) for index in range(self._slices)]
-        return self._ask(lambda: self._store.check(keys), default=False)
+        return self._query(lambda: self._store.check(keys), default=False)
 
     def _key(self, index: int) -> str:
         return f"slice/{self._step}/{index}"
 
-    def _ask(self, question: Callable[[], bool], default: bool) -> bool:
-        if time.monotonic() < self._silent_until:
+    def _query(self, call: Callable[[], bool], default: bool) -> bool:
+        if time.monotonic() < self._retry_at:
             return default
         try:
-            return question()
+            return call()
         except dist.DistStoreError:
-            self._silent_until = time.monotonic() + SILENT_S
+            self._retry_at = time.monotonic() + STORE_BACKOFF_S
             return default
 
 
@@ -136,7 +136,7 @@ class BackupReplicas:
         buckets: Sequence[Sequence[str]],
         group: dist.ProcessGroup,
         slices: int,
-        board: SliceBoard | None,
+        finished_slices: FinishedSlices | None,
         interruptible: Sequence[nn.Module] = (),
     ) -> None:
         """Make the gradients views of buckets.
@@ -146,13 +146,13 @@ class BackupReplicas:
             buckets: Names of the parameters of each bucket.
             group: All replicas.
             slices: Slices of a step; the first replicas own one each.
-            board: Board of finished slices; without one every replica finishes its slice.
+            finished_slices: Finished slices of the step; without them every replica finishes its slice.
             interruptible: Modules before whose forward pass a late replica may abandon its slice.
         """
         named = dict(model.named_parameters())
         self._buckets = [_Bucket.of([named[name] for name in names]) for names in buckets]
         self._group, self._rank, self._ranks = group, group.rank(), group.size()
-        self.slices, self._board = slices, board
+        self.slices, self._finished_slices = slices, finished_slices
         largest = max(padded_size(bucket.flat.numel(), self._ranks) for bucket in self._buckets)
         device = self._buckets[0].flat.device
         self.buffers = torch.zeros(2, largest, device=device)
@@ -160,7 +160,7 @@ class BackupReplicas:
         self._relative_s = [1.0] * slices
         """Time of each slice on its own replica, relative to the median."""
         self.used_slice: int | None = None
-        """The slice of the last step whose gradient this replica gave; None if another one did."""
+        """The slice of the last step for which the gradient of this replica was used, if any."""
         self._calls, self._may_abandon = 0, False
         for module in interruptible:
             module.register_forward_pre_hook(self._check)
@@ -175,29 +175,29 @@ class BackupReplicas:
             audited: Whether the step is measured: then every replica finishes its slice.
         """
         self._calls += 1
-        board = None if audited else self._board
-        if board is not None:
-            board.begin(self._calls)
+        finished_slices = None if audited else self._finished_slices
+        if finished_slices is not None:
+            finished_slices.begin(self._calls)
         started, held, spent_s = time.perf_counter(), None, 0.0
-        for index in self._choose_slices(board):
+        for index in self._choose_slices(finished_slices):
             self._zero_grads()
-            with self._abandoning(board):
+            with self._abandoning(finished_slices):
                 accumulate(index)
                 self._synchronize()
                 spent_s = time.perf_counter() - started
-                if board is None or board.finish(index):
+                if finished_slices is None or finished_slices.add(index):
                     held = index
             if held is not None:
                 break
         gathered = self._gather_claims(held, spent_s)
-        # Without a board each replica has finished its slice, and its owner counts.
-        holders = list(range(self.slices)) if board is None else self._read_claims(gathered)
+        # Without finished slices in a store each replica has finished its slice, and its owner counts.
+        holders = list(range(self.slices)) if finished_slices is None else self._read_claims(gathered)
         self._sum_gradients(holders)
         self.used_slice = held if held is not None and holders[held] == self._rank else None
 
-    def _choose_slices(self, board: SliceBoard | None) -> Iterator[int]:
+    def _choose_slices(self, finished_slices: FinishedSlices | None) -> Iterator[int]:
         """The slice of this replica; for a backup all unfinished slices, the slowest ones first."""
-        if self._rank < self.slices or board is None:
+        if self._rank < self.slices or finished_slices is None:
             yield self._rank % self.slices
             return
         order = sorted(
@@ -206,7 +206,7 @@ class BackupReplicas:
         )
         first = (self._rank - self.slices) % self.slices
         order = order[first:] + order[:first]
-        yield from (index for index in order if not board.is_finished(index))
+        yield from (index for index in order if not finished_slices.is_finished(index))
 
     def _gather_claims(self, held: int | None, spent_s: float) -> Tensor:
         """All-gather which slice each replica holds, and how long that took."""
@@ -251,9 +251,9 @@ class BackupReplicas:
             bucket.flat.copy_(sent[:count])
 
     @contextmanager
-    def _abandoning(self, board: SliceBoard | None) -> Iterator[None]:
+    def _abandoning(self, finished_slices: FinishedSlices | None) -> Iterator[None]:
         """End the computation inside when all slices are finished."""
-        self._may_abandon = board is not None
+        self._may_abandon = finished_slices is not None
         try:
             yield
         except SliceTakenError:
@@ -263,7 +263,11 @@ class BackupReplicas:
 
     def _check(self, *_: Any) -> None:
         """Called at the start of a forward pass or a block, and when a gradient is there."""
-        if self._may_abandon and self._board is not None and self._board.are_all_finished():
+        if (
+            self._may_abandon
+            and self._finished_slices is not None
+            and self._finished_slices.are_all_finished()
+        ):
             raise SliceTakenError
 
     def _zero_grads(self) -> None:

@@ -1,9 +1,9 @@
 """Runs collective schedules on tensors: the point-to-point messages of one rank, pipelined in segments.
 
-The program of a rank comes from ``schedule.collective.segments``. Each message is cut into segments. Receives
-are posted ahead, so that the backend's threads transfer the next segments while this thread adds the one that
-has arrived; a segment is passed on as soon as it is complete. All ranks of the group must pass the same
-schedule, tensor size and segment size.
+The program of a rank comes from ``schedule.collective.segments``. Each message is split into segments.
+Receives are posted ahead, so that the backend's threads transfer the next segments while this thread adds the
+one that has arrived; a segment is passed on as soon as it is complete. All ranks of the group must pass the
+same schedule, tensor size and segment size.
 
 The calls are ``isend`` and ``irecv`` of a process group, so that the collective counter counts them and any
 backend runs them. On NCCL the steps run one after the other, and the messages of a step are one batch: NCCL
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwright.core.errors import CheckFailedError, Problem, require_argument
 from meshwright.schedule.collective.proof import prove_collective
-from meshwright.schedule.collective.segments import Segments, cut_into_segments
+from meshwright.schedule.collective.segments import Segments, split_into_segments
 from meshwright.schedule.collective.steps import CollectiveSchedule, Combine, Receive, Send
 
 SEGMENT_BYTES = 8 << 20
@@ -101,7 +101,7 @@ class ScheduleRunner:
         key = flat.numel(), flat.element_size()
         if key not in self._programs:
             segment = max(1, self._segment_bytes // flat.element_size())
-            self._programs[key] = cut_into_segments(
+            self._programs[key] = split_into_segments(
                 self.schedule, self.group.rank(), self._tensor_elements(flat), segment, self._in_flight
             )
         return self._programs[key]

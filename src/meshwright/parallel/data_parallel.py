@@ -17,7 +17,7 @@ from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.stages import local_stages
 from meshwright.models.decoder import Block
 from meshwright.models.init import WeightSource
-from meshwright.parallel.backup_replicas import BackupReplicas, SliceBoard
+from meshwright.parallel.backup_replicas import BackupReplicas, FinishedSlices
 from meshwright.parallel.bucket_reducer import BucketReducer, find_bucket_groups
 from meshwright.parallel.build import LocalModel, list_decoders
 from meshwright.parallel.ddp import FixedBucketDDP, apply_ddp
@@ -44,7 +44,10 @@ def apply_data_parallel(model: LocalModel, job: Job, mesh: Mesh, weights: Weight
 
 
 def build_bucket_reducer(model: nn.Module, job: Job, mesh: Mesh) -> BucketReducer | None:
-    """Build the reducer of a model with experts, whose gradients have another group than dense ones."""
+    """Build the reducer of a model with experts, whose gradients have another group than dense ones.
+
+    Only for layouts without pipelines: ``pipeline.build`` builds the reducers of pipeline stages.
+    """
     if job.layout.zero >= 2 or not has_expert_axes(job):
         return None
     buckets = find_bucket_groups(job, mesh, local_buckets(job, mesh.pp_rank))
@@ -65,11 +68,13 @@ def build_backup_replicas(
     if not job.layout.backup_replicas:
         return None
     slices = job.layout.data_degree
-    board = None if store is None else SliceBoard(store, slices)
+    finished_slices = None if store is None else FinishedSlices(store, slices)
     # Hooks of compiled blocks would be compiled with them.
     blocks = [m for m in model.modules() if isinstance(m, Block)] if uses_eager_blocks(job) else []
     buckets = local_buckets(job, mesh.pp_rank)
-    return BackupReplicas(model, buckets, mesh.group("dp_replicate"), slices, board, [model, *blocks])
+    return BackupReplicas(
+        model, buckets, mesh.group("dp_replicate"), slices, finished_slices, [model, *blocks]
+    )
 
 
 def build_rank_parameters(

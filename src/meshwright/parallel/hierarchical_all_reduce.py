@@ -1,6 +1,6 @@
 """Hierarchical all-reduce of gradient buckets, as a hook of DDP.
 
-Three collectives per piece of a bucket: reduce-scatter inside the node, all-reduce of this rank's shard
+Three collectives per chunk of a bucket: reduce-scatter inside the node, all-reduce of this rank's shard
 between the nodes, all-gather inside the node. Which ranks take part is read from a schedule
 (``layout.hierarchy``).
 
@@ -77,29 +77,29 @@ class HierarchicalAllReduce:
                 whole = self._padded[:size]
                 whole[:count].copy_(bucket)
                 whole[count:].zero_()
-            self._sum_pieces(whole, self._hierarchy.pieces(count))
+            self._sum_chunks(whole, self._hierarchy.chunks(count))
             if size > count:
                 bucket.copy_(whole[:count])
 
-    def _sum_pieces(self, whole: Tensor, pieces: Sequence[tuple[int, int]]) -> None:
-        """Sum a tensor of equal shards. One piece is between the nodes while others are inside them."""
+    def _sum_chunks(self, whole: Tensor, chunks: Sequence[tuple[int, int]]) -> None:
+        """Sum a tensor of equal shards. One chunk is between the nodes while others are inside them."""
         shards = self._hierarchy.ranks_per_node
         pending: tuple[dist.Work, Tensor, Tensor] | None = None
-        for low, high in pieces:
-            piece, shard = whole[low * shards : high * shards], self._shard[low:high]
-            reduce_scatter_into(shard, piece, group=self._intra_node)
+        for low, high in chunks:
+            chunk, shard = whole[low * shards : high * shards], self._shard[low:high]
+            reduce_scatter_into(shard, chunk, group=self._intra_node)
             work = dist.all_reduce(shard, group=self._inter_node, async_op=True)
             assert work is not None, "this rank is in the group"
             if pending is not None:
                 self._gather(*pending)
-            pending = work, piece, shard
+            pending = work, chunk, shard
         if pending is not None:
             self._gather(*pending)
 
-    def _gather(self, work: dist.Work, piece: Tensor, shard: Tensor) -> None:
+    def _gather(self, work: dist.Work, chunk: Tensor, shard: Tensor) -> None:
         """Wait for the sum of this rank's shard, and all-gather the shards inside the node."""
         work.wait()
-        all_gather_into(piece, shard, group=self._intra_node)
+        all_gather_into(chunk, shard, group=self._intra_node)
 
 
 def _observe_nothing(call: Callable[[], Any]) -> Any:

@@ -46,8 +46,8 @@ class CollectiveRow:
     """The larger of input and output tensor, on one rank."""
     time_s: float
     """Median over the rounds, of the slowest rank."""
-    idle_s: float
-    """Without the time that ranks waited for a core, in rounds with little of it."""
+    uncontended_s: float
+    """``time_s`` minus run-queue wait (schedstat), in the rounds with the least wait."""
     rounds: int
 
     @property
@@ -75,9 +75,9 @@ class CollectiveCurve:
         found = fit_line([row.bytes for row in rows], [row.time_s for row in rows])
         return cls(tuple(rows), *(found or (None, None)))
 
-    def fit_idle(self) -> tuple[float, float] | None:
-        """Latency and time per byte without the time that ranks waited for a core; None for one size."""
-        return fit_line([row.bytes for row in self.rows], [row.idle_s for row in self.rows])
+    def fit_uncontended(self) -> tuple[float, float] | None:
+        """Latency and time per byte of the uncontended times; None for one size."""
+        return fit_line([row.bytes for row in self.rows], [row.uncontended_s for row in self.rows])
 
     @property
     def name(self) -> str:

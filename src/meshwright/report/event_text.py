@@ -57,7 +57,7 @@ class EventText:
         steps, train = job.train.steps, job.train
         evaluations = steps // train.eval_every * (1 + len(job.data.eval)) if train.eval_every else 0
         saves = steps // job.checkpoint.every_steps if job.checkpoint.every_steps else 0
-        self._adds_news = evaluations + saves > OWN_LINES and not every_line
+        self._appends_to_step_lines = evaluations + saves > OWN_LINES and not every_line
         self._pending: dict[int, list[str]] = {}
         self.steps = job.train.steps
         self._memory_bytes: int | None = None
@@ -108,19 +108,19 @@ class EventText:
 
     def _describe_eval(self, event: Event) -> str | None:
         name, loss = event.get("set"), _event_loss(event)
-        if self._adds_news:
-            self._add_news(event["step"], f"held-out loss {loss}" if name is None else f"{name} {loss}")
+        if self._appends_to_step_lines:
+            self._append(event["step"], f"held-out loss {loss}" if name is None else f"{name} {loss}")
             return None
         samples = format_plural(event["samples"], "sample")
         of = "" if name is None else f" of {name}"
         return f"step {event['step']}: held-out loss {loss} on {samples}{of}"
 
-    def _add_news(self, step: int, text: str) -> None:
+    def _append(self, step: int, text: str) -> None:
         self._pending.setdefault(step, []).append(text)
 
     def _describe_checkpoint(self, event: Event) -> str | None:
-        if self._adds_news:
-            self._add_news(event["step"], "saved")
+        if self._appends_to_step_lines:
+            self._append(event["step"], "saved")
             return self.take_pending() if event["step"] >= self.steps else None  # no step line follows
         cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
         if event.get("slowdown") is not None:
@@ -128,8 +128,8 @@ class EventText:
         return f"step {event['step']}: checkpoint {event['path']} ({cost})"
 
     def _describe_checkpoint_waited(self, event: Event) -> str | None:
-        if self._adds_news:
-            self._add_news(event["step"], f"waited {format_seconds(event['waited_s'])} for the last save")
+        if self._appends_to_step_lines:
+            self._append(event["step"], f"waited {format_seconds(event['waited_s'])} for the last save")
             return None
         waited = f"training waited {format_seconds(event['waited_s'])}"
         return f"step {event['step']}: {waited} for the checkpoint of step {event['previous_step']}"
@@ -226,7 +226,7 @@ class EventText:
         return f"recovered in {format_seconds(event['seconds'])}: {went_on}"
 
     def _describe_replayed(self, event: Event) -> str:
-        return f"{format_plural(event['steps'], 'step')} done again in {format_seconds(event['seconds'])}"
+        return f"{format_plural(event['steps'], 'step')} replayed in {format_seconds(event['seconds'])}"
 
     def _describe_adopted(self, event: Event) -> str:
         return f"adopted {format_plural(len(event['ranks']), 'rank')} that still train"

@@ -64,7 +64,7 @@ class History:
     """One per generation."""
     unreadable: int = 0
     slices: SliceLog = field(default_factory=SliceLog)
-    """Slices that all ranks gave, in a run with backup replicas."""
+    """Slices whose gradients were used, by rank, in a run with backup replicas."""
 
     @property
     def newest(self) -> Attempt:

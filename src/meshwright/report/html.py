@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from meshwright.audit.backup_slices import GivenSlices
+from meshwright.audit.backup_slices import UsedSlices
 from meshwright.audit.compare import CollectiveRow, StateRow
 from meshwright.audit.record import LayoutChanged, Recovery
 from meshwright.audit.stragglers import StragglerSpan
@@ -141,12 +141,12 @@ def _head(report: RunReport, name: str) -> str:
     kind = BADGES.get(report.status, "open")
     badge = f'<span class="badge {kind}">{escape(report.status)}</span>'
     if report.audited:
-        kept = report.verdict.ok
+        kept = report.audit.ok
         word, kind = ("audit ok", "good") if kept else ("audit differs", "bad")
-        if not report.verdict.measured:
+        if not report.audit.measured:
             word, kind = "not measured", "open"
         badge += f' <span class="badge {kind}">{word}</span>'
-    elif report.verdict.real_differences:
+    elif report.audit.real_differences:
         badge += ' <span class="badge bad">audit differs</span>'
     pairs = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in report.facts())
     return f"<h1>{escape(name)} {badge}</h1>\n<dl>{pairs}</dl>"
@@ -222,9 +222,9 @@ def _memory(report: RunReport) -> list[str]:
         lines.append(("peak in a step", f"{peak:,}", format_bytes(peak), f"at: {rank.peak_at}"))
         parts.append(f"<p>Predicted for {escape(name)} before the run:</p>")
         parts.append(table(("line", "bytes", "size", "formula"), lines, numbers=(1, 2)))
-    kinds = list(dict.fromkeys(row.kind for row in report.verdict.state))
+    kinds = list(dict.fromkeys(row.kind for row in report.audit.state))
     by_rank: dict[int, dict[str, StateRow]] = {}
-    for row in report.verdict.state:
+    for row in report.audit.state:
         by_rank.setdefault(row.rank, {})[row.kind] = row
     rows = [[str(rank), *(_beside(found.get(kind)) for kind in kinds)] for rank, found in by_rank.items()]
     parts.append("<p>Measured in the audited step, with the difference from the prediction:</p>")
@@ -254,13 +254,13 @@ def _collapsible_table(
 def _audit(report: RunReport) -> list[str]:
     """Every prediction with its verdict."""
     parts = ["<h2>Audit</h2>", f"<p>{escape(report.verdict_text())}</p>"]
-    rows = [_state_cells(row) for row in report.verdict.state]
+    rows = [_state_cells(row) for row in report.audit.state]
     columns = ("rank", "kind", "predicted bytes", "measured bytes", "tolerance", "verdict")
     # Rows that differ come first, so that none is collapsed.
     rows.sort(key=lambda cells: "differs" not in cells[-1])
     parts += _collapsible_table(columns, rows, (0, 2, 3))
     parts.append("<h2>Collectives</h2>")
-    moved = [_collective_cells(row) for row in report.verdict.collectives]
+    moved = [_collective_cells(row) for row in report.audit.collectives]
     if moved:
         heads = (
             "axis",
@@ -347,11 +347,11 @@ def _stragglers(spans: Sequence[StragglerSpan]) -> list[str]:
     return ["<h2>Stragglers</h2>", *_collapsible_table(columns, rows, (0, 3, 4, 5, 6, 7))]
 
 
-def _slices(rows: Sequence[GivenSlices]) -> list[str]:
+def _slices(rows: Sequence[UsedSlices]) -> list[str]:
     """The replicas whose gradients were used, with backup replicas."""
     if not rows:
         return []
-    columns = ("rank", "role", "steps", "gave its slice", "gave another rank's slice", "was not used")
+    columns = ("rank", "role", "steps", "own slice used", "another rank's slice used", "not used")
     cells = [
         (
             str(row.rank),

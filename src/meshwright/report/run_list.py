@@ -26,7 +26,7 @@ class RunSummary:
     status: str
     """``complete``, ``interrupted``, ``failed``, ``running``, ``unfinished`` or ``damaged``."""
     steps: int
-    steps_asked: int | None = None
+    target_steps: int | None = None
     ranks: int | None = None
     attempts: int = 0
     recoveries: int = 0
@@ -105,7 +105,7 @@ def summarize_run(folder: Path) -> RunSummary:
         run_dir=str(folder),
         status=status,
         steps=attempt.last_step,
-        steps_asked=plan.job.train.steps if plan else attempt.steps,
+        target_steps=plan.job.train.steps if plan else attempt.steps,
         ranks=plan.world_size if plan else len(attempt.ranks) or None,
         attempts=record.newest.attempt + 1,
         recoveries=len(record.recoveries),

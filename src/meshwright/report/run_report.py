@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.audit.backup_slices import GivenSlices, describe_slices, list_slices
+from meshwright.audit.backup_slices import UsedSlices, describe_slices, list_slices
 from meshwright.audit.compare import Audit, audit_run, describe_match
 from meshwright.audit.goodput import Goodput
 from meshwright.audit.record import RunRecord
@@ -53,7 +53,7 @@ class RunReport:
     run_dir: Path
     plan: PlanContract
     history: History
-    verdict: Audit
+    audit: Audit
     status: str
 
     @property
@@ -103,7 +103,7 @@ class RunReport:
         return rows
 
     @functools.cached_property
-    def slices(self) -> list[GivenSlices]:
+    def slices(self) -> list[UsedSlices]:
         """The replicas whose gradients were used; empty without backup replicas."""
         layout = self.plan.job.layout
         return self.history.slices.list_ranks(layout.dp_replicate, layout.backup_replicas)
@@ -111,7 +111,7 @@ class RunReport:
     def _recoveries(self) -> str:
         recoveries, steps = self.history.run.recoveries, self.history.run.steps
         lost = format_seconds(sum(recovery.seconds for recovery in recoveries))
-        again = f"{format_plural(steps.replayed, 'step')} done again"
+        again = f"{format_plural(steps.replayed, 'step')} replayed"
         return f"{format_plural(len(recoveries), 'failure')}: {lost} to recover, {again}"
 
     def _data(self) -> str:
@@ -207,13 +207,13 @@ class RunReport:
         if self.history.unreadable:
             torn = format_plural(self.history.unreadable, "line")
             found.append(f"{torn} of events.jsonl truncated or of another version: skipped")
-        found += self.verdict.differences if self.audited else self.verdict.real_differences
+        found += self.audit.differences if self.audited else self.audit.real_differences
         return found
 
     def notes(self) -> list[str]:
         """Notes and the reasons of the plan."""
         stragglers = [span.sentence() for span in self.history.run.stragglers.spans]
-        notes = [*self.history.run.notes, *stragglers, *(self.verdict.coverage if self.audited else ())]
+        notes = [*self.history.run.notes, *stragglers, *(self.audit.coverage if self.audited else ())]
         if without := self.history.run.targetless_text():
             notes.append(without)
         broken = [name for _, name in self.history.not_finite()]
@@ -224,22 +224,22 @@ class RunReport:
         """The audit in one sentence."""
         if not self.audited:
             found = "nothing was measured"
-            if self.verdict.real_differences:
-                count = format_plural(len(self.verdict.real_differences), "difference")
+            if self.audit.real_differences:
+                count = format_plural(len(self.audit.real_differences), "difference")
                 found = f"what was measured does not match the plan: {count}"
-            elif self.verdict.matches_so_far:
+            elif self.audit.matches_so_far:
                 found = "what was measured matches the plan"
             return f"Audit: incomplete: the run's status is {self.status}; {found}."
-        if self.verdict.ok:
+        if self.audit.ok:
             return f"Audit: ok. {describe_match(self.plan)}"
-        if not self.verdict.measured:
-            return f"Audit: not measured: {self.verdict.differences[-1]}."
-        count = format_plural(len(self.verdict.differences), "difference")
+        if not self.audit.measured:
+            return f"Audit: not measured: {self.audit.differences[-1]}."
+        count = format_plural(len(self.audit.differences), "difference")
         return f"Audit: the run does not match the plan: {count}."
 
     def audited_part(self) -> str:
         """The part of the run over which collectives were counted."""
-        return describe_audited(self.verdict, self.history.run)
+        return describe_audited(self.audit, self.history.run)
 
     def job_text(self) -> str:
         """The job with its layout, as TOML."""
@@ -253,7 +253,7 @@ class RunReport:
             "status": self.status,
             "facts": dict(self.facts()),
             "steps": newest.last_step,
-            "steps_asked": self.plan.job.train.steps,
+            "target_steps": self.plan.job.train.steps,
             "world_size": self.plan.world_size,
             "attempts": [
                 {
@@ -284,7 +284,7 @@ class RunReport:
             "predicted_step_s": self.plan.step_s,
             "warnings": self.warnings(),
             "notes": self.notes(),
-            "audit": self.verdict.as_dict() if self.audited else None,
+            "audit": self.audit.as_dict() if self.audited else None,
             "experts": None if record.experts is None else asdict(record.experts),
             "pipeline": None if self.pipeline is None else self.pipeline.as_dict(),
         }

@@ -1,4 +1,4 @@
-"""Timelines as text: one line per rank, bars as wide as their actions are long."""
+"""Timelines as text: one line per rank, bar width is proportional to duration."""
 
 from __future__ import annotations
 

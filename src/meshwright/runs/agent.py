@@ -98,17 +98,17 @@ class _NodeFolder:
         """Show a line."""
         self.reporter.progress(text)
 
-    def prepare(self, order: Message) -> tuple[Path, Sequence[Problem]]:
+    def prepare(self, command: Message) -> tuple[Path, Sequence[Problem]]:
         """Check what this node must reach, and write its run folder."""
-        name = re.sub(r"[^A-Za-z0-9.-]", "-", str(order["name"])).lstrip(".")[:100]
-        node = int(order["node"])
+        name = re.sub(r"[^A-Za-z0-9.-]", "-", str(command["name"])).lstrip(".")[:100]
+        node = int(command["node"])
         folder = (self.run_dir or NODE_RUNS / f"{name}-node-{node}").resolve()
         host = name_node(node, socket.gethostname())
-        problems = check_reach(order, host)
+        problems = check_reach(command, host)
         if problems:
             return folder, problems
         try:
-            self._write(folder, order["files"])
+            self._write(folder, command["files"])
         except OSError as error:
             rule, fix = f"cannot be written on {host}: {error.strerror or error}", "Use --run-dir there"
             return folder, [Problem("run-not-writable", rule, str(folder), fix=fix)]
@@ -134,15 +134,15 @@ class _NodeFolder:
         replace(assignment, run_dir=str(folder)).write()
 
 
-def check_reach(order: Message, node: str) -> list[Problem]:
+def check_reach(command: Message, node: str) -> list[Problem]:
     """Reasons why a node cannot take part: checkpoints or data that it does not reach."""
     problems = []
-    for store in order["checkpoints"]:
+    for store in command["checkpoints"]:
         if not _reads(parse_location(store["path"]) / store["file"], store["nonce"]):
             rule = f"is not reached by {node}: it does not see the file that the supervisor wrote there"
             fix = "Use a folder that all nodes share, or an object store (s3://...)"
             problems.append(Problem("node-checkpoints", rule, "checkpoint.dir", store["path"], fix))
-    for folder, expected in order["data"].items():
+    for folder, expected in command["data"].items():
         found = fingerprint_folder(Path(folder))
         if found != expected:
             what = "has no such folder" if found == MISSING else "has other data there"

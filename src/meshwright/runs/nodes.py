@@ -75,10 +75,10 @@ class NodeListener:
             assignment: Assignment of the run, with absolute paths.
             adopting: Whether their ranks still train and are taken over.
         """
-        order = _NodeOrder(plan, assignment)
+        command = _NodeCommand(plan, assignment)
         count, torch = plan.job.cluster.nodes, version("torch")
         orphan_s = plan.job.elastic.orphan_s
-        return RemoteNodes(self.listener, count, order.run, order.describe, adopting, torch, orphan_s)
+        return RemoteNodes(self.listener, count, command.run, command.describe, adopting, torch, orphan_s)
 
 
 def place_ranks(plan: PlanContract, assignment: Assignment | None = None) -> Placement:
@@ -139,7 +139,7 @@ def read_files(run_dir: Path, *names: str) -> dict[str, str]:
     return {name: (run_dir / name).read_text(encoding="utf-8") for name in names}
 
 
-class _NodeOrder:
+class _NodeCommand:
     """The data that an agent gets when it joins: files of its ranks, and the paths that it must reach."""
 
     def __init__(self, plan: PlanContract, assignment: Assignment) -> None:
@@ -153,7 +153,7 @@ class _NodeOrder:
         self._data = {folder: fingerprint_folder(Path(folder)) for folder in data}
 
     def describe(self, node: int) -> Message:
-        """The order for one node, with the files as they are now."""
+        """The command for one node, with the files as they are now."""
         run_dir = Path(self._assignment.run_dir)
         nonce, stores = secrets.token_hex(16), _list_stores(self._assignment)
         for store in stores:

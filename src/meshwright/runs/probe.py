@@ -194,7 +194,7 @@ def _time_collectives(suite: ProbeSuite, reporter: Reporter) -> list[CollectiveT
     )
     found = []
     for curve in list_curves(bench.rows):
-        first, line = curve.rows[0], curve.fit_idle()
+        first, line = curve.rows[0], curve.fit_uncontended()
         if line is None or not line[1]:
             continue
         alpha_s, beta = line

@@ -74,7 +74,7 @@ def build_launch(
         ),
         find_checkpoint=find_checkpoint or (lambda: None),
         spares=0 if find_checkpoint is None else job.elastic.spares,
-        keeps_silent=job.cluster.device == "cpu",
+        fences_unresponsive=job.cluster.device == "cpu",
         orphan_s=0.0 if find_checkpoint is None else job.elastic.orphan_s,
         join_timeout_s=job.elastic.join_timeout_s,
         stragglers=StragglerHandling() if find_checkpoint is None else build_straggler_handling(job),

@@ -168,7 +168,7 @@ class RunStatus:
                 parts[part] += seconds
         for part, seconds in parts.items():
             text.add("recovery_seconds_total", "counter", "Time of recoveries by part.", seconds, part=part)
-        text.add("replayed_steps_total", "counter", "Steps done again.", record.steps.replayed)
+        text.add("replayed_steps_total", "counter", "Replayed steps.", record.steps.replayed)
         text.add("bad_steps_total", "counter", "Steps that changed nothing.", record.bad_steps)
         text.add("checkpoints_total", "counter", "Checkpoints committed.", record.saves.count)
         failed = len(record.checkpoint_failures)

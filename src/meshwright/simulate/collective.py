@@ -16,7 +16,7 @@ from meshwright.schedule.collective.steps import CollectiveSchedule, Combine, Re
 from meshwright.simulate.collective_links import Links
 
 TOGETHER = 1e-9
-"""Messages that end within this share of a moment end together: rounding must not split a round."""
+"""Messages that end within this share of a time end together: rounding must not split a round."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def simulate_collective(schedule: CollectiveSchedule, size_bytes: int, links: Li
 
 @dataclass
 class _Flow:
-    """A message on its way."""
+    """A message in flight."""
 
     source: int
     target: int
@@ -124,7 +124,7 @@ class _Simulation:
         heapq.heappush(self._events, (time_s, self._number, flow, rank))
 
     def _advance(self) -> None:
-        """Go to the next moment at which a message starts or ends, or a sum is done."""
+        """Go to the next time at which a message starts or ends, or a sum is done."""
         end_s = min((self.now_s + f.left / f.rate for f in self._flows), default=float("inf"))
         at_s = min(end_s, self._events[0][0] if self._events else float("inf"))
         self._move(at_s)

@@ -67,7 +67,7 @@ class Lane:
     actions: tuple[StepEvent, ...]
     """Whole passes, in order; idle time is left out."""
     events: tuple[StepEvent, ...]
-    """Every moment of the step once: compute, exposed communication, idle time, and what follows."""
+    """Every point in time of the step once: compute, exposed communication, idle time, and what follows."""
     overlapped: dict[str, tuple[StepEvent, ...]]
     """Communication during compute, by axis."""
 

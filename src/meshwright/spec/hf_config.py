@@ -160,8 +160,8 @@ def _find_architecture(folder: Path, content: Tree) -> str:
         name = by_kind.get(kind, kind)
     if isinstance(name, str) and name in _ARCHITECTURES and kind in (None, _ARCHITECTURES[name][0]):
         return name
-    said = f"architectures={named}, model_type={kind}"
-    rule = f"has an unsupported architecture: {CONFIG_FILE} has {said}"
+    described = f"architectures={named}, model_type={kind}"
+    rule = f"has an unsupported architecture: {CONFIG_FILE} has {described}"
     fix = f"Supported: {', '.join(_ARCHITECTURES)}"
     raise UserError(Problem("model-hf-architecture", rule, path="model.hf", value=str(folder), fix=fix))
 

@@ -154,10 +154,10 @@ class ConfigReader:
 
     def dropout(self, *keys: str) -> None:
         """Dropout probabilities, which are not applied."""
-        said = [f"{key}={self.content[key]}" for key in keys if self.content.get(key)]
+        set_keys = [f"{key}={self.content[key]}" for key in keys if self.content.get(key)]
         self.taken.update(keys)
-        if said:
-            self.notes.append(f"dropout is not applied: {CONFIG_FILE} says {', '.join(said)}")
+        if set_keys:
+            self.notes.append(f"dropout is not applied: {CONFIG_FILE} says {', '.join(set_keys)}")
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Record that a value is not supported."""

@@ -1,8 +1,10 @@
 """Automatic mixed precision (AMP): autocast, and the loss scaling that fp16 needs.
 
-Weights, reductions and optimizer state are float32 in every mode. Gradients are float32, unless
-``train.grad_dtype`` keeps them in bf16. With bf16 and fp16, GEMMs read autocast inputs. With fp8 the linears
-of blocks cast their inputs once more, row by row (``models/kernels/fp8.py``), and the rest runs in bf16.
+Master weights and optimizer state are float32 in every mode. Gradients and their reductions are float32, with
+three exceptions: ``compression.kind`` reduces in 16 bits, ZeRO-2 and 3 keep gradients of blocks in 16 bits
+until the reduce-scatter, and ``train.grad_dtype`` keeps gradients in bf16. With bf16 and fp16, GEMMs read
+autocast inputs. With fp8 the linears of blocks cast their inputs once more, row by row
+(``models/kernels/fp8.py``), and the rest runs in bf16.
 
 fp16 has a small range, so it uses dynamic loss scaling: the loss is multiplied by a scale before the backward
 pass, and the gradients are divided by it afterwards. A step whose gradients overflow is skipped and halves
@@ -56,25 +58,25 @@ class MixedPrecision:
     def autocast(self) -> Iterator[None]:
         """Context of a forward pass."""
         dtype, enabled = self._autocast_dtype or torch.bfloat16, self._autocast_dtype is not None
-        with torch.autocast(self._device, dtype, enabled=enabled), self._prefer_kernels():
+        with torch.autocast(self._device, dtype, enabled=enabled), self._prefer_attention_kernels():
             yield
 
-    def backward(self, end: Tensor | GradientEdge, grad: Tensor | None = None) -> None:
+    def backward(self, output: Tensor | GradientEdge, grad: Tensor | None = None) -> None:
         """Run the backward pass of a loss, scaled in fp16, or of another output.
 
         It prefers the attention kernels of the forward pass: activation checkpointing recomputes here, and
         another kernel would save other tensors.
 
         Args:
-            end: The loss, or the gradient edge of an output.
+            output: The loss, or the gradient edge of an output.
             grad: The gradient of that output; None for a loss.
         """
-        if isinstance(end, Tensor):
-            end = self._scaler.scale(end)
-        with self._prefer_kernels():
-            torch.autograd.backward(end, grad)
+        if isinstance(output, Tensor):
+            output = self._scaler.scale(output)
+        with self._prefer_attention_kernels():
+            torch.autograd.backward(output, grad)
 
-    def _prefer_kernels(self) -> AbstractContextManager[None]:
+    def _prefer_attention_kernels(self) -> AbstractContextManager[None]:
         return prefer_fast_attention(self._device) if self._compiled else nullcontext()
 
     @property

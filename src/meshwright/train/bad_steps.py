@@ -1,12 +1,12 @@
-"""Bad steps: a loss or a gradient that is not finite, or a gradient spike; judged before the update.
+"""Bad steps: a loss or a gradient that is not finite, or a gradient spike; found before the update.
 
-Each rank judges its loss and the gradient norm on the device. The control all-reduce sums the verdicts, so
-all ranks skip the update if one of them found the step bad. The CPU does not wait for the verdict: a bad step
-has a gradient norm of NaN, with which no optimizer changes a parameter or its state (``amp``).
+Each rank checks its loss and the gradient norm on the device. The control all-reduce sums the flags, so all
+ranks skip the update if one of them found the step bad. The CPU does not wait for the flag: a bad step has a
+gradient norm of NaN, with which no optimizer changes a parameter or its state (``amp``).
 
 A gradient spike is a finite norm above ``train.spike_factor`` times the median of the last good steps. These
 norms are a part of the counters of a run: in-memory snapshots and checkpoints have them. So a resumed run
-judges every step exactly as a run without interruption.
+finds the same bad steps as a run without interruption.
 """
 
 from __future__ import annotations

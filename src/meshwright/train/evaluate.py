@@ -22,7 +22,7 @@ def evaluate(trainer: Trainer) -> dict[str | None, float | None]:
         The loss of each; None without targets. A set without samples is left out: it was not evaluated.
     """
     trainer.counter.phase = "eval"
-    trainer.flight.enter("evaluation")
+    trainer.flight_recorder.enter("evaluation")
     sets = [(None, trainer.data.eval), *trainer.data.eval_sets.items()]
     eval_samples = trainer.job.train.eval_samples
     losses = dict[str | None, float | None]()
@@ -47,7 +47,7 @@ def _evaluate_samples(
     layout = trainer.job.layout
     has_collectives = layout.zero == 3 or max(layout.pp, layout.cp, layout.tp, layout.ep * layout.etp) > 1
     read = held_out.micro_batches(samples, eval_samples if has_collectives else 0)
-    batches = trainer.flight.read_data(read, "evaluation")
+    batches = trainer.flight_recorder.read_data(read, "evaluation")
     found: tuple[Tensor | float, int]
     if trainer.pipeline is not None:
         found = trainer.pipeline.evaluate(batches)

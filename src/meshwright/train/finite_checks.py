@@ -247,7 +247,7 @@ def _output_module(name: str, module: nn.Module) -> str:
 def name_cause(trainer: Trainer, error: DivergedError, action: str) -> DivergedError:
     """Recompute the last step with checks. Returns the error with the module, the rank and a fitting advice.
 
-    All ranks call it together: the verdict by which they judged the step is the same on all. Writes the event
+    All ranks call it together: all of them found the step bad. Writes the event
     ``not_finite``.
 
     Args:

@@ -50,7 +50,7 @@ def train(trainer: Trainer) -> None:
             eval_losses = evaluate(trainer)
             eval_loss = eval_losses.get(None)
             evaluations += len(eval_losses)
-        trainer.flight.enter("checkpoint")
+        trainer.flight_recorder.enter("checkpoint")
         trainer.saver.after_step(last, eval_loss, result.save_requested, step_s)
         commit_counts(trainer, evaluations, replicas.checks)
     if stopping:

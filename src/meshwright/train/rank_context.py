@@ -1,4 +1,4 @@
-"""Arguments of the launcher to a rank."""
+"""What the launcher passes to a rank: plan, mesh, reporting, and what it starts from."""
 
 from __future__ import annotations
 

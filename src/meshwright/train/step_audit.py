@@ -85,7 +85,7 @@ class StepAudit:
         self._kept: list[int] = []
         """Saved bytes by forward pass; with an allocation profile, corrections of its figures."""
         self._rows = ExpertRowCounter(trainer.model)
-        self._memory_measurement = trainer.flight.measuring_memory()
+        self._memory_measurement = trainer.flight_recorder.measuring_memory()
 
     def __enter__(self) -> StepAudit:
         self._memory_measurement.__enter__()

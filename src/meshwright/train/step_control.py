@@ -10,8 +10,8 @@ from torch import Tensor
 from meshwright.parallel.mesh import ControlAllReduce, Mesh
 from meshwright.train.follow import Votes
 
-_BAD = 2
-"""Index of the verdict on the step, after loss and targets."""
+_BAD_STEP_INDEX = 2
+"""Index of the bad-step flag, after loss and targets."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StepControl:
     @property
     def is_bad(self) -> Tensor:
         """Whether any rank found the step bad, on the device."""
-        return self.work.values[_BAD] > 0
+        return self.work.values[_BAD_STEP_INDEX] > 0
 
     def start_copy(self) -> None:
         """Start to copy the sums to the CPU."""

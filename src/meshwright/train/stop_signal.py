@@ -1,4 +1,4 @@
-"""Stop requests from signals and orders, as a flag for the control all-reduce; detects too short a grace."""
+"""Stop requests from signals and commands, as a flag of the control all-reduce; finds short grace times."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ class StepHooks:
     """Hooks of a step, for fault injection and probes: a subclass overrides what it needs."""
 
     def before_forward_backward(self, trainer: Trainer, observer: StepObserver | None) -> None:
-        """Before the first forward pass of a step, and of a step that is computed again to find a cause.
+        """Before the first forward pass of a step, and of a bad step that is recomputed to find its cause.
 
         Args:
-            trainer: Whose step it is.
+            trainer: The trainer that runs the step.
             observer: Observes this step.
         """
 
@@ -65,7 +65,7 @@ class StepHooks:
         """After the optimizer step.
 
         Args:
-            trainer: Whose step it is.
+            trainer: The trainer that runs the step.
             grad_norm: Norm of the whole gradient; not finite if the update was skipped.
         """
 
@@ -101,7 +101,8 @@ class Trainer:
             stop: Set when this rank is asked to stop.
         """
         self.plan, self.assignment, self.mesh = context.plan, context.assignment, context.mesh
-        self.counter, self.events, self.flight = context.counter, context.events, context.counter.flight
+        self.counter, self.events = context.counter, context.events
+        self.flight_recorder = context.counter.flight
         self.setup, self.has_snapshot_slots = context.setup, context.snapshot_slots is not None
         self.model, self.module, self.parallel, self.weight_copies = parallel_model.applied
         self.pipeline, self.reducer = parallel_model.pipeline, parallel_model.reducer
@@ -152,7 +153,7 @@ class Trainer:
             overlap_next_step: Whether another step follows at once.
         """
         started = time.perf_counter()
-        self.flight.enter("waiting for data", self.step + 1)
+        self.flight_recorder.enter("waiting for data", self.step + 1)
         _, samples, targets, micro_batches = self.data.prefetcher.get(self.state.position)
 
         def prefetch() -> None:
@@ -180,7 +181,7 @@ class Trainer:
             **meter.read(targets / step_s),
             **self.amp.step_fields(result.grad_norm, bad is not None),
             bad_step=None if bad is None else bad.kind,
-            spent_s=self.flight.own_time.take(),
+            spent_s=self.flight_recorder.own_time.take(),
             **({} if self.link_meter is None else {"links": self.link_meter.take()}),
             **({} if self.backup is None else {"slice": self.backup.used_slice}),
             **({} if result.expert_load is None else result.expert_load.step_fields()),
@@ -219,21 +220,22 @@ class Trainer:
             observer.after_backward()
         noise = self.noise_scale.parts(divisor, local_targets)
         loss_scale = self.amp.loss_scale() if noise else 1.0
-        lr, early = lr_at(self.step, self.job.train), overlap_next_step and self.can_read_loss_early()
+        lr = lr_at(self.step, self.job.train)
+        read_loss_early = overlap_next_step and self.can_read_loss_early()
         control: list[StepControl] = []
 
-        def judge(grad_norm: Tensor) -> Tensor:
-            self.flight.enter("control all-reduce")
+        def find_bad_step(grad_norm: Tensor) -> Tensor:
+            self.flight_recorder.enter("control all-reduce")
             control.append(self._start_control_all_reduce(local_loss, local_targets, noise, grad_norm))
-            if early:
+            if read_loss_early:
                 control[0].start_copy()
-            self.flight.enter("update")
+            self.flight_recorder.enter("update")
             return control[0].is_bad
 
-        self.update(lr, judge)
+        self.update(lr, find_bad_step)
         sync_batch_norm_stats(self.model, self.job, self.mesh)
         prefetch()
-        self.flight.enter("control all-reduce")
+        self.flight_recorder.enter("control all-reduce")
         # The first read of a device value in this step: all its work is queued by now.
         sums = control[0].wait()
         bad = None
@@ -309,7 +311,7 @@ class Trainer:
         noise: Sequence[Tensor | float],
         grad_norm: Tensor,
     ) -> StepControl:
-        """Sum verdict, loss, targets and flags over all ranks; the gradient norm is read back beside them."""
+        """Sum loss, targets and flags over all ranks; the gradient norm is read back beside them."""
         limit = spike_limit(self.state.grad_norms, self.job.train.spike_factor)
         refused = self.follower is not None and self.follower.refused is not None
         save_due = None
@@ -347,7 +349,7 @@ class Trainer:
         for hooks in self._hooks:
             hooks.before_forward_backward(self, observer)
         if self.pipeline is not None:
-            read = self.flight.read_data(batches, "forward and backward")
+            read = self.flight_recorder.read_data(batches, "forward and backward")
             found = self.pipeline.train(read, divisor, observer)
             self.rank_parameters.finalize_grads()
             return found
@@ -384,7 +386,7 @@ class Trainer:
             self.model.set_expected_loss_grad(1 / divisor)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         targets_seen = 0
-        for index, batch in enumerate(self.flight.read_data(batches, "forward", "backward")):
+        for index, batch in enumerate(self.flight_recorder.read_data(batches, "forward", "backward")):
             last = index == self.plan.micro_batches - 1
             if observer is not None:
                 observer.before_forward(index)
@@ -396,20 +398,20 @@ class Trainer:
                     observer.before_backward(index)
                 if self.reducer is not None:
                     self.reducer.begin(last=last)
-                self.flight.enter("backward")
+                self.flight_recorder.enter("backward")
                 self.amp.backward(loss / divisor)
             targets_seen += int((batch.targets >= 0).sum())  # while the device computes
             self.noise_scale.after_micro_batch(targets_seen)
             loss_sum += loss.detach()
         return loss_sum, targets_seen
 
-    def update(self, lr: float, judge: Callable[[Tensor], Tensor]) -> Tensor:
+    def update(self, lr: float, find_bad_step: Callable[[Tensor], Tensor]) -> Tensor:
         """Clip the gradients, step the optimizer, zero the gradients.
 
         Args:
             lr: Learning rate of this step.
-            judge: Called with the gradient norm before any parameter changes; returns whether the step is
-                bad, on the device.
+            find_bad_step: Called with the gradient norm before any parameter changes; returns whether the
+                step is bad, on the device.
 
         Returns:
             The gradient norm of the whole model; NaN in a bad step. If it is not finite, nothing changed.
@@ -417,10 +419,10 @@ class Trainer:
         for hooks in self._hooks:
             hooks.before_update(self)
         rank_parameters = self.rank_parameters
-        self.flight.enter("update")
+        self.flight_recorder.enter("update")
         rank_parameters.assign_shard_grads()
         grad_norm = self.amp.unscale_gradients(rank_parameters, self.optimizer)
-        bad = judge(grad_norm).to(grad_norm.device)
+        bad = find_bad_step(grad_norm).to(grad_norm.device)
         grad_norm = grad_norm.masked_fill(bad, math.nan)
         self.amp.clip_gradients(rank_parameters, self.optimizer, self.job.train.clip, grad_norm)
         add_noise(rank_parameters, self.job.train, self.step)

@@ -25,7 +25,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import RELAYED_STORE
 from meshwright.launch.exits import EXIT_ERROR, EXIT_OK, EXIT_PEER_LOST
 from meshwright.launch.fence import FencedError
-from meshwright.launch.rank_process import Order, RankLink
+from meshwright.launch.rank_process import RankCommand, RankLink
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.flight_recorder import FlightRecorder
 from meshwright.parallel.abort import GroupAborter, drop_groups, keep_process_after_nccl_errors
@@ -95,10 +95,10 @@ def run_with_trainer(
     link = listener
     session = _RankSession(folder, work, link, link, stop)
     while True:
-        order = link.wait_for_rank()
-        if order.action == "exit":
+        command = link.wait_for_rank()
+        if command.action == "exit":
             return EXIT_OK
-        status = session.run(order, store)
+        status = session.run(command, store)
         if status is not None:
             return status
         reset_process()
@@ -116,18 +116,18 @@ class _RankSession:
     link: RankLink | None
     stop: StopSignal
 
-    def run(self, first: Order | None, store: dist.Store | None) -> int | None:
+    def run(self, first: RankCommand | None, store: dist.Store | None) -> int | None:
         """Run the rank; returns the exit status, or None if another process has taken the rank.
 
-        After a failure of any rank, this rank waits for the supervisor's order: it joins the next generation,
-        or exits.
+        After a failure of any rank, this rank waits for the supervisor's command: it joins the next
+        generation, or exits.
         """
         link, rank = self.link, int(os.environ.get("RANK", "0"))
         retired = {} if first is None or first.setup is None else first.setup.retired
         assignment = Assignment.read(self.folder)
-        order = first or Order("join", assignment.generation)
+        command = first or RankCommand("join", assignment.generation)
         commit: Commit = nullcontext if link is None else link.commit
-        events = EventWriter(self.folder / EVENTS_FILE, rank, order.generation, self.listener, commit)
+        events = EventWriter(self.folder / EVENTS_FILE, rank, command.generation, self.listener, commit)
         flight = FlightRecorder()
         recorder, host = os.environ.get(FLIGHT_VARIABLE), socket.gethostname()
         try:
@@ -135,10 +135,10 @@ class _RankSession:
                 "started", pid=os.getpid(), host=host, torch=torch.__version__, flight_recorder=recorder
             )
             while True:
-                events.generation = order.generation
-                flight.start(rank, order.generation)
-                reassigned = _reassign(assignment, order)
-                generation = _Generation(self.folder, reassigned, order, events, flight, link, retired)
+                events.generation = command.generation
+                flight.start(rank, command.generation)
+                reassigned = _reassign(assignment, command)
+                generation = _Generation(self.folder, reassigned, command, events, flight, link, retired)
                 failure = generation.run(self.work, self.stop, store)
                 if failure is None:
                     flight.enter("finished")
@@ -150,12 +150,12 @@ class _RankSession:
                     return failure.write(events)
                 if link.commit.is_shut:
                     return None
-                order = link.report_failure(order.generation, failure.as_dict())
-                if order.action == "fence":
+                command = link.report_failure(command.generation, failure.as_dict())
+                if command.action == "fence":
                     return None
-                if order.action == "exit":
+                if command.action == "exit":
                     return failure.write(events)
-                if order.action == "leave":
+                if command.action == "leave":
                     return EXIT_OK
                 reset_process()
         except FencedError:
@@ -190,7 +190,7 @@ class _Generation:
 
     folder: Path
     assignment: Assignment
-    order: Order
+    command: RankCommand
     events: EventWriter
     flight: FlightRecorder
     link: RankLink | None
@@ -204,7 +204,7 @@ class _Generation:
         stop.is_ordered = self._is_stopped
         counter, aborter = CollectiveCounter(self.flight), GroupAborter()
         plan, trainer, free = None, None, (0, 0)
-        setup = SetupTimes(None if self.link is None else self.link.ordered_at)
+        setup = SetupTimes(None if self.link is None else self.link.join_command_at)
         try:
             plan = read_plan(self.folder / PLAN_FILE)
             if not uses_torch_compile(plan.job):
@@ -228,10 +228,10 @@ class _Generation:
                     counter=counter,
                     events=self.events,
                     snapshot_slots=None if self.link is None else self.link.snapshots,
-                    restore_step=self.order.restore_step,
+                    restore_step=self.command.restore_step,
                     setup=setup,
                     commit=nullcontext if self.link is None else self.link.commit,
-                    min_position=self.order.min_position,
+                    min_position=self.command.min_position,
                     retired=self._open_retired(),
                     store=store or self._shared_store(),
                 )
@@ -256,40 +256,42 @@ class _Generation:
         """Let the supervisor end the collectives inside."""
         if self.link is None:
             return nullcontext()
-        return self.link.aborting(self.order.generation, aborter.abort)
+        return self.link.aborting(self.command.generation, aborter.abort)
 
     def _open_retired(self) -> RetiredSnapshots | None:
         """The snapshots of the previous layout, if the state is loaded from them."""
-        order = self.order
-        if order.reshard_from is None or order.restore_step is None:
+        command = self.command
+        if command.reshard_from is None or command.restore_step is None:
             return None
         paths = {int(rank): path for rank, path in self.retired.items()}
-        return RetiredSnapshots(read_plan(self.folder / order.reshard_from).job, order.restore_step, paths)
+        return RetiredSnapshots(
+            read_plan(self.folder / command.reshard_from).job, command.restore_step, paths
+        )
 
     def _relayed_store(self, job: Job) -> dist.Store | None:
         """The rendezvous store of a run on several nodes; None on one."""
-        if self.link is None or self.order.store != RELAYED_STORE:
+        if self.link is None or self.command.store != RELAYED_STORE:
             return None
         timeout = timedelta(seconds=job.elastic.collective_timeout_s)
-        return RelayedStore(self.link, self.order.generation, timeout)
+        return RelayedStore(self.link, self.command.generation, timeout)
 
     def _shared_store(self) -> dist.Store | None:
         """A store for small values, for ranks that have a supervisor."""
         if self.link is None:
             return None
-        return RelayedStore(self.link, self.order.generation, timedelta(seconds=SHARED_STORE_LIMIT_S))
+        return RelayedStore(self.link, self.command.generation, timedelta(seconds=SHARED_STORE_LIMIT_S))
 
     def _is_stopped(self) -> bool:
-        return self.link is not None and self.link.stopped_generation == self.order.generation
+        return self.link is not None and self.link.stopped_generation == self.command.generation
 
     def _is_halted(self) -> bool:
-        return self.link is not None and self.link.is_halted(self.order.generation)
+        return self.link is not None and self.link.is_halted(self.command.generation)
 
 
-def _reassign(assignment: Assignment, order: Order) -> Assignment:
+def _reassign(assignment: Assignment, command: RankCommand) -> Assignment:
     """The assignment in a generation."""
-    resume_from = order.resume_from or assignment.resume_from
-    return replace(assignment, generation=order.generation, resume_from=resume_from)
+    resume_from = command.resume_from or assignment.resume_from
+    return replace(assignment, generation=command.generation, resume_from=resume_from)
 
 
 def reset_process() -> None:

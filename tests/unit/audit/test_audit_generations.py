@@ -86,7 +86,7 @@ def test_a_replayed_step_with_another_loss_fails(plan, regrouped):
     assert difference == "replayed step 3 has another loss: 3.000001 in generation 1, 3.0 before"
 
 
-def test_equal_losses_are_not_promised_on_gpus_without_deterministic_kernels(plan, regrouped):
+def test_equal_losses_are_not_required_on_gpus_without_deterministic_kernels(plan, regrouped):
     gpu = dataclasses.replace(plan.job.cluster, device="cuda")
     job = dataclasses.replace(plan.job, cluster=gpu)
     assert audit_run(dataclasses.replace(plan, job=job), regrouped(change_loss)).ok

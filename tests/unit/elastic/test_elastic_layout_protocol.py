@@ -113,7 +113,10 @@ def test_ranks_that_fail_before_all_have_loaded_load_the_same_snapshots(tmp_path
     supervisor, asked = follow(tmp_path, agents)
     assert supervisor.run() == []
     assert len(asked) == 2
-    assert starts(agents)[2:] == [("order", 0, "join", GENERATION + 1), ("start", 1, "join", GENERATION + 1)]
+    assert starts(agents)[2:] == [
+        ("command", 0, "join", GENERATION + 1),
+        ("start", 1, "join", GENERATION + 1),
+    ]
     assert ("list_snapshots", 0, None) not in agents.sent
 
 

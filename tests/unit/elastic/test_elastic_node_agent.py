@@ -38,7 +38,7 @@ class Setup:
         self.notes, self.may_go_on = [], threading.Event()
         self.may_go_on.set()
 
-    def prepare(self, order):
+    def prepare(self, command):
         assert self.may_go_on.wait(30)
         return Path("run"), []
 

@@ -43,8 +43,8 @@ class PlayedAgents:
         return [{**message, "node": 0} for message in self.batches.pop(0)]
 
     def send(self, rank, message):
-        order = message.get("order", {}).get("action", "")
-        self.sent.append((message["do"], rank, order))
+        command = message.get("command", {}).get("action", "")
+        self.sent.append((message["do"], rank, command))
 
     def broadcast(self, message):
         pass
@@ -87,7 +87,10 @@ def test_a_rank_that_ended_before_adoption_is_named_and_only_it_is_replaced(tmp_
     events = read_events(tmp_path / EVENTS_FILE).events
     (lost,) = (event for event in events if event["event"] == "rank_lost")
     assert (lost["failed_rank"], lost["how"]) == (1, "killed by SIGKILL")
-    assert [sent for sent in agents.sent if sent[2] == "join"] == [("order", 0, "join"), ("start", 1, "join")]
+    assert [sent for sent in agents.sent if sent[2] == "join"] == [
+        ("command", 0, "join"),
+        ("start", 1, "join"),
+    ]
 
 
 def test_a_fenced_rank_keeps_its_verdict_when_another_one_follows(tmp_path: Path, monkeypatch):

@@ -39,7 +39,7 @@ def collect_replies(run_dir, link):
 AGENT = """
 import os, select, signal, sys
 from meshwright.launch.local import LocalAgent
-from meshwright.launch.rank_process import Order
+from meshwright.launch.rank_process import RankCommand
 
 COUNT, LIMIT_S = 64, 20
 received = []
@@ -54,10 +54,10 @@ def wait_for(wanted):
         received.extend(agent.receive())
 
 def send_replies():
-    order = Order("join", 0).as_dict()
-    recipe = {"entry": "rank:collect_replies", "run_dir": ".", "environment": {}, "log": "rank.log"}
-    start = {"do": "start", "rank": 0, "order": order, "keep_snapshots": False, "layout_generation": 0}
-    agent.send({**start, **recipe})
+    command = RankCommand("join", 0).as_dict()
+    start_arguments = {"entry": "rank:collect_replies", "run_dir": ".", "environment": {}, "log": "rank.log"}
+    start = {"do": "start", "rank": 0, "command": command, "keep_snapshots": False, "layout_generation": 0}
+    agent.send({**start, **start_arguments})
     pid = wait_for("up")["pid"]
     os.kill(pid, signal.SIGSTOP)
     for number in range(COUNT):

@@ -57,14 +57,14 @@ def test_an_agent_that_is_silent_since_it_joined_is_lost(pool):
 
 
 def test_an_agent_that_is_released_reads_it_and_closes_the_connection(pool):
-    """What it still sends is read: otherwise the connection would be reset, and the order lost."""
+    """What it still sends is read: otherwise the connection would be reset, and the command lost."""
     pool, agent = pool
     agent.send({"is": "watch", "received": 0})
     pool.release(1)
     assert pool.nodes == {0}
     assert pool.wait(0) == []
-    orders = agent.receive()
-    assert {"do": "end", "ok": True, "left": True} in orders
+    commands = agent.receive()
+    assert {"do": "end", "ok": True, "left": True} in commands
     agent.close()
     assert pool.wait(1) == []
     assert pool._released == []

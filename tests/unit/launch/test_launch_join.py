@@ -157,15 +157,15 @@ def record_handshake(listener):
 
 
 def hostile_contents(recorded):
-    """What strangers send: nothing, noise, a huge length, half a message, nesting, a replay, an order."""
+    """What strangers send: nothing, noise, a huge length, half a message, nesting, a replay, a command."""
     yield b""
     yield os.urandom(64)
     yield struct.pack("!I", 2**31) + b"x" * 100
     yield struct.pack("!I", 900) + b"{"
     yield struct.pack("!I", 1000) + b"[" * 1000
     yield struct.pack("!I", len(recorded)) + recorded
-    order = json.dumps({"do": "start", "rank": 0, "entry": "os:system"}).encode()
-    yield struct.pack("!I", len(order)) + order
+    command = json.dumps({"do": "start", "rank": 0, "entry": "os:system"}).encode()
+    yield struct.pack("!I", len(command)) + command
     proof = json.dumps({"nonce": "0", "proof": ["not", "a", "string"]}).encode()
     yield struct.pack("!I", len(proof)) + proof
     proof = json.dumps({"nonce": "0", "proof": "é" * 64}).encode()

@@ -12,14 +12,14 @@ from meshwright.launch.exits import EXIT_PEER_LOST
 RANK = """
 import contextlib, sys, time
 from meshwright.launch.channel import Channel, connected_pair
-from meshwright.launch.rank_process import JOIN_STUCK_S, Order, RankLink
+from meshwright.launch.rank_process import JOIN_STUCK_S, RankCommand, RankLink
 
 channel, there = connected_pair()
 link = RankLink(channel)
 link.start()
 joining = link.joining() if sys.argv[1] == "join" else contextlib.nullcontext()
 with link.aborting(0, lambda: None), joining:
-    Channel(there).send(Order("halt", 0).as_dict())
+    Channel(there).send(RankCommand("halt", 0).as_dict())
     until = time.monotonic() + (30 if sys.argv[1] == "join" else 2 * JOIN_STUCK_S)
     while time.monotonic() < until:  # as a rank that polls the rendezvous store
         sum(range(10000))

@@ -194,7 +194,7 @@ def test_an_agent_whose_connection_broke_goes_on_with_its_session(run):
     channel, answer = run.connect()
     prepare(run, channel, 1)
     (agent,) = run.agents
-    agent.send({"do": "order", "number": 1})
+    agent.send({"do": "command", "number": 1})
     run.nodes.sessions[1] = answer["session"]
     again = {"run": "run-7", "node": 1, "session": answer["session"], "received": 0}
     stranger, answer = run.connect(**again | {"session": "another"})
@@ -206,7 +206,7 @@ def test_an_agent_whose_connection_broke_goes_on_with_its_session(run):
     agent.disconnect()
     assert agent.resume(joined.agent, joined.received)
     found.setblocking(True)
-    assert [message["do"] for message in receive_count(found, 2)] == ["resume", "order"]
+    assert [message["do"] for message in receive_count(found, 2)] == ["resume", "command"]
     for one in (stranger, found):
         one.close()
 

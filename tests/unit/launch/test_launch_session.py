@@ -40,7 +40,7 @@ def test_reports_and_the_handshake_are_not_counted():
 def test_messages_that_are_no_longer_kept_are_noticed():
     session = Session()
     for number in range(MOST_KEPT + 1):
-        session.keep({"do": "order", "number": number})
+        session.keep({"do": "command", "number": number})
     assert session.missed(0) is None
     assert session.missed(MOST_KEPT + 2) is None, "more than was sent"
     assert [message["number"] for message in session.missed(MOST_KEPT)] == [MOST_KEPT]

@@ -1,4 +1,4 @@
-"""The hierarchical all-reduce of gradients: its groups, its pieces, and where it has no effect."""
+"""The hierarchical all-reduce of gradients: its groups, its chunks, and where it has no effect."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def test_where_it_has_no_effect(nodes, per_node, device, layout, reason):
 
 
 def test_pieces_and_buffers_of_buckets_that_do_not_split_evenly():
-    """Three ranks per node: pieces cover the padded bucket once; buffers have room for the largest one."""
+    """Three ranks per node: chunks cover the padded bucket once; buffers have room for the largest one."""
     job = make_job(2, 3, dp_replicate=6, bucket_mb=0.05)
     hierarchy, buckets = find_hierarchy(job), bucket_sizes(job)
     assert any(count % 3 for count in buckets)
     for count in (1, 2, 3, 70_000, 131_072, 1_000_001):
-        pieces = hierarchy.pieces(count)
-        assert pieces[0][0] == 0
-        assert [high for _, high in pieces[:-1]] == [low for low, _ in pieces[1:]]
-        assert 0 <= pieces[-1][1] * 3 - count < 3
-    assert [len(hierarchy.pieces(count)) for count in (1, 131_072, 1_000_001)] == [1, 2, 4]
+        chunks = hierarchy.chunks(count)
+        assert chunks[0][0] == 0
+        assert [high for _, high in chunks[:-1]] == [low for low, _ in chunks[1:]]
+        assert 0 <= chunks[-1][1] * 3 - count < 3
+    assert [len(hierarchy.chunks(count)) for count in (1, 131_072, 1_000_001)] == [1, 2, 4]
     padded, shard = hierarchy.buffer_sizes(buckets)
     assert padded == max(-(-count // 3) * 3 for count in buckets if count % 3)
     assert shard == max(-(-count // 3) for count in buckets)

@@ -16,7 +16,7 @@ from meshwright.measure.own_time import (
     OwnTime,
     ProcessTime,
     RunQueue,
-    estimate_idle_s,
+    estimate_uncontended_s,
     read_process_time,
 )
 
@@ -128,9 +128,9 @@ def test_idle_time_comes_from_the_least_disturbed_repetitions():
     """Less the time in run queues; but threads that wait at the same time do not count twice."""
     wall_s = [2.0, 1.1, 3.0, 5.0]
     spent = [ProcessTime(0.9, queued) for queued in (1.0, 0.1, 2.0, 3.5)]
-    assert estimate_idle_s(wall_s, spent) == pytest.approx(1.0)
-    assert estimate_idle_s([2.0], [ProcessTime(1.5, 1.8)]) == 1.5
-    assert estimate_idle_s([2.0], [ProcessTime(1.5, 0.0)]) == 2.0
+    assert estimate_uncontended_s(wall_s, spent) == pytest.approx(1.0)
+    assert estimate_uncontended_s([2.0], [ProcessTime(1.5, 1.8)]) == 1.5
+    assert estimate_uncontended_s([2.0], [ProcessTime(1.5, 0.0)]) == 2.0
 
 
 def test_process_time_is_that_of_all_threads():

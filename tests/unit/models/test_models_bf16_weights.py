@@ -68,12 +68,12 @@ def test_gradients_reach_each_master_weight_in_float32():
 def test_merged_linears_match_single_ones():
     """The forward pass is bit-identical. Gradients are within 16-bit rounding."""
     torch.manual_seed(0)
-    products = [Linear(8, width, bias=False) for width in (16, 4)]
-    low = torch.cat([product.weight.detach() for product in products]).bfloat16()
+    linears = [Linear(8, width, bias=False) for width in (16, 4)]
+    low = torch.cat([linear.weight.detach() for linear in linears]).bfloat16()
     x = torch.randn(2, 5, 8).bfloat16().requires_grad_()
-    parts = MergedLinear(products, low).matmul(x)
+    parts = MergedLinear(linears, low).matmul(x)
     seeds = [torch.randn_like(part) for part in parts]
-    found = torch.autograd.grad(parts, [x, *(product.weight for product in products)], seeds)
+    found = torch.autograd.grad(parts, [x, *(linear.weight for linear in linears)], seeds)
     lows = low.split([16, 4])
     for part, own in zip(parts, lows, strict=True):
         assert torch.equal(part, x @ own.T)

@@ -43,7 +43,7 @@ class Message:
         self.copied = self.waited = False
 
     def match(self, receive: Message) -> None:
-        assert receive.tensor.numel() == self.tensor.numel(), "both sides cut the message alike"
+        assert receive.tensor.numel() == self.tensor.numel(), "both sides split the message alike"
         self.other, receive.other, receive.source = receive, self, self
 
     def wait(self) -> None:

@@ -52,7 +52,7 @@ def test_a_fit_finds_latency_and_bandwidth():
 def test_a_fit_of_idle_times_is_without_the_time_in_run_queues():
     curve = CollectiveCurve.of(build_rows(extra_s=1e-3))
     assert curve.alpha_s == pytest.approx(ALPHA_S + 1e-3)
-    assert curve.fit_idle() == pytest.approx((ALPHA_S, BETA))
+    assert curve.fit_uncontended() == pytest.approx((ALPHA_S, BETA))
 
 
 def test_a_fit_has_no_negative_values():

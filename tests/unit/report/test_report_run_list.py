@@ -16,7 +16,7 @@ from meshwright.report.run_list import list_runs, summarize_run
 def test_finished_run_has_the_figures_of_its_record(matching_events, run_folder):
     folder = run_folder(matching_events())
     run = summarize_run(folder)
-    assert (run.status, run.steps, run.steps_asked, run.ranks) == ("complete", 4, 4, 2)
+    assert (run.status, run.steps, run.target_steps, run.ranks) == ("complete", 4, 4, 2)
     assert (run.loss, run.eval_loss, run.audit_ok) == (2.0, 5.5, True)
     assert run.tokens_per_s == read_record(folder).tokens_per_s
     assert run.size_bytes == sum(p.stat().st_size for p in folder.iterdir())

@@ -60,10 +60,10 @@ def test_report_of_a_version_1_run_is_complete():
     for words in ("Loss", "Throughput", "Learning rate", "Gradient norm", "Memory", "Audit", "Collectives"):
         assert words in page.text, words
     report = read_report(GOLDEN)
-    assert report.verdict.ok
-    for row in report.verdict.state:
+    assert report.audit.ok
+    for row in report.audit.state:
         assert f"{row.predicted:,}" in page.text
-    for row in report.verdict.collectives:
+    for row in report.audit.collectives:
         assert f"{row.predicted_bytes:,}" in page.text
     assert 'preset = "tiny"' in page.text, "the page ends with the job"
 
@@ -243,12 +243,14 @@ def test_the_report_names_backup_replicas_and_counts_their_slices(matching_event
     assert "slice" not in report.history.fields()
     facts = dict(report.facts())
     assert "layout.backup_replicas=1" in facts["Layout"]
-    assert facts["Backup replicas"] == "gave 2 of 4 slices; rank 0 was late most often, in 2 of 4 steps"
+    assert (
+        facts["Backup replicas"] == "2 of 4 slices from backups; rank 0 was late most often, in 2 of 4 steps"
+    )
     assert report.as_dict()["backup_replicas"] == [
         {"rank": 0, "backup": False, "own": 2, "taken_over": 0, "unused": 2},
         {"rank": 1, "backup": True, "own": 0, "taken_over": 2, "unused": 2},
     ]
-    assert "gave another rank's slice" in read_page(draw_page(report)).text
+    assert "another rank's slice used" in read_page(draw_page(report)).text
     assert read_report(run_folder(matching_events())).slices == []
 
 

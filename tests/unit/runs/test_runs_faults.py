@@ -10,21 +10,21 @@ import pytest
 from meshwright.core.errors import UserError
 from meshwright.elastic.faults.injector import Injection
 from meshwright.elastic.faults.schedule import (
-    call_wrongly,
     connect,
+    corrupt_gradient,
     fail,
     parse_fault,
     shift_clock,
     slow,
-    spoil_gradient,
     stop,
     stop_supervisor,
+    wrong_collective,
 )
-from meshwright.runs.faults import judges, suite
+from meshwright.runs.faults import criteria, suite
 from meshwright.runs.faults.checks.check import CannotRunError, ViolationError
 from meshwright.runs.faults.checks.table import CHECKS, Check
+from meshwright.runs.faults.criteria import Figure, worst
 from meshwright.runs.faults.job import LAYOUTS, TinyJob
-from meshwright.runs.faults.judges import Figure, worst
 from meshwright.runs.faults.suite import run_faults
 from meshwright.runs.faults.table import TESTS
 from meshwright.runs.faults.trial import Trial
@@ -84,7 +84,7 @@ def outcome(figures, trial):
 )
 def test_a_kill_passes_only_if_it_was_noticed_and_recovered_in_time(trial, events, passes):
     made = trial(fail(rank=2, step=7), events)
-    assert outcome(judges.judge_kills(made), made) == passes
+    assert outcome(criteria.evaluate_kills(made), made) == passes
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_stopped_rank_passes_only_if_it_was_named_in_time_and_rejoins(
     woke = [event("rejoined", 70.0, former_pid=12, pid=12)] if rejoined else []
     made = trial(stop(rank=2, step=7, for_s=60), [*STARTED, hang, *later, *woke])
     made.alive_at_end = {12}
-    assert outcome(judges.judge_stopped_ranks(made), made) == passes
+    assert outcome(criteria.evaluate_stopped_ranks(made), made) == passes
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_stopped_rank_passes_only_if_it_was_named_in_time_and_rejoins(
 def test_a_stopped_supervisor_passes_only_without_a_stall_or_a_restart(trial, gap_s, lost, passes):
     events = [*STARTED, event("step", 10.1, step=8), event("step", 10.1 + gap_s, step=9)]
     made = trial(stop_supervisor(step=7, for_s=20), [*events, *([RECOVERY[1]] if lost else [])])
-    assert outcome(judges.judge_stopped_supervisor(made), made) == passes
+    assert outcome(criteria.evaluate_stopped_supervisor(made), made) == passes
 
 
 NAMED = "rank 2 skipped all_reduce at wrong_call.py:51"
@@ -134,22 +134,23 @@ def test_a_wrong_call_passes_only_if_it_was_named_in_time(trial, text, status, i
     """The time counts from the call, not from the step before it."""
     events = [*STARTED, event("step", 9.0, step=6), event("hang", named_at, cause="skipped")]
     made = trial(
-        call_wrongly(rank=2, step=7, call="skip"), [*events, *([event("injected", 10.0)] if injected else [])]
+        wrong_collective(rank=2, step=7, call="skip"),
+        [*events, *([event("injected", 10.0)] if injected else [])],
     )
     made.status = status
     made.output.write_text(json.dumps({"errors": [{"message": text}]}))
-    assert outcome(judges.judge_wrong_call(made), made) == passes
+    assert outcome(criteria.evaluate_wrong_call(made), made) == passes
 
 
 @pytest.mark.parametrize(("shifted_s", "passes"), [(60.0, True), (0.0, False)])
 def test_a_clock_test_fails_if_the_shift_had_no_effect(trial, shifted_s, passes):
     steps = [event("step", 11.0, step=8), event("step", 11.0 + shifted_s, rank=2, step=8)]
     made = trial(shift_clock(rank=2, step=7, by_s=60), [*STARTED, *steps])
-    assert outcome(judges.judge_clocks(made), made) == passes
+    assert outcome(criteria.evaluate_clocks(made), made) == passes
 
 
 SKIPPED = [event("skipped_update", 10.1, rank, step=6, unchanged=True) for rank in range(4)]
-BAD = spoil_gradient(rank=2, step=7, value="nan")
+BAD = corrupt_gradient(rank=2, step=7, value="nan")
 BAD_EVENTS = [
     event("injected", 10.0, 2, fault=str(BAD)),
     *SKIPPED,
@@ -173,7 +174,7 @@ BAD_EVENTS = [
 )
 def test_a_bad_gradient_passes_only_if_all_ranks_skip_it_and_its_rank_is_named(trial, events, passes):
     made = trial(BAD, events)
-    assert outcome(judges.judge_bad_gradients(made), made) == passes
+    assert outcome(criteria.evaluate_bad_gradients(made), made) == passes
 
 
 def test_all_numbers_of_the_list_have_a_test():
@@ -201,7 +202,7 @@ def run_check(monkeypatch):
     return run
 
 
-def test_a_broken_promise_fails_and_can_be_run_again(run_check):
+def test_a_violated_invariant_fails_and_can_be_run_again(run_check):
     def work(run):
         assert not list(run.folder.iterdir())
         raise ViolationError("a file is lost")
@@ -236,7 +237,7 @@ def test_a_seed_always_gives_the_same_random_numbers(run_check):
 
 def test_an_attack_without_a_port_tests_nothing_and_fails(trial):
     made = trial(connect(step=7, connections=600), STARTED)
-    judges.judge_attack(made)
+    criteria.evaluate_attack(made)
     assert made.violations == ["no listening port was found: nothing was tested"]
 
 
@@ -265,8 +266,8 @@ def test_schedules_are_a_function_of_the_seed_and_can_be_replayed_from_their_tex
     "lines",
     [
         "fail(rank=4, step=3)",
-        'call_wrongly(rank=1, step=4, call="skip")\nfail(rank=1, step=3)',
-        'spoil_gradient(rank=1, step=4, value="nan")\nfail(rank=1, step=3)',
+        'wrong_collective(rank=1, step=4, call="skip")\nfail(rank=1, step=3)',
+        'corrupt_gradient(rank=1, step=4, value="nan")\nfail(rank=1, step=3)',
     ],
 )
 def test_a_schedule_that_the_tiny_job_cannot_run_is_refused(tmp_path, lines):
@@ -299,7 +300,7 @@ def test_a_slow_rank_must_be_named(tmp_path, events, clean, passes):
     shift = clean if clean == 499 else 500
     made.view.events = [{**e, "step": e["step"] + shift} if "step" in e else e for e in events]
     made.injections.append(Injection(fault, 10.0, 12, 501, "backward", 0, clean))
-    assert outcome(judges.judge_straggler(made), made) == passes
+    assert outcome(criteria.evaluate_straggler(made), made) == passes
 
 
 def test_a_slow_rank_is_a_sentence():

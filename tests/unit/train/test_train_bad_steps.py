@@ -1,4 +1,4 @@
-"""Bad steps: which steps are judged as bad, and that they change no state of a one-process run."""
+"""Bad steps: which steps are bad, and that they change no state of a one-process run."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ ALONE = ("layout.micro_batch=4", "layout.dp_replicate=1", "checkpoint.every_minu
 SPIKE = 2.0**20
 
 
-def judge(loss, norm, limit=100.0, scaled=False):
+def is_bad_step(loss, norm, limit=100.0, scaled=False):
     return bool(is_bad(torch.tensor(loss, dtype=torch.float64), torch.tensor(norm), limit, scaled))
 
 
 def test_values_that_are_not_finite_and_norms_above_the_limit_are_bad():
-    assert not judge(1.0, 99.0)
-    assert judge(1.0, 101.0)
-    assert judge(math.nan, 1.0)
-    assert judge(math.inf, 1.0)
-    assert judge(1.0, math.nan)
-    assert judge(1.0, math.inf, limit=math.inf)
+    assert not is_bad_step(1.0, 99.0)
+    assert is_bad_step(1.0, 101.0)
+    assert is_bad_step(math.nan, 1.0)
+    assert is_bad_step(math.inf, 1.0)
+    assert is_bad_step(1.0, math.nan)
+    assert is_bad_step(1.0, math.inf, limit=math.inf)
 
 
 def test_in_fp16_a_norm_that_is_not_finite_is_an_overflow_and_not_bad():
-    assert not judge(1.0, math.inf, scaled=True)
-    assert not judge(1.0, math.nan, scaled=True)
-    assert judge(math.nan, math.nan, scaled=True)
-    assert judge(1.0, 101.0, scaled=True)
+    assert not is_bad_step(1.0, math.inf, scaled=True)
+    assert not is_bad_step(1.0, math.nan, scaled=True)
+    assert is_bad_step(math.nan, math.nan, scaled=True)
+    assert is_bad_step(1.0, 101.0, scaled=True)
 
 
 def test_a_spike_needs_eight_good_steps_and_a_factor():

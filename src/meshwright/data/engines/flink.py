@@ -1,4 +1,4 @@
-"""Flink: a bounded DataStream job per stage; rows of a bucket meet in the state of its key.
+"""Flink: a bounded DataStream job per stage; rows of a bucket are collected in the state of its key.
 
 PyFlink pins NumPy, PyArrow and Py4J, so it has an environment of its own: ``make setup-flink``.
 Flink restarts the tasks of a lost task manager. A task that runs again finds the results of those that were

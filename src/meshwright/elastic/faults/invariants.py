@@ -33,7 +33,7 @@ class History:
     """The final history of a run: what counts after all rollbacks."""
 
     losses: Mapping[int, Any]
-    """By step; of a step that was done again, the newest."""
+    """By step; of a replayed step, the newest."""
     violations: tuple[str, ...]
 
 
@@ -41,7 +41,7 @@ def read_history(events: Sequence[Event]) -> History:
     """Check the steps of all generations.
 
     In each generation a rank does each step once, in order, from where all ranks became ready. A later
-    generation goes back only by a recorded rollback. A step that is done again has the same loss; in another
+    generation goes back only by a recorded rollback. A replayed step has the same loss; in another
     layout, the same up to rounding.
     """
     changed = [e["generation"] for e in events if e["event"] == "layout_changed"]
@@ -62,7 +62,7 @@ def read_history(events: Sequence[Event]) -> History:
             rounding = LAYOUT_ROUNDING if any(before <= g < generation for g in changed) else 0.0
             done_in[step] = generation
             if step in losses and not _is_equal(loss, losses[step], rounding):
-                found.append(f"step {step} was done again with loss {loss} instead of {losses[step]}")
+                found.append(f"step {step} was replayed with loss {loss} instead of {losses[step]}")
         losses |= new
     found += _check_fences(events)
     missing = sorted(set(range(1, max(losses, default=0) + 1)) - set(losses))

@@ -19,7 +19,7 @@ CALLS = ("other op", "other shape", "skip")
 """What a rank does instead of a collective."""
 GRADIENTS = ("nan", "inf", "spike")
 """What the gradient of a rank becomes; a spike is 2^20 times the gradient."""
-INSIDE = ("call_wrongly", "spoil_gradient")
+INSIDE = ("wrong_collective", "corrupt_gradient")
 """Faults that no signal can cause: the ranks have another entry."""
 FAULT_VARIABLE = "MESHWRIGHT_FAULT"
 """The sentences of such faults, one per line; read by ``verify`` only, which training does not import."""
@@ -90,14 +90,14 @@ def shift_clock(rank: int, step: int, by_s: float) -> Fault:
     return _checked(Fault("shift_clock", rank, step, by_s=by_s))
 
 
-def call_wrongly(rank: int, step: int, call: str) -> Fault:
+def wrong_collective(rank: int, step: int, call: str) -> Fault:
     """Let a rank call another collective, pass another shape, or skip a call, in a step."""
-    return _checked(Fault("call_wrongly", rank, step, call=call))
+    return _checked(Fault("wrong_collective", rank, step, call=call))
 
 
-def spoil_gradient(rank: int, step: int, value: str) -> Fault:
+def corrupt_gradient(rank: int, step: int, value: str) -> Fault:
     """Let the gradient of a rank become NaN, Inf, or 2^20 times as large, in a step."""
-    return _checked(Fault("spoil_gradient", rank, step, value=value))
+    return _checked(Fault("corrupt_gradient", rank, step, value=value))
 
 
 def connect(step: int, connections: int) -> Fault:
@@ -117,8 +117,8 @@ ARGUMENTS: dict[str, tuple[set[str], set[str]]] = {
     "stop_supervisor": ({"step", "for_s"}, set()),
     "preempt": ({"step", "grace_s"}, set()),
     "shift_clock": ({"rank", "step", "by_s"}, set()),
-    "call_wrongly": ({"rank", "step", "call"}, set()),
-    "spoil_gradient": ({"rank", "step", "value"}, set()),
+    "wrong_collective": ({"rank", "step", "call"}, set()),
+    "corrupt_gradient": ({"rank", "step", "value"}, set()),
     "connect": ({"step", "connections"}, set()),
     "slow": ({"rank", "step", "factor", "for_s"}, set()),
 }

@@ -1,4 +1,4 @@
-"""The shared-memory transport: answers the collectives of process groups whose ranks share a host.
+"""The shared-memory transport: runs the collectives of process groups whose ranks share a host.
 
 The collective counter calls it for every operator of ``c10d``. It takes the collectives of CPU tensors on its
 groups; all others go on to the backend. Whether a call is taken depends on the operator, the dtype, the

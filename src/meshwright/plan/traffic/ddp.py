@@ -63,7 +63,7 @@ def predict_ddp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 def _hierarchical_traffic(job: Job, hierarchy: Hierarchy) -> list[CollectiveTraffic]:
     """Whole buckets inside a node, padded to equal shards; shards between nodes."""
     buckets = bucket_sizes(job)
-    calls = sum(len(hierarchy.pieces(count)) for count in buckets)
+    calls = sum(len(hierarchy.chunks(count)) for count in buckets)
     inside, between = hierarchy.ranks_per_node, hierarchy.nodes
     size = sum(map(hierarchy.padded, buckets)) * FLOAT32_BYTES
     return [

@@ -17,8 +17,8 @@ from meshwright.runs.reporter import SILENT
 from meshwright.runs.start import start_training
 
 ENTRIES = {
-    "call_wrongly": "meshwright.verify.wrong_call:run_rank",
-    "spoil_gradient": "meshwright.verify.bad_gradient:run_rank",
+    "wrong_collective": "meshwright.verify.wrong_call:run_rank",
+    "corrupt_gradient": "meshwright.verify.bad_gradient:run_rank",
 }
 """Entry point of the ranks, by the kind of fault."""
 SAVE_AGAIN = "--save-again"

@@ -26,8 +26,8 @@ from meshwright.elastic.faults.schedule import INSIDE, read_schedule
 from meshwright.elastic.faults.slow_work import SlowWork, build_slow_library
 from meshwright.runs.faults.checks.check import CannotRunError, CheckRun, ViolationError
 from meshwright.runs.faults.checks.table import CHECKS, Check
+from meshwright.runs.faults.criteria import KILL_LOOP_GOODPUT, Figure, count_steps, measure_own_rate, worst
 from meshwright.runs.faults.job import LAYOUTS, WORLD_SIZE, TinyJob
-from meshwright.runs.faults.judges import KILL_LOOP_GOODPUT, Figure, count_steps, measure_own_rate, worst
 from meshwright.runs.faults.table import TESTS, FaultTest, Schedule, build_custom_test
 from meshwright.runs.faults.trial import EXIT_FAILED, SETTLE_STEPS, Trial
 from meshwright.runs.reporter import Reporter
@@ -53,8 +53,8 @@ class Case:
     figures: list[Figure] = field(default_factory=list)
     skipped: str = ""
     """Why it was not run."""
-    broken: str = ""
-    """The promise that a test without a schedule found broken."""
+    violated: str = ""
+    """The invariant that a test without a schedule found violated."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Case:
     def violations(self) -> list[str]:
         """Violated invariants, over all runs."""
         found = [text for trial in self.trials for text in trial.violations]
-        found += [self.broken] if self.broken else []
+        found += [self.violated] if self.violated else []
         return found + [str(figure) for figure in self.figures if not figure.ok]
 
     @property
@@ -189,8 +189,8 @@ def _read_schedule(path: Path) -> Schedule:
     if inside and len({fault.kind for fault in found}) > 1:
         rule = f"has other faults beside {sorted(inside)[0]}, which needs other ranks"
         raise UserError(Problem("faults-schedule", rule, path=str(path), fix="Use one file for each"))
-    if len(found) > 1 and "call_wrongly" in inside:
-        rule = "has other faults beside call_wrongly, which ends the run"
+    if len(found) > 1 and "wrong_collective" in inside:
+        rule = "has other faults beside wrong_collective, which ends the run"
         raise UserError(Problem("faults-schedule", rule, path=str(path), fix="Use one file for each"))
     return found
 
@@ -259,7 +259,7 @@ class _Suite:
             case.skipped = str(error)
             return
         except ViolationError as error:
-            case.broken = str(error)
+            case.violated = str(error)
         case.figures = [*run.figures, Figure("took", time.monotonic() - began)]
         self._reporter.progress(f"{case.name}: {case.verdict}")
 
@@ -273,7 +273,7 @@ class _Suite:
             self._run_layout([(case, test) for case, test in found if test.is_long is long])
 
     def _run_layout(self, cases: Sequence[tuple[Case, FaultTest]]) -> None:
-        """Run the cases of a layout that fit, then the fault-free run, and judge them."""
+        """Run the cases of a layout that fit, then the fault-free run, and evaluate them."""
         for case, test in cases:
             case.skipped = self._find_obstacle(case, test)
             if not case.skipped:
@@ -318,7 +318,7 @@ class _Suite:
                 self._reporter.progress(f"{case.name}: {fault}")
             trial = self._run_trial(case, test, schedule)
             case.trials.append(trial)
-            case.figures = worst([*case.figures, *test.judge(trial)])
+            case.figures = worst([*case.figures, *test.evaluate(trial)])
             for injection in trial.injections:
                 where = f"rank {injection.fault.rank}" if injection.fault.rank is not None else "rank 0"
                 reached = f"{where} was in {injection.phase} of step {injection.step}"

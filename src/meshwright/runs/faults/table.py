@@ -1,4 +1,4 @@
-"""The fault tests: number, name, pass criterion, faults from a seed, and how a trial is judged.
+"""The fault tests: number, name, pass criterion, faults from a seed, and how a trial is evaluated.
 
 The numbers are those of the project's list of 25 reliability tests (``docs/faults.md``).
 """
@@ -13,20 +13,20 @@ from meshwright.elastic.faults.schedule import (
     CALLS,
     GRADIENTS,
     Fault,
-    call_wrongly,
     connect,
+    corrupt_gradient,
     fail,
     kill_supervisor,
     preempt,
     shift_clock,
     slow,
-    spoil_gradient,
     stop,
     stop_supervisor,
+    wrong_collective,
 )
-from meshwright.runs.faults import judges
+from meshwright.runs.faults import criteria
+from meshwright.runs.faults.criteria import Figure
 from meshwright.runs.faults.job import PHASES, WORLD_SIZE
-from meshwright.runs.faults.judges import Figure
 from meshwright.runs.faults.trial import Trial
 
 Schedule = list[Fault]
@@ -51,8 +51,8 @@ class FaultTest:
     criterion: str
     build: Callable[[random.Random, str], list[Schedule]]
     """The faults of each run, from a random generator and the layout's name."""
-    judge: Callable[[Trial], list[Figure]]
-    is_over: Callable[[Trial], bool] = judges.is_settled
+    evaluate: Callable[[Trial], list[Figure]]
+    is_over: Callable[[Trial], bool] = criteria.is_settled
     seconds: float = 1.0
     """What one run takes besides its start and its steps."""
     calm_s: float = 0.0
@@ -96,7 +96,7 @@ def _kill_all_the_time(seed: random.Random, _: str) -> list[Schedule]:
     schedules = []
     for _run in range(KILL_SEEDS):
         schedule, after_s = Schedule(), seed.expovariate(1 / KILL_GAP_S)
-        while after_s < judges.KILL_LOOP_S:
+        while after_s < criteria.KILL_LOOP_S:
             schedule.append(fail(rank=seed.randrange(WORLD_SIZE), after_s=round(after_s, 2)))
             after_s += seed.expovariate(1 / KILL_GAP_S)
         schedules.append(schedule)
@@ -122,17 +122,17 @@ def _stop_supervisor(seed: random.Random, _: str) -> list[Schedule]:
 
 
 def _preempt(seed: random.Random, _: str) -> list[Schedule]:
-    return [[preempt(step=_choose_step(seed), grace_s=judges.PREEMPTED_S)]]
+    return [[preempt(step=_choose_step(seed), grace_s=criteria.PREEMPTED_S)]]
 
 
 def _slow_rank(seed: random.Random, _: str) -> list[Schedule]:
-    step = judges.CLEAN_STEPS + 1
+    step = criteria.CLEAN_STEPS + 1
     return [[slow(rank=seed.randrange(WORLD_SIZE), step=step, factor=SLOW_FACTOR, for_s=SLOW_S)]]
 
 
-def _call_wrongly(seed: random.Random, _: str) -> list[Schedule]:
+def _wrong_collective(seed: random.Random, _: str) -> list[Schedule]:
     return [
-        [call_wrongly(rank=seed.randrange(WORLD_SIZE), step=seed.randint(4, FIRST_STEP), call=call)]
+        [wrong_collective(rank=seed.randrange(WORLD_SIZE), step=seed.randint(4, FIRST_STEP), call=call)]
         for call in CALLS
     ]
 
@@ -150,11 +150,11 @@ def _shift_clocks(seed: random.Random, _: str) -> list[Schedule]:
     ]
 
 
-def _spoil_gradients(seed: random.Random, _: str) -> list[Schedule]:
+def _corrupt_gradients(seed: random.Random, _: str) -> list[Schedule]:
     first = seed.randint(FIRST_STEP, FIRST_STEP + BAD_STEP_GAP)
     return [
         [
-            spoil_gradient(rank=seed.randrange(WORLD_SIZE), step=first + number * BAD_STEP_GAP, value=value)
+            corrupt_gradient(rank=seed.randrange(WORLD_SIZE), step=first + number * BAD_STEP_GAP, value=value)
             for number, value in enumerate(GRADIENTS)
         ]
     ]
@@ -187,22 +187,22 @@ TESTS = (
         "kill-rank",
         "kill -9 of one of 4 ranks: noticed <= 1 s, next step <= 10 s, same losses and parameters",
         _kill_one_rank,
-        judges.judge_kills,
+        criteria.evaluate_kills,
     ),
     FaultTest(
         2,
         "kill-rank-0",
         "kill -9 of rank 0: noticed <= 1 s, next step <= 10 s, same losses and parameters",
         _kill_rank_0,
-        judges.judge_kills,
+        criteria.evaluate_kills,
     ),
     FaultTest(
         3,
         "kill-supervisor",
         "kill -9 of the command, resumed after 5 s: no rank dies, stall <= 15 s, no step lost",
         _kill_supervisor,
-        judges.judge_killed_supervisor,
-        is_over=judges.is_adopted,
+        criteria.evaluate_killed_supervisor,
+        is_over=criteria.is_adopted,
         seconds=12.0,
     ),
     FaultTest(
@@ -210,18 +210,18 @@ TESTS = (
         "kill-loop",
         "kill -9 of random ranks every 9 s on average, 100 s, 3 times: >= 85% of the fault-free steps",
         _kill_all_the_time,
-        judges.judge_kill_loop,
-        is_over=judges.is_kill_loop_over,
-        seconds=judges.KILL_LOOP_S,
-        calm_s=judges.KILL_LOOP_S,
+        criteria.evaluate_kill_loop,
+        is_over=criteria.is_kill_loop_over,
+        seconds=criteria.KILL_LOOP_S,
+        calm_s=criteria.KILL_LOOP_S,
     ),
     FaultTest(
         5,
         "stop-rank",
         "SIGSTOP of ranks in 10 phases, 60 s each: named <= 5 s, next step <= 10 s, rejoins or ends",
         _stop_ranks,
-        judges.judge_stopped_ranks,
-        is_over=judges.is_rejoined,
+        criteria.evaluate_stopped_ranks,
+        is_over=criteria.is_rejoined,
         seconds=STOPS * 8.0 + STOP_S,
     ),
     FaultTest(
@@ -229,7 +229,7 @@ TESTS = (
         "stop-supervisor",
         "SIGSTOP of the command for 20 s: no restart, stall <= 22 s",
         _stop_supervisor,
-        judges.judge_stopped_supervisor,
+        criteria.evaluate_stopped_supervisor,
         seconds=21.0,
     ),
     FaultTest(
@@ -237,8 +237,8 @@ TESTS = (
         "preempt",
         "SIGTERM, SIGKILL 10 s later: status 0, the resumed run loses no step, same losses and parameters",
         _preempt,
-        judges.judge_preemption,
-        is_over=judges.is_resumed,
+        criteria.evaluate_preemption,
+        is_over=criteria.is_resumed,
         seconds=10.0,
     ),
     FaultTest(
@@ -246,8 +246,8 @@ TESTS = (
         "slow-rank",
         "a rank 1.5 times slower: named within 20 steps with its phase; no alarm in 500 steps before",
         _slow_rank,
-        judges.judge_straggler,
-        is_over=judges.is_straggler_over,
+        criteria.evaluate_straggler,
+        is_over=criteria.is_straggler_over,
         seconds=90.0,
         overrides=COMPUTE_BOUND,
         alone=True,
@@ -256,8 +256,8 @@ TESTS = (
         9,
         "wrong-call",
         "another op, another shape, a skipped call: rank, op and source line named <= 5 s",
-        _call_wrongly,
-        judges.judge_wrong_call,
+        _wrong_collective,
+        criteria.evaluate_wrong_call,
         is_over=lambda _: False,
         seconds=6.0,
         ends_run=True,
@@ -266,9 +266,9 @@ TESTS = (
         20,
         "bad-gradient",
         "NaN, Inf and a 2^20 spike in one rank's gradient: skipped on all ranks, named, state unchanged",
-        _spoil_gradients,
-        judges.judge_bad_gradients,
-        is_over=judges.is_past_gradients,
+        _corrupt_gradients,
+        criteria.evaluate_bad_gradients,
+        is_over=criteria.is_past_gradients,
         seconds=2.0,
         changes_losses=True,
     ),
@@ -277,7 +277,7 @@ TESTS = (
         "clock",
         "clock of a rank 60 s behind, then ahead, then kill -9 of another rank: same ranks and result",
         _shift_clocks,
-        judges.judge_clocks,
+        criteria.evaluate_clocks,
         seconds=2.0,
     ),
     FaultTest(
@@ -285,7 +285,7 @@ TESTS = (
         "hostile-clients",
         "600 hostile connections: loopback ports only, no change, RSS growth <= 50 MB, no leak of ours",
         _connect,
-        judges.judge_attack,
+        criteria.evaluate_attack,
         seconds=4.0,
     ),
     FaultTest(
@@ -293,7 +293,7 @@ TESTS = (
         "chaos",
         "100 kills -9 of random ranks in random phases of one run: same losses and parameters",
         _kill_a_hundred,
-        judges.judge_chaos,
+        criteria.evaluate_chaos,
         seconds=1.5 * CHAOS_KILLS,
         overrides=("elastic.restarts=100",),
     ),
@@ -302,30 +302,30 @@ TESTS = (
 
 def _choose_end(kinds: set[str]) -> Callable[[Trial], bool]:
     """When a trial with these kinds of faults is over."""
-    if "call_wrongly" in kinds:
+    if "wrong_collective" in kinds:
         return lambda _: False
-    if "spoil_gradient" in kinds:
-        return judges.is_past_gradients
+    if "corrupt_gradient" in kinds:
+        return criteria.is_past_gradients
     if "kill_supervisor" in kinds:
-        return judges.is_adopted
-    return judges.is_resumed if "preempt" in kinds else judges.is_settled
+        return criteria.is_adopted
+    return criteria.is_resumed if "preempt" in kinds else criteria.is_settled
 
 
 def build_custom_test(schedule: Schedule) -> FaultTest:
     """The test of a schedule that the user wrote."""
-    ends_run = any(fault.kind == "call_wrongly" for fault in schedule)
-    judge = judges.judge_wrong_call if ends_run else judges.judge_schedule
+    ends_run = any(fault.kind == "wrong_collective" for fault in schedule)
+    evaluate = criteria.evaluate_wrong_call if ends_run else criteria.evaluate_schedule
     kinds = {fault.kind for fault in schedule}
-    if kinds == {"spoil_gradient"}:
-        judge = judges.judge_bad_gradients
+    if kinds == {"corrupt_gradient"}:
+        evaluate = criteria.evaluate_bad_gradients
     return FaultTest(
         0,
         "schedule",
         "the invariants hold, and losses and parameters are those without faults",
         lambda *_: [list(schedule)],
-        judge,
+        evaluate,
         is_over=_choose_end(kinds),
         seconds=sum(1.0 + (f.for_s or 0.0) + (f.after_s or 0.0) + (f.grace_s or 0.0) for f in schedule),
         ends_run=ends_run,
-        changes_losses="spoil_gradient" in kinds,
+        changes_losses="corrupt_gradient" in kinds,
     )

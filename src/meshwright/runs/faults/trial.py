@@ -76,7 +76,7 @@ class Trial:
         from_outside = [fault for fault in self.schedule if fault.kind not in INSIDE]
         self.injector = Injector(self.view, from_outside)
         self._inside = [fault for fault in self.schedule if fault.kind in INSIDE]
-        self._ends = any(fault.kind == "call_wrongly" for fault in self._inside)
+        self._ends = any(fault.kind == "wrong_collective" for fault in self._inside)
         self.injector.actions |= {
             "kill_supervisor": self._kill_supervisor,
             "stop_supervisor": self._stop_supervisor,

@@ -12,7 +12,6 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.schedule.collective import naive, recursive, ring, tree
 from meshwright.schedule.collective.hierarchical import (
     Groups,
-    cut_groups,
     grid_columns,
     grid_rows,
     hierarchical_all_gather,
@@ -21,6 +20,7 @@ from meshwright.schedule.collective.hierarchical import (
     hierarchical_broadcast,
     hierarchical_reduce_scatter,
     hierarchical_scatter,
+    split_groups,
 )
 from meshwright.schedule.collective.ops import ROOTED, Op
 from meshwright.schedule.collective.rounds import Chunks, Rounds
@@ -67,7 +67,7 @@ class Request:
     @property
     def pieces(self) -> list[Chunks]:
         """The segments of the tensor."""
-        return [(piece,) for piece in range(self.segments)]
+        return [(segment,) for segment in range(self.segments)]
 
     def pair(self, source: int, target: int) -> Chunks:
         """The chunk of an all-to-all from a source for a target."""
@@ -85,21 +85,21 @@ class Generated:
 
 Generator = Callable[[Request], Generated]
 Whole = Callable[[Sequence[int], Sequence[Chunks]], Rounds]
-"""A generator over a group and the pieces of a tensor, or the shards of the members."""
+"""A generator over a group and the segments of a tensor, or the shards of the members."""
 
 
-def _per_segment(build: Whole, pieces_per_segment: int = 1) -> Generator:
-    """A generator for a tensor cut into segments."""
+def _per_segment(build: Whole, chunks_per_segment: int = 1) -> Generator:
+    """A generator for a tensor split into segments."""
 
     def generate(r: Request) -> Generated:
-        pieces = [(piece,) for piece in range(r.segments * pieces_per_segment)]
-        return Generated(build(r.order, pieces), len(pieces))
+        chunks = [(chunk,) for chunk in range(r.segments * chunks_per_segment)]
+        return Generated(build(r.order, chunks), len(chunks))
 
     return generate
 
 
 def _per_rank(build: Whole) -> Generator:
-    """A generator for a tensor cut into one block per rank."""
+    """A generator for a tensor split into one block per rank."""
     return lambda r: Generated(build(r.order, r.shards), r.ranks)
 
 
@@ -264,7 +264,7 @@ def build_collective(
             length of the grid; as square as possible if left out.
         groups: The ranks of each node (or row of the grid), instead of ``ranks_per_node``.
         order: The ranks in ring order, of the algorithms without groups; 0 to ``ranks - 1`` if left out.
-        segments: Pieces that are pipelined along a chain or tree, of :data:`SEGMENTED`.
+        segments: Segments that are pipelined along a chain or tree, of :data:`SEGMENTED`.
 
     Raises:
         UserError: The operation, the algorithm or their pair is unknown, or a size does not fit.
@@ -420,7 +420,7 @@ def _settle_groups(
                 is_argument=True,
             )
         )
-    return cut_groups(ranks, ranks_per_node)
+    return split_groups(ranks, ranks_per_node)
 
 
 def _settle_order(algorithm: str, ranks: int, order: Sequence[int] | None) -> tuple[int, ...]:

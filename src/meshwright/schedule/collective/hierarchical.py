@@ -33,7 +33,7 @@ Ring = Callable[[Sequence[int], Sequence[Chunks]], Rounds]
 """A ring algorithm over members and their shards."""
 
 
-def cut_groups(ranks: int, size: int) -> Groups:
+def split_groups(ranks: int, size: int) -> Groups:
     """Consecutive ranks in nodes of this size; the last may be smaller."""
     return tuple(tuple(range(at, min(at + size, ranks))) for at in range(0, ranks, size))
 
@@ -42,7 +42,7 @@ def grid_rows(ranks: int) -> Groups:
     """A grid as square as possible; the last row is shorter if the number of ranks is prime."""
     rows = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
     uneven = rows == 1 and ranks > 3
-    return cut_groups(ranks, math.isqrt(ranks - 1) + 1 if uneven else ranks // rows)
+    return split_groups(ranks, math.isqrt(ranks - 1) + 1 if uneven else ranks // rows)
 
 
 def grid_columns(rows: Groups) -> Groups:
@@ -89,11 +89,11 @@ def _lanes(groups: Groups) -> int:
     return max(map(len, groups))
 
 
-def hierarchical_broadcast(groups: Groups, root: int, pieces: Sequence[Chunks]) -> Rounds:
+def hierarchical_broadcast(groups: Groups, root: int, segments: Sequence[Chunks]) -> Rounds:
     """Binomial trees: from the root to one leader per node, then inside the nodes."""
     rooted = _leaders_first(groups, root)
-    between = binomial_broadcast([node[0] for node in rooted], pieces)
-    return between.then(run_beside(binomial_broadcast(node, pieces) for node in rooted))
+    between = binomial_broadcast([node[0] for node in rooted], segments)
+    return between.then(run_beside(binomial_broadcast(node, segments) for node in rooted))
 
 
 def hierarchical_scatter(groups: Groups, root: int, shard: Callable[[int], Chunks]) -> Rounds:

@@ -14,9 +14,9 @@ Pair = Callable[[int, int], Chunks]
 """The chunks from a source rank for a target rank."""
 
 
-def naive_broadcast(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
+def naive_broadcast(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
     """The root sends the whole tensor to one rank after the other."""
-    whole = [chunk for piece in pieces for chunk in piece]
+    whole = [chunk for segment in segments for chunk in segment]
     return collect_rounds(copy_message(i - 1, group[0], group[i], whole) for i in range(1, len(group)))
 
 

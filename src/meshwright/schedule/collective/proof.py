@@ -174,10 +174,10 @@ class _Execution:
             send, receive = channel.sends.popleft(), channel.receives.popleft()
             end = 1 + max(self.clock[send.rank], self.clock[receive.rank])
             if send.action[1:3] != receive.action[1:3]:
-                said = (
+                message = (
                     f"{receive.action}, which sends {name_chunks(*send.action[1:3])} in its step {send.step}"
                 )
-                self._report(ViolationKind.MISMATCH, receive.rank, said)
+                self._report(ViolationKind.MISMATCH, receive.rank, message)
             self._arrived[receive.rank][receive.index] = send.payload
             for side in (send, receive):
                 self._ends[side.rank] = max(self._ends[side.rank], end)

@@ -19,9 +19,9 @@ def largest_power_of_two(ranks: int) -> int:
     return 1 << (ranks.bit_length() - 1)
 
 
-def binomial_broadcast(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
+def binomial_broadcast(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
     """In round k, each of the 2^k members that have the tensor sends it to another."""
-    whole = [chunk for piece in pieces for chunk in piece]
+    whole = [chunk for segment in segments for chunk in segment]
     ranks = len(group)
     return collect_rounds(
         copy_message(k, group[i], group[i + (1 << k)], whole)
@@ -67,9 +67,9 @@ def doubling_all_gather(group: Sequence[int], shards: Sequence[Chunks]) -> Round
     return fold.then(collect_rounds(messages)).then(unfold)
 
 
-def doubling_all_reduce(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
+def doubling_all_reduce(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
     """In round k, members at the distance 2^k exchange their sums of the whole tensor."""
-    whole = [chunk for piece in pieces for chunk in piece]
+    whole = [chunk for segment in segments for chunk in segment]
     mains, _ = _fold(group)
     exchange = collect_rounds(
         copy_message(k, mains[i], mains[i ^ (1 << k)], whole)

@@ -16,11 +16,11 @@ from meshwright.schedule.collective.steps import Combine
 _Member = TypeVar("_Member")
 
 
-def ring_broadcast(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
-    """A chain from the root: piece p crosses the link after member i in round i + p."""
+def ring_broadcast(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
+    """A chain from the root: segment p crosses the link after member i in round i + p."""
     return collect_rounds(
-        copy_message(i + p, group[i], group[i + 1], piece)
-        for p, piece in enumerate(pieces)
+        copy_message(i + p, group[i], group[i + 1], segment)
+        for p, segment in enumerate(segments)
         for i in range(len(group) - 1)
     )
 
@@ -53,9 +53,9 @@ def ring_reduce_scatter(group: Sequence[int], shards: Sequence[Chunks]) -> Round
     return ring_all_gather(group[::-1], shards[::-1]).reverse(Combine.REDUCE)
 
 
-def ring_reduce(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
-    """A chain that starts behind the root and ends there; pieces are pipelined."""
-    return ring_broadcast(_backwards(group), pieces[::-1]).reverse(Combine.REDUCE)
+def ring_reduce(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
+    """A chain that starts behind the root and ends there; segments are pipelined."""
+    return ring_broadcast(_backwards(group), segments[::-1]).reverse(Combine.REDUCE)
 
 
 def ring_gather(group: Sequence[int], shards: Sequence[Chunks]) -> Rounds:

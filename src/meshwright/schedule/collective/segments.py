@@ -1,8 +1,8 @@
-"""The messages of one rank cut into segments, and what each segment waits for: the program of an interpreter.
+"""Messages of one rank split into segments, and what each segment waits for: the program of an interpreter.
 
 Segments of consecutive messages are pipelined: a part of a chunk is passed on while the next part arrives.
-Messages are cut at multiples of the segment size, counted from the start of the tensor. So both sides of a
-message cut it into the same segments, and overlapping messages are cut at the same elements.
+Messages are split at multiples of the segment size, counted from the start of the tensor. So both sides of a
+message split it into the same segments, and overlapping messages are split at the same elements.
 
 Receives are posted before they are needed: some segments per peer, and at most one step ahead. That has no
 deadlock, even with rendezvous sends, if each message is sent and received in the same round:
@@ -67,18 +67,18 @@ class Segments:
     """Size of the staging buffer."""
 
 
-class _Piece(NamedTuple):
+class _Segment(NamedTuple):
     """A segment of a message."""
 
     order: int
-    """Position among the segments of its peer in the step. Pieces are sorted by it: peers alternate."""
+    """Position among the segments of its peer in the step. Segments are sorted by it: peers alternate."""
     peer: int
     low: int
     high: int
     reduces: bool
 
 
-def cut_into_segments(
+def split_into_segments(
     schedule: CollectiveSchedule, rank: int, elements: int, segment_elements: int, in_flight: int
 ) -> Segments:
     """The program of a rank.
@@ -99,43 +99,43 @@ def cut_into_segments(
     for step in schedule.rows[rank]:
         previous, begin = begin, len(receives)
         first_send = len(sends)
-        for piece in _cut(step.sends, spans, segment_elements):
-            part = piece.low // segment_elements
+        for segment in _split(step.sends, spans, segment_elements):
+            part = segment.low // segment_elements
             read[part].append(len(sends))
-            sends.append(SendSegment(piece.peer, piece.low, piece.high, written.get(part, 0)))
-        incoming = _cut(step.receives, spans, segment_elements)
+            sends.append(SendSegment(segment.peer, segment.low, segment.high, written.get(part, 0)))
+        incoming = _split(step.receives, spans, segment_elements)
         sent = {send.low // segment_elements for send in sends[first_send:]}
         adds_to_sent = any(p.reduces and p.low // segment_elements in sent for p in incoming)
         window = len(incoming) if adds_to_sent else in_flight * len({p.peer for p in incoming})
-        for number, piece in enumerate(incoming):
-            part = piece.low // segment_elements
+        for number, segment in enumerate(incoming):
+            part = segment.low // segment_elements
             # Sends of the same step are of other elements if the receive overwrites.
-            last = len(sends) if piece.reduces else first_send
+            last = len(sends) if segment.reduces else first_send
             waits = tuple(send for send in read[part] if send < last)
             read[part] = read[part][len(waits) :]
-            after = max(previous, begin + number - window + 1, 0 if piece.reduces else written.get(part, 0))
+            after = max(previous, begin + number - window + 1, 0 if segment.reduces else written.get(part, 0))
             after = max(after, receives[-1].after if receives else 0)  # posted in order
-            staged_at = 0 if piece.reduces else None
-            receives.append(ReceiveSegment(piece.peer, piece.low, piece.high, staged_at, after, waits))
+            staged_at = 0 if segment.reduces else None
+            receives.append(ReceiveSegment(segment.peer, segment.low, segment.high, staged_at, after, waits))
             written[part] = len(receives)
     return Segments(tuple(sends), *_assign_staging(receives))
 
 
-def _cut(
+def _split(
     messages: Sequence[Send | Receive], spans: Sequence[tuple[int, int]], segment_elements: int
-) -> list[_Piece]:
+) -> list[_Segment]:
     """The segments of the messages of a step. Messages of a peer stay in order; peers alternate."""
     counts: dict[int, int] = defaultdict(int)
-    pieces = []
+    segments = []
     for message in messages:
         low, end = spans[message.start][0], spans[message.stop - 1][1]
         reduces = isinstance(message, Receive) and message.combine is Combine.REDUCE
         while low < end:
             high = min(end, (low // segment_elements + 1) * segment_elements)
-            pieces.append(_Piece(counts[message.peer], message.peer, low, high, reduces))
+            segments.append(_Segment(counts[message.peer], message.peer, low, high, reduces))
             counts[message.peer] += 1
             low = high
-    return sorted(pieces)
+    return sorted(segments)
 
 
 def _assign_staging(receives: Sequence[ReceiveSegment]) -> tuple[tuple[ReceiveSegment, ...], int]:

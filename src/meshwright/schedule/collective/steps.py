@@ -3,7 +3,7 @@
 Generators build it, the prover checks it, the simulator assigns times, the plot draws it and an interpreter
 runs it. The rules of a schedule:
 
-- A tensor is cut into chunks (:meth:`CollectiveSchedule.spans`). A message carries the chunks
+- A tensor is split into chunks (:meth:`CollectiveSchedule.spans`). A message carries the chunks
   ``start`` to ``stop - 1`` from one rank to another; they are contiguous in the tensor.
 - The sends and receives of one step are concurrent. A send reads its chunks as they were before the step.
   A receive that reduces may overlap a send of the same step: add after the send has read. A receive that
@@ -78,7 +78,7 @@ Rows = tuple[tuple[Step, ...], ...]
 
 @dataclass(frozen=True)
 class CollectiveSchedule:
-    """A schedule: the steps of every rank, and how a tensor is cut into chunks.
+    """A schedule: the steps of every rank, and how a tensor is split into chunks.
 
     The tensor is the larger of input and output: of broadcast, reduce and all-reduce the tensor of each rank;
     of scatter and gather that of the root; of all-gather the output; of reduce-scatter the input. Chunks of
@@ -138,7 +138,7 @@ class CollectiveSchedule:
 
 
 def split_evenly(low: int, high: int, count: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into ``count`` pieces; the first ones are longer by one."""
+    """Split a range into ``count`` parts; the first ones are longer by one."""
     size, longer = divmod(high - low, count)
     for index in range(count):
         start = low + index * size + min(index, longer)

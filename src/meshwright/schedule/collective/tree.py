@@ -56,20 +56,20 @@ def find_depths(parents: Parents) -> tuple[int, ...]:
     return tuple(depths)
 
 
-def broadcast_along(group: Sequence[int], parents: Parents, pieces: Sequence[Chunks]) -> Rounds:
-    """Piece p reaches depth d in round d - 1 + p; a member sends to both children in one round."""
+def broadcast_along(group: Sequence[int], parents: Parents, segments: Sequence[Chunks]) -> Rounds:
+    """Segment p reaches depth d in round d - 1 + p; a member sends to both children in one round."""
     depths = find_depths(parents)
     return collect_rounds(
-        copy_message(depths[member] - 1 + p, group[parent], group[member], piece)
-        for p, piece in enumerate(pieces)
+        copy_message(depths[member] - 1 + p, group[parent], group[member], segment)
+        for p, segment in enumerate(segments)
         for member, parent in enumerate(parents)
         if parent is not None
     )
 
 
-def tree_broadcast(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
+def tree_broadcast(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
     """From the first member along the binary tree."""
-    return broadcast_along(group, binary_tree(len(group)), pieces)
+    return broadcast_along(group, binary_tree(len(group)), segments)
 
 
 def tree_scatter(group: Sequence[int], shards: Sequence[Chunks]) -> Rounds:
@@ -88,41 +88,41 @@ def tree_scatter(group: Sequence[int], shards: Sequence[Chunks]) -> Rounds:
     )
 
 
-def tree_all_reduce(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
-    """Reduce to the first member, then broadcast; pieces are pipelined through both."""
-    return _all_reduce_along(group, binary_tree(len(group)), pieces)
+def tree_all_reduce(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
+    """Reduce to the first member, then broadcast; segments are pipelined through both."""
+    return _all_reduce_along(group, binary_tree(len(group)), segments)
 
 
-def double_tree_broadcast(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
-    """The root sends each half of the pieces to the root of another tree over the other members."""
+def double_tree_broadcast(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
+    """The root sends each half of the segments to the root of another tree over the other members."""
     root, others = group[0], group[1:]
     if len(others) < 2:
-        return tree_broadcast(group, pieces)
+        return tree_broadcast(group, segments)
     trees = (binary_tree(len(others)), second_tree(len(others)))
     found = Rounds()
-    for tree, half in zip(trees, _halve(pieces), strict=True):
+    for tree, half in zip(trees, _halve(segments), strict=True):
         first = others[tree.index(None)]
-        entry = collect_rounds(copy_message(p, root, first, piece) for p, piece in enumerate(half))
+        entry = collect_rounds(copy_message(p, root, first, segment) for p, segment in enumerate(half))
         below_entry = broadcast_along(others, tree, half)
         found = found.beside(entry.beside(Rounds(count=1).then(below_entry)))
     return found
 
 
-def double_tree_all_reduce(group: Sequence[int], pieces: Sequence[Chunks]) -> Rounds:
-    """Each half of the pieces is reduced and broadcast along its own tree."""
+def double_tree_all_reduce(group: Sequence[int], segments: Sequence[Chunks]) -> Rounds:
+    """Each half of the segments is reduced and broadcast along its own tree."""
     trees = (binary_tree(len(group)), second_tree(len(group)))
-    halves = _halve(pieces)
+    halves = _halve(segments)
     return _all_reduce_along(group, trees[0], halves[0]).beside(_all_reduce_along(group, trees[1], halves[1]))
 
 
-def _all_reduce_along(group: Sequence[int], parents: Parents, pieces: Sequence[Chunks]) -> Rounds:
-    """The first piece is at the root after ``depth`` rounds, and goes down while the others come up."""
-    # Reversing also reverses the order of the pieces: give them backwards.
-    up = broadcast_along(group, parents, pieces[::-1]).reverse(Combine.REDUCE)
-    down = broadcast_along(group, parents, pieces)
+def _all_reduce_along(group: Sequence[int], parents: Parents, segments: Sequence[Chunks]) -> Rounds:
+    """The first segment is at the root after ``depth`` rounds, and goes down while the others come up."""
+    # Reversing also reverses the order of the segments: give them backwards.
+    up = broadcast_along(group, parents, segments[::-1]).reverse(Combine.REDUCE)
+    down = broadcast_along(group, parents, segments)
     return up.beside(Rounds(count=max(find_depths(parents))).then(down))
 
 
-def _halve(pieces: Sequence[Chunks]) -> tuple[Sequence[Chunks], Sequence[Chunks]]:
-    middle = len(pieces) // 2
-    return pieces[:middle], pieces[middle:]
+def _halve(segments: Sequence[Chunks]) -> tuple[Sequence[Chunks], Sequence[Chunks]]:
+    middle = len(segments) // 2
+    return segments[:middle], segments[middle:]

@@ -108,11 +108,11 @@ def _read_rows(path: Path) -> list[_Row]:
         ) from None
     rows, problems = [], []
     for number, line in enumerate(text.splitlines(), start=1):
-        said = line.partition("#")[0]
-        if not said.strip():
+        content = line.partition("#")[0]
+        if not content.strip():
             continue
         cells: list[tuple[int, str, int]] = []
-        for cell in next(csv.reader([said])):
+        for cell in next(csv.reader([content])):
             pair = _PAIR.fullmatch(cell.strip())
             for single in pair.groups() if pair else [cell]:
                 action = _CELL.fullmatch(single.strip())

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meshwright.core.events import Listener
 from meshwright.measure.collective_counter import CollectiveCounter, Transport
-from meshwright.measure.own_time import ProcessTime, estimate_idle_s, read_process_time
+from meshwright.measure.own_time import ProcessTime, estimate_uncontended_s, read_process_time
 from meshwright.parallel.collective_interpreter import ScheduleRunner
 from meshwright.parallel.collectives import all_gather_into, reduce_scatter_into
 from meshwright.parallel.mesh import Mesh, destroy_mesh, init_mesh
@@ -175,7 +175,7 @@ class _Bench:
                 "ranks": self._group.size(),
                 "bytes": calls[variant].size_bytes,
                 "time_s": statistics.median(wall for wall, _ in found[1:]),
-                "idle_s": estimate_idle_s(*zip(*found[1:], strict=True)),
+                "uncontended_s": estimate_uncontended_s(*zip(*found[1:], strict=True)),
                 "rounds": len(found) - 1,
             }
             for variant, found in times.items()

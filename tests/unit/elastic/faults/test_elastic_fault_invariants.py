@@ -53,7 +53,7 @@ def test_a_rollback_that_is_recorded_is_no_violation():
             "only 1 steps were done",
         ),
         ([*both(ready(0), step(1)), step(2), step(2, rank=1, loss=9.0)], "another rank has"),
-        ([*CLEAN, *both(ready(3, 2)), recovered(3, 2), step(4, 2, loss=9.0)], "done again with loss 9.0"),
+        ([*CLEAN, *both(ready(3, 2)), recovered(3, 2), step(4, 2, loss=9.0)], "replayed with loss 9.0"),
         ([ready(0), ready(1, rank=1), step(1)], "different steps"),
         ([*both(ready(3), step(4))], "only 0 steps were done"),
     ],

@@ -6,7 +6,6 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.elastic.faults.schedule import (
-    call_wrongly,
     connect,
     fail,
     kill_supervisor,
@@ -17,6 +16,7 @@ from meshwright.elastic.faults.schedule import (
     stop,
     stop_supervisor,
     write_schedule,
+    wrong_collective,
 )
 
 FAULTS = [
@@ -28,7 +28,7 @@ FAULTS = [
     stop_supervisor(step=3, for_s=20),
     preempt(step=3, grace_s=10),
     shift_clock(rank=3, step=4, by_s=-60),
-    call_wrongly(rank=1, step=4, call="other op"),
+    wrong_collective(rank=1, step=4, call="other op"),
     connect(step=10, connections=600),
 ]
 

@@ -18,7 +18,7 @@ from meshwright.schedule.collective.build import (
     build_collective,
     list_algorithms,
 )
-from meshwright.schedule.collective.hierarchical import cut_groups, grid_columns, grid_rows
+from meshwright.schedule.collective.hierarchical import grid_columns, grid_rows, split_groups
 from meshwright.schedule.collective.ops import ROOTED, Op
 from meshwright.schedule.collective.proof import prove_collective
 from meshwright.schedule.collective.steps import split_evenly
@@ -52,8 +52,8 @@ def test_result_is_right_for_any_size_order_and_groups(pair, ranks, elements, da
     order = data.draw(st.permutations(range(ranks)))
     options = {"root": data.draw(st.integers(0, ranks - 1))} if op in ROOTED else {}
     if algorithm in ("hierarchical", "2d"):
-        cuts = sorted({0, ranks, *data.draw(st.lists(st.integers(0, ranks), max_size=4))})
-        options["groups"] = [order[low:high] for low, high in pairwise(cuts)]
+        bounds = sorted({0, ranks, *data.draw(st.lists(st.integers(0, ranks), max_size=4))})
+        options["groups"] = [order[low:high] for low, high in pairwise(bounds)]
     else:
         options["order"] = order
     if pair in SEGMENTED:
@@ -137,7 +137,7 @@ def test_member_with_two_children_is_a_leaf_of_the_other_tree(members):
 
 def test_grid_is_as_square_as_possible():
     assert [len(grid_rows(ranks)) for ranks in (1, 4, 6, 7, 12, 16)] == [1, 2, 2, 3, 3, 4]
-    assert grid_columns(cut_groups(5, 2)) == ((0, 2, 4), (1, 3))
+    assert grid_columns(split_groups(5, 2)) == ((0, 2, 4), (1, 3))
 
 
 @pytest.mark.parametrize(

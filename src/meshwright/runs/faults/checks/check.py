@@ -1,4 +1,4 @@
-"""What a fault test without a schedule gets, and how it reports a broken promise or an obstacle."""
+"""What a fault test without a schedule gets, and how it reports a violated invariant or an obstacle."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from meshwright.runs.faults.judges import Figure
+from meshwright.runs.faults.criteria import Figure
 
 
 class ViolationError(Exception):
-    """A promise was broken."""
+    """An invariant is violated."""
 
 
 class CannotRunError(Exception):
@@ -39,7 +39,7 @@ class CheckRun:
 
 
 def require(holds: object, text: str) -> None:
-    """Go on if a promise was kept.
+    """Go on if an invariant holds.
 
     Raises:
         ViolationError: With the text.

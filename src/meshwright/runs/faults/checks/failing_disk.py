@@ -106,15 +106,15 @@ def check_failing_call(
     """Each call of a save in turn fails, alone or with all that follow (a broken disk)."""
     old = save(root, 2, step=2, tensors=fill_tensors(2.0))
     for number in range(1, MOST_CALLS):
-        said, failed = save_under_strace(root, f"{call}:error={error}:when={number}{'+' * ever_after}")
+        output, failed = save_under_strace(root, f"{call}:error={error}:when={number}{'+' * ever_after}")
         require(read_value(old) == 2.0, "the old checkpoint has changed")
-        require(list_leftovers(root) == [], f"after {call} {number}: {said}: {list_leftovers(root)}")
+        require(list_leftovers(root) == [], f"after {call} {number}: {output}: {list_leftovers(root)}")
         if not failed:
-            require(said == "none" and number > 4, f"{call} {number} did not fail: {said}")
+            require(output == "none" and number > 4, f"{call} {number} did not fail: {output}")
             check.count(f"failed calls of {call}", number - 1)
             return
         newest = read_value(list_checkpoints(root)[-1])
-        require(says in said, f"after {call} {number}: {said}")
+        require(says in output, f"after {call} {number}: {output}")
         # The last fsync is that of the parent folder, after the rename: the checkpoint is there, and whole.
         require(newest == 2.0 or call == "fsync", f"{call} {number} failed, and the checkpoint is there")
         for path in list_checkpoints(root)[1:]:
@@ -155,10 +155,10 @@ def save_under_strace(root: Path, injection: str) -> tuple[str, bool]:
             os.kill(child, signal.SIGKILL)
         tracer.communicate()
     os.waitpid(child, 0)
-    said = mine.recv(1000).decode()
+    output = mine.recv(1000).decode()
     mine.close()
     theirs.close()
-    return said, "INJECTED" in traced
+    return output, "INJECTED" in traced
 
 
 def trace(pid: int, *options: str) -> subprocess.Popen[str]:

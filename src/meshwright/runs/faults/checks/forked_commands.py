@@ -40,7 +40,7 @@ class Ended:
     """A command that has ended."""
 
     status: int
-    said: str
+    output: str
     """Output and messages."""
     peak_bytes: int
 
@@ -79,7 +79,7 @@ class ForkedCommands:
     def __call__(self, *arguments: str) -> tuple[int, str]:
         """Status and messages of one command."""
         ended = self.run(arguments)
-        return ended.status, ended.said
+        return ended.status, ended.output
 
 
 def _serve() -> None:
@@ -87,13 +87,13 @@ def _serve() -> None:
         with contextlib.suppress(ImportError):  # some packages are optional
             importlib.import_module(name)
     for line in sys.stdin:
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as output:
             child = os.fork()
             if not child:
-                _run_child(json.loads(line), said.fileno())
+                _run_child(json.loads(line), output.fileno())
             _, status, usage = os.wait4(child, 0)
-            said.seek(0)
-            text = said.read().decode(errors="replace")
+            output.seek(0)
+            text = output.read().decode(errors="replace")
         ended = Ended(os.waitstatus_to_exitcode(status), text, usage.ru_maxrss * 1024)
         sys.stdout.write(json.dumps(ended.__dict__) + "\n")
         sys.stdout.flush()

@@ -183,13 +183,13 @@ def refuse_attack(outer: Path, checkpoint: Path, attack: str, run: Run) -> None:
     for name, arguments in COMMANDS.items():
         if name == "resume" and name not in refusing:
             continue  # it would train
-        status, said = run(*arguments)
-        what = f"{attack}: {name} ended with status {status}: {said}"
+        status, output = run(*arguments)
+        what = f"{attack}: {name} ended with status {status}: {output}"
         if name in refusing:
             require(status == (3 if name == "verify" else 2), what)
-            require(re.search(r"\[[a-z-]+\]$", said, re.MULTILINE), f"no reason: {what}")
+            require(re.search(r"\[[a-z-]+\]$", output, re.MULTILINE), f"no reason: {what}")
         require(status in (0, 2, 3), what)
-        require("Traceback" not in said, what)
+        require("Traceback" not in output, what)
         for made in ("exported", "copied"):
             shutil.rmtree(checkpoint.parents[1] / made, ignore_errors=True)
     require(read_tree(outer) == before, f"{attack}: files were changed, or left")

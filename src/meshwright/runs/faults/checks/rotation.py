@@ -86,14 +86,14 @@ def _run_traced(work: Callable[[], None], *options: str) -> bool:
     os.close(ready)
     with trace(child, *options) as strace:
         assert strace.stderr is not None, "a pipe"
-        said = strace.stderr.readline()
-        if "attached" not in said:
+        output = strace.stderr.readline()
+        if "attached" not in output:
             os.kill(child, signal.SIGKILL)
         os.close(release)
         _, status = os.waitpid(child, 0)
         strace.communicate()
-    if "attached" not in said:
-        raise CannotRunError(f"strace cannot attach to a child process: {said.strip()}")
+    if "attached" not in output:
+        raise CannotRunError(f"strace cannot attach to a child process: {output.strip()}")
     return os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 

@@ -49,8 +49,8 @@ class Command:
                 if wanted(event):
                     return event
             if self.process.poll() is not None:
-                said = self.process.communicate()[1]
-                require(False, f"the command ended with status {self.process.returncode}: {said}")
+                output = self.process.communicate()[1]
+                require(False, f"the command ended with status {self.process.returncode}: {output}")
             time.sleep(POLL_S)
         require(False, f"no such event within {limit_s:g} s")
         raise AssertionError("required before")

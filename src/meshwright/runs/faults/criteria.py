@@ -101,7 +101,7 @@ def is_rejoined(trial: Trial) -> bool:
     return not waiting and is_settled(trial)
 
 
-def judge_kills(trial: Trial) -> list[Figure]:
+def evaluate_kills(trial: Trial) -> list[Figure]:
     """Every killed rank was noticed, and training went on; no other rank died."""
     kills = sum(injection.fault.kind == "fail" for injection in trial.injections)
     _expect_processes(trial, WORLD_SIZE + kills)
@@ -127,13 +127,13 @@ def _measure_kills(trial: Trial) -> list[Figure]:
     return worst(figures)
 
 
-def judge_kill_loop(trial: Trial) -> list[Figure]:
+def evaluate_kill_loop(trial: Trial) -> list[Figure]:
     """Every kill was recovered from. Times are only reported; the suite adds the share of steps."""
     kills = Figure("kills", len(trial.injections), unit="")
-    return [kills, *(replace(figure, limit=None) for figure in judge_kills(trial))]
+    return [kills, *(replace(figure, limit=None) for figure in evaluate_kills(trial))]
 
 
-def judge_chaos(trial: Trial) -> list[Figure]:
+def evaluate_chaos(trial: Trial) -> list[Figure]:
     """Every kill was recovered from.
 
     A kill during a recovery may cost another process: ranks that connect to each other cannot be interrupted,
@@ -145,12 +145,12 @@ def judge_chaos(trial: Trial) -> list[Figure]:
     return [*figures, *(replace(figure, limit=None) for figure in _measure_kills(trial))]
 
 
-def judge_schedule(trial: Trial) -> list[Figure]:
+def evaluate_schedule(trial: Trial) -> list[Figure]:
     """A schedule of the user has no criterion but the invariants."""
     return [Figure("longest stall", longest_stall_s(trial))]
 
 
-def judge_killed_supervisor(trial: Trial) -> list[Figure]:
+def evaluate_killed_supervisor(trial: Trial) -> list[Figure]:
     """No rank died, and the ranks went on stepping until and after a new command adopted them."""
     if not trial.view.of("adopted"):
         trial.violations.append("no new command adopted the ranks")
@@ -158,7 +158,7 @@ def judge_killed_supervisor(trial: Trial) -> list[Figure]:
     return [Figure("longest stall", longest_stall_s(trial), ADOPTED_STALL_S)]
 
 
-def judge_stopped_supervisor(trial: Trial) -> list[Figure]:
+def evaluate_stopped_supervisor(trial: Trial) -> list[Figure]:
     """No rank was restarted, and the ranks waited no longer than the pause."""
     _expect_processes(trial, WORLD_SIZE)
     _expect_no_event(trial, "rank_lost", "hang")
@@ -166,7 +166,7 @@ def judge_stopped_supervisor(trial: Trial) -> list[Figure]:
     return [Figure("longest stall", longest_stall_s(trial), pause_s + PAUSE_SLACK_S)]
 
 
-def judge_preemption(trial: Trial) -> list[Figure]:
+def evaluate_preemption(trial: Trial) -> list[Figure]:
     """The command ended in time with status 0, and the resumed run began with the step after the last one."""
     for status, _ in trial.preemptions:
         if status != EXIT_OK:
@@ -182,7 +182,7 @@ def judge_preemption(trial: Trial) -> list[Figure]:
     return worst([*(Figure("ended after", seconds, limit) for (_, seconds), limit in ends), *lost])
 
 
-def judge_stopped_ranks(trial: Trial) -> list[Figure]:
+def evaluate_stopped_ranks(trial: Trial) -> list[Figure]:
     """Every stopped rank was named, the others went on, and its process rejoined or ended when it woke up.
 
     A process ends that was stopped inside a commit, that cannot leave a collective of gloo, or that is not
@@ -206,7 +206,7 @@ def judge_stopped_ranks(trial: Trial) -> list[Figure]:
     return [*worst(figures), Figure("rejoined", len(rejoined), unit="")]
 
 
-def judge_clocks(trial: Trial) -> list[Figure]:
+def evaluate_clocks(trial: Trial) -> list[Figure]:
     """The shifts took effect, no rank was lost because of them, and a kill was recovered from."""
     shifts = [injection for injection in trial.injections if injection.fault.kind == "shift_clock"]
     times = {(e["rank"], e["generation"], e["step"]): e["time"] for e in trial.view.of("step")}
@@ -220,7 +220,7 @@ def judge_clocks(trial: Trial) -> list[Figure]:
         if not after or abs(after[0] - by_s) > CLOCK_SLACK_S:
             trial.violations.append(f"{injection.fault} had no effect on the times of events")
     _expect_no_event(trial, "hang")
-    return judge_kills(trial)
+    return evaluate_kills(trial)
 
 
 def is_straggler_over(trial: Trial) -> bool:
@@ -232,7 +232,7 @@ def is_straggler_over(trial: Trial) -> bool:
     return named or trial.new_steps() > 2 * STRAGGLER_STEPS
 
 
-def judge_straggler(trial: Trial) -> list[Figure]:
+def evaluate_straggler(trial: Trial) -> list[Figure]:
     """No rank was named in the steps without a fault; then the slow one was, with the right phase."""
     if not trial.injections:
         return []
@@ -255,7 +255,7 @@ def judge_straggler(trial: Trial) -> list[Figure]:
     ]
 
 
-def judge_attack(trial: Trial) -> list[Figure]:
+def evaluate_attack(trial: Trial) -> list[Figure]:
     """Hostile connections changed nothing: no rank was lost, and no memory or file of ours was leaked."""
     _expect_processes(trial, WORLD_SIZE)
     _expect_no_event(trial, "rank_lost", "hang")
@@ -304,7 +304,7 @@ def longest_stall_s(trial: Trial) -> float:
     return max((b - a for a, b in pairwise([since, *times])), default=0.0)
 
 
-def judge_wrong_call(trial: Trial) -> list[Figure]:
+def evaluate_wrong_call(trial: Trial) -> list[Figure]:
     """The error names the rank, the call and the source line, within 5 s of the call."""
     fault = trial.schedule[0]
     text = " ".join(str(error["message"]) for error in trial.errors())
@@ -319,7 +319,7 @@ def judge_wrong_call(trial: Trial) -> list[Figure]:
     return [Figure("named after", named - made[0]["time"], NAMED_S)]
 
 
-def judge_bad_gradients(trial: Trial) -> list[Figure]:
+def evaluate_bad_gradients(trial: Trial) -> list[Figure]:
     """Each bad step is skipped on all ranks, its rank is named, and no state changes."""
     for fault in trial.schedule:
         step = fault.step or 0

@@ -17,7 +17,7 @@ from meshwright.elastic.rank_supervisor import RankSupervisor
 from meshwright.elastic.rank_view import State
 from meshwright.elastic.recovery import Recovery
 from meshwright.launch.channel import Message
-from meshwright.launch.rank_process import Order
+from meshwright.launch.rank_process import RankCommand
 
 COLLECT_S = 1.0
 """How long after the first SIGTERM nodes still leave together: a scheduler takes several away at once."""
@@ -26,7 +26,7 @@ SPARE_START_S = 60.0
 
 
 @dataclass
-class LeavingNodes(RankSupervisor):
+class PreemptionSupervisor(RankSupervisor):
     """Lets nodes leave. The layout stays: spare nodes take over."""
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class LeavingNodes(RankSupervisor):
     def _stop_after_step(self) -> None:
         """Let all ranks save a checkpoint after this step and end."""
         for rank in self._ranks:
-            self._order(rank, Order("stop", self.generation))
+            self._send_command(rank, RankCommand("stop", self.generation))
 
     def _halt(self) -> None:
         """A rank failed: nodes leave after the recovery, if they still can."""

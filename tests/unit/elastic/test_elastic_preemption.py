@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.core.errors import RunFailedError
 from meshwright.core.events import EVENTS_FILE, read_events
-from meshwright.elastic import leaving_nodes
+from meshwright.elastic import preemption
 from meshwright.elastic.devices import DevicePool
 from meshwright.elastic.layout_change import LayoutChoice
 from meshwright.elastic.policy import Budget
@@ -26,7 +26,7 @@ def hello(node):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Nodes leave without waiting for others."""
-    monkeypatch.setattr(leaving_nodes, "COLLECT_S", 0.0)
+    monkeypatch.setattr(preemption, "COLLECT_S", 0.0)
 
 
 def finished(status="interrupted"):
@@ -53,7 +53,7 @@ def events_of(tmp_path, name):
 
 
 def stops(agents):
-    return [sent for sent in agents.sent if sent[0] == "order" and sent[2] == "stop"]
+    return [sent for sent in agents.sent if sent[0] == "command" and sent[2] == "stop"]
 
 
 def test_a_run_that_may_shrink_goes_on_without_the_node(tmp_path):
@@ -141,13 +141,13 @@ def test_a_node_that_is_told_while_the_ranks_save_leaves_with_the_others(tmp_pat
     )
     assert supervisor.run() == []
     assert {sent for sent in agents.sent if sent[0] == "release"} == {("release", 1), ("release", 2)}
-    assert len(stops(agents)) == 2, "one order for each rank"
+    assert len(stops(agents)) == 2, "one command for each rank"
     assert supervisor.change is not None
     assert supervisor.change.ready == {0}
 
 
 def test_nodes_that_are_told_within_a_second_leave_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaving_nodes, "COLLECT_S", 1e9)
+    monkeypatch.setattr(preemption, "COLLECT_S", 1e9)
     supervisor, agents = run_with(tmp_path, [LEAVE], [finished("complete"), exited(0), exited(1)])
     assert supervisor.run() == []
     assert stops(agents) == [], "others may still be told"
