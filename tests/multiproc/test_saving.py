@@ -59,7 +59,7 @@ def test_auto_saves_at_an_interval_that_all_ranks_follow(train):
     events = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
     saved = [event for event in events if event["event"] == "checkpoint"]
     chosen = [event for event in events if event["event"] == "checkpoint_interval"]
-    assert chosen[0]["interval_s"] == chosen[0]["commit_s"] > chosen[0]["mtbf_s"]
+    assert chosen[0]["interval_s"] == chosen[0]["commit_s"] > chosen[0]["between_failures_s"]
     assert saved[0]["step"] == 13, "10 steps after the first and the audited one, and the step that says so"
     assert len(saved) >= 2, "and the last one; between them as many as the disk allows"
     names = [path.name for path in list_checkpoints(trained.run_dir / "checkpoints")]

@@ -265,7 +265,7 @@ class CheckpointSaver:
         cost = SaveCost(self._blocked_s - self._waited_s, slowdown.seconds, write.seconds)
         if (choice := self._auto.measure(cost)) is not None:
             cost = choice.cost
-            facts = asdict(cost) | {"cost_s": cost.cost_s, "mtbf_s": choice.failures.mtbf_s}
+            facts = asdict(cost) | {"cost_s": cost.cost_s, "between_failures_s": choice.failures.mtbf_s}
             reason = choice.sentence()
             self._events.write("checkpoint_interval", interval_s=choice.interval_s, reason=reason, **facts)
 

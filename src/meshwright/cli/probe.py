@@ -36,7 +36,7 @@ def _show(output: Output, result: ProbeResult) -> None:
         "optimizer_bytes_per_s",
         "launch_s",
         "elementwise",
-        "block_launch_s",
+        "block_s",
         "step_s",
     ]
     names += ["triton_elementwise"] if probed.device == "cuda" else []

@@ -290,11 +290,11 @@ def _fit_to_steps(
             reporter.warning(f"{what}: {_first_line(error)}")
             return probed, []
         reporter.progress(f"    {format_seconds(found[-1].step_s)} each")
-    block_launch_s = choose_block_launch_s(
-        {run.block_backend: steps.block_launch_s for run, steps in zip(runs, found, strict=True)}
+    block_s = choose_block_s(
+        {run.block_backend: steps.block_s for run, steps in zip(runs, found, strict=True)}
     )
-    if block_launch_s is not None:
-        probed = dataclasses.replace(probed, block_launch_s=round_measured(block_launch_s))
+    if block_s is not None:
+        probed = dataclasses.replace(probed, block_s=round_measured(block_s))
     timed = [run.measured_step(steps.step_s) for run, steps in zip(runs, found, strict=True)]
     probed = fit_steps(probed, timed)
     return probed, [
@@ -310,7 +310,7 @@ def _fit_to_steps(
     ]
 
 
-def choose_block_launch_s(issued: Mapping[str, float | None]) -> float | None:
+def choose_block_s(issued: Mapping[str, float | None]) -> float | None:
     """CPU launch time of a block, by backend. Triton blocks launch more kernels and are the default."""
     return issued.get("triton") or issued.get("compile")
 

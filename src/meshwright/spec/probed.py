@@ -103,7 +103,7 @@ class OperationTimes:
     parameter_passes: NonNegative = 0.0
     """Passes over the parameters outside the optimizer step on a CPU (zeroing, accumulating, norm, clipping),
     in bytes at the copy bandwidth over the bytes of the parameters; fitted to training steps."""
-    block_launch_s: NonNegative = 0.0
+    block_s: NonNegative = 0.0
     """CPU launch time of forward and backward of a block; hidden where the GPU takes longer."""
     step_s: NonNegative = 0.0
     """Fixed time per step."""

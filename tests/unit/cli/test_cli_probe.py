@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from meshwright.plan.probe_runs import PROBE_SUITES, GemmShape
-from meshwright.runs.probe import choose_block_launch_s
+from meshwright.runs.probe import choose_block_s
 from quick_probe import QUICK_PROBE
 
 
@@ -138,6 +138,6 @@ def test_tune_ignores_probed_times(cli, quick, cpu_job):
 
 
 def test_the_cpu_time_per_block_is_that_of_triton_blocks_if_measured():
-    assert choose_block_launch_s({"triton": 2e-3, "compile": 1e-3}) == 2e-3
-    assert choose_block_launch_s({"compile": 1e-3}) == 1e-3
-    assert choose_block_launch_s({"torch": None}) is None
+    assert choose_block_s({"triton": 2e-3, "compile": 1e-3}) == 2e-3
+    assert choose_block_s({"compile": 1e-3}) == 1e-3
+    assert choose_block_s({"torch": None}) is None

@@ -98,7 +98,7 @@ class StepWork:
         longer = probed.triton_elementwise if self.uses_triton else probed.elementwise
         device_s = self.gemm_s + self.attention_s + longer * self.moved_s
         device_s += probed.parameter_passes * self.parameters_s + self.bucket_s
-        cpu_launch_s = self.blocks * probed.block_launch_s
+        cpu_launch_s = self.blocks * probed.block_s
         work_s = max(device_s, cpu_launch_s) if self.hides_cpu_launch else device_s + cpu_launch_s
         return work_s + probed.step_s
 
@@ -431,7 +431,7 @@ def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
     if not all(w.uses_triton for w in works):
         columns["elementwise"] = [0.0 if w.uses_triton else w.moved_s for w in works]
     if not works[0].hides_cpu_launch:
-        columns["block_launch_s"] = [float(w.blocks) for w in works]
+        columns["block_s"] = [float(w.blocks) for w in works]
         columns["parameter_passes"] = [w.parameters_s for w in works]
     table = {name: np.array(values) * scales for name, values in columns.items()}
     found = _least_squares(table, left * scales)

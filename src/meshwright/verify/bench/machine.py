@@ -263,7 +263,7 @@ class StepTimings:
     """Median on a GPU; on a CPU the lower quartile of CPU time, or its median if all cores run the steps."""
     peak_bytes: int | None
     """Peak of allocated memory in a step; None on a CPU."""
-    block_launch_s: float | None
+    block_s: float | None
     """CPU launch time of both passes of a block on a GPU; None on a CPU."""
 
 

@@ -205,11 +205,11 @@ def test_predicted_steps_on_an_h200_match_measured_ones(
 
 
 def test_cpu_time_is_overlapped_on_a_gpu_and_added_on_a_cpu(job):
-    probed = constant_rates(block_launch_s=1e-3, step_s=0.5)
+    probed = constant_rates(block_s=1e-3, step_s=0.5)
     on_gpu = count_work(with_probed(job, probed), 1, 0)
     alone = on_gpu.total_s(constant_rates())
     assert on_gpu.total_s(probed) == pytest.approx(alone + 0.5)
-    busy = constant_rates(block_launch_s=1.0)
+    busy = constant_rates(block_s=1.0)
     assert on_gpu.total_s(busy) == pytest.approx(job.model.num_layers + on_gpu.update_s)
     on_core = dataclasses.replace(on_gpu, hides_cpu_launch=False)
     assert on_core.total_s(busy) == pytest.approx(alone + job.model.num_layers)
@@ -245,7 +245,7 @@ def test_probed_cpus_keep_the_communication_time_of_the_engine(make_job):
     gemms = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.gemms)
     attended = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.attention)
     probed = dataclasses.replace(
-        made, device="cpu", gemms=gemms, attention=attended, compiled=False, block_launch_s=2e-3
+        made, device="cpu", gemms=gemms, attention=attended, compiled=False, block_s=2e-3
     )
     job = make_job(cluster={"preset": "local", "device": "cpu", "devices_per_node": 2})
     layout = dataclasses.replace(job.layout, mode="given", dp_replicate=2, micro_batch=2)
@@ -349,7 +349,7 @@ def test_fit_recovers_injected_overheads(make_job, device):
         launch_s=1e-9,
         compiled=suite.compiled,
     )
-    of_cpu = {"block_launch_s": 2e-3, "parameter_passes": 8.0} if device == "cpu" else {}
+    of_cpu = {"block_s": 2e-3, "parameter_passes": 8.0} if device == "cpu" else {}
     planted = dataclasses.replace(plain, elementwise=1.3, step_s=2e-3, **of_cpu)
     timed = []
     for run in runs:
@@ -357,9 +357,7 @@ def test_fit_recovers_injected_overheads(make_job, device):
         timed.append(run.measured_step(work.total_s(planted)))
     found = fit_steps(plain, timed)
     assert found.elementwise == pytest.approx(1.3, rel=1e-2)
-    assert (found.step_s, found.block_launch_s) == pytest.approx(
-        (planted.step_s, planted.block_launch_s), rel=1e-2
-    )
+    assert (found.step_s, found.block_s) == pytest.approx((planted.step_s, planted.block_s), rel=1e-2)
     assert found.parameter_passes == pytest.approx(planted.parameter_passes, rel=1e-2)
 
 
@@ -367,4 +365,4 @@ def test_fit_has_no_negative_overhead(job):
     work = count_work(with_probed(job, constant_rates()), 1, 0)
     found = fit_steps(constant_rates(), [MeasuredStep(job, 1, 0, work.gemm_s / 2)])
     assert found.elementwise > 0
-    assert (found.step_s, found.block_launch_s) == (0, 0)
+    assert (found.step_s, found.block_s) == (0, 0)

@@ -43,7 +43,7 @@ def test_timed_steps_use_the_trainer_and_its_blocks(monkeypatch):
     monkeypatch.setattr(machine, "build_trainer", lambda *a, **k: built.append(build(*a, **k)) or built[0])
     found = machine.time_steps(run.plan)
     assert found.step_s > 0
-    assert (found.peak_bytes, found.block_launch_s) == (None, None)
+    assert (found.peak_bytes, found.block_s) == (None, None)
     (trainer,) = built
     assert trainer.step == run.plan.job.train.steps
     assert machine.time_block_launch(trainer) > 0
