@@ -95,12 +95,12 @@ def test_losses_are_bit_identical_after_a_kill(command, train, job_file, tmp_pat
 @pytest.mark.parametrize(
     ("every", "source"),
     [
-        ("checkpoint.every_steps=10", "checkpoint"),
+        ("checkpoint.every_steps=10 checkpoint.asynchronous=false", "checkpoint"),  # committed before step 11
         pytest.param("checkpoint.every_steps=0", "start", marks=pytest.mark.slow),
     ],
 )
 def test_without_snapshots_the_newest_checkpoint_is_used(command, train, job_file, tmp_path, every, source):
-    options = ("layout.dp_replicate=2", "train.steps=30", "elastic.snapshot_every=0", every)
+    options = ("layout.dp_replicate=2", "train.steps=30", "elastic.snapshot_every=0", *every.split())
     undisturbed = train(*options, "run_dir=calm")
     run_dir = tmp_path / "run"
     running = command("train", job_file, *options, f"run_dir={run_dir}", "--json")
