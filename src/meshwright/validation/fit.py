@@ -48,6 +48,9 @@ PRIORS: Tables = {
         "nic": 0.8,
         "nic_latency": 0.25,
         "overlap": 0.7,
+        # FSDP prefetches: compute hides all but the first and the last collectives of a pass.
+        "fsdp_window": 1.0,
+        "fsdp_exposed": 0.2,
         "tp_overlap": 0.5,
         # DeepSeek-V3's report: dispatch and combine are hidden, but for the start and the end of a pass.
         "ep_overlap": 0.9,
@@ -83,6 +86,8 @@ PRIORS: Tables = {
         "nic": 1.0,
         "nic_latency": 1.0,
         "overlap": 0.5,
+        "fsdp_window": 0.5,
+        "fsdp_exposed": 0.5,
         "all_to_all": 1.0,
         "contention": 0.0,
     },
@@ -93,7 +98,7 @@ FITTED: tuple[tuple[str, str], ...] = tuple(
     (section, name)
     for section, names in (
         ("default", "matmul_fp8 matmul_fp4 expert_matmul flash_1 elementwise operand_traffic cpu_launch_s"),
-        ("default", "expert_cpu_launch_s nic overlap tp_overlap all_to_all nic_latency"),
+        ("default", "expert_cpu_launch_s nic overlap fsdp_exposed tp_overlap all_to_all nic_latency"),
         ("device.A100", "matmul attention link"),
         ("device.H100", "matmul attention"),
         ("device.B200", "matmul"),
@@ -117,6 +122,7 @@ BOUNDS = {
     "link": (0.3, 1.0),
     "nic": (0.2, 1.0),
     "overlap": (0.1, 0.99),
+    "fsdp_exposed": (0.01, 0.9),
     "tp_overlap": (0.05, 0.95),
     "all_to_all": (0.1, 1.2),
     "nic_latency": (0.02, 2.0),

@@ -129,15 +129,21 @@ FLASH_ATTENTION = re.compile(r"xtuner", re.IGNORECASE)
 
 
 def _with_flash_attention(profile: Profile, cells: Cells) -> Profile:
-    """The profile of transformers with flash-attn 2, where the framework or context parallelism calls it.
+    """The profile of transformers without a mask tensor, where it has none.
 
-    Ring attention and Ulysses call flash-attn on their parts, without a mask tensor.
+    Ring attention and Ulysses call flash-attn 2 on their parts, and so do some frameworks. Versions of
+    transformers that support Blackwell pass no mask where nothing is padded.
     """
-    parallel = (cells.optional("cp") or 1) > 1
-    if profile.name != "huggingface" or not (parallel or FLASH_ATTENTION.search(cells.text("framework"))):
+    if profile.name != "huggingface":
         return profile
-    cells.remark(f"flash-attn 2, that of {'context parallelism' if parallel else 'the framework'}")
-    time = dataclasses.replace(profile.time, attention_kernel="flash-2", skips_masked=True)
+    parallel = (cells.optional("cp") or 1) > 1
+    if parallel or FLASH_ATTENTION.search(cells.text("framework")):
+        cells.remark(f"flash-attn 2, that of {'context parallelism' if parallel else 'the framework'}")
+        time = dataclasses.replace(profile.time, attention_kernel="flash-2", skips_masked=True)
+    elif generation_of(device_name(cells.text("gpu")) or "") == "Blackwell":
+        time = dataclasses.replace(profile.time, skips_masked=True)
+    else:
+        return profile
     return dataclasses.replace(profile, time=time)
 
 
@@ -174,7 +180,10 @@ _FEW_NODES = re.compile(r"(?:at most|max(?:imum)?|up to|limited to) (\d+) nodes"
 """Node-limited routing."""
 _NOT_NEGATED = r"(?<!no )(?<!without )(?<!not )(?<!un)"
 _NOT_OFF = r"(?! ?= ?(?:false|off))"
-_FUSED_ATTENTION = rf"{_NOT_NEGATED}flash[ _-]?att(?:entio)?n\w*{_NOT_OFF}|\bfa[123]\b|cudnn attention"
+_FUSED_ATTENTION = (
+    rf"{_NOT_NEGATED}flash[ _-]?att(?:entio)?n\w*{_NOT_OFF}|\bfa[1234]\b|sdpa[ _-]flash|"
+    r"cudnn[ _-](?:flash|attention)"
+)
 _UNFUSED_ATTENTION = (
     r"(no|without) (flash|fused)[ _-]?att|flash_?att\w* ?= ?(false|off)|unfused att|eager att"
 )
@@ -190,8 +199,10 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
      {"fused_norms": False}),
     (_FUSED_ATTENTION, {"flash_attention": True}),
     (_UNFUSED_ATTENTION, {"flash_attention": False}),
-    (r"flash.?attention.?3|\bfa3\b|cudnn attention", {"attention_kernel": "native", "skips_masked": True}),
-    (r"flash.?attention.?2|\bfa2\b|zigzag", {"attention_kernel": "flash-2", "skips_masked": True}),
+    (_FUSED_ATTENTION, {"skips_masked": True}),
+    (r"flash.?att(entio)?n.?[34]\b|\bfa[34]\b|cudnn[ _-](flash|attention)", {"attention_kernel": "native"}),
+    (r"flash.?att(entio)?n.?v?2\b|flash v2|\bfa2\b|zigzag",
+     {"attention_kernel": "flash-2", "skips_masked": True}),
     (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1", "skips_masked": True}),
     (rf"{_EXCHANGE} (comm\w* )?overlap|overlap\w* (of )?{_EXCHANGE}", {"overlap_ep": True}),
     (r"fp8 dispatch|dispatch in fp8", {"fp8_dispatch": True}),
@@ -199,17 +210,19 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
 """What notes say about kernels and overlap, and the settings of the profile for it."""
+_CHUNKED_LOGITS = {"logit_bytes": 0.5, "split_logit_bytes": 0.5, "gathers_logits": False}
 NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (_FUSED_ATTENTION, {"fused_attention": True}),
     (_UNFUSED_ATTENTION, {"fused_attention": False}),
-    (r"pure bf16|bf16 master", {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0,
-                                "moment_bytes": 2.0}),
+    (r"pure bf16|bf16 master|adamw?_?bf16",
+     {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
     (r"bf16 (moments|optimizer)", {"moment_bytes": 2.0}),
     (r"8-?bit (adam|optimizer)|adamw?_?8bit", {"moment_bytes": 1.0}),
     (r"(fp32|float32) grad", {"gradient_bytes": 4.0}),
-    (r"\bliger\b|chunked (loss|logits|cross)|fused linear cross",
-     {"logit_bytes": 0.5, "split_logit_bytes": 0.5, "gathers_logits": False}),
+    (r"\bliger\b", _CHUNKED_LOGITS),
+    (r"liger (ce|cross[- ]entropy)", {"logit_bytes": 2.0, "split_logit_bytes": 2.0}),  # replaced by gradients
+    (r"chunked (loss|logits|cross)|fused[ _]linear[ _]c", _CHUNKED_LOGITS),
     (rf"{_NOT_NEGATED}fused[ -]?cross[ -]entropy", {"logit_bytes": 4.0, "split_logit_bytes": 4.0}),
     (r"own cuda kernels|fused kernels",
      {"logit_bytes": 2.0, "split_logit_bytes": 2.0, "gathers_logits": False}),

@@ -19,7 +19,7 @@ from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNEL_RATIO, BlockModel,
 from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.network import Groups, Span, build_groups, find_overlap
-from meshwright.plan.time.overlap import Overlap, PassParts
+from meshwright.plan.time.overlap import Overlap, PassParts, exposed_s
 from meshwright.plan.time.probed import ProbedSteps, probe_steps
 from meshwright.plan.time.rates import Rates, ranks_per_core, rates_of
 from meshwright.plan.time.stage_layers import slowest_load
@@ -369,10 +369,13 @@ class _Step:
         share = model.expert_layers / model.num_layers
         # Gradients are dispatched in 16 bits.
         forward, backward = (dispatch_s + combine_s + shared) * share, (2 * combine_s + shared) * share
-        hides = (self.grid.schedule == DUALPIPE) | rules.overlap_ep
+        hides, share_hidden = (self.grid.schedule == DUALPIPE) | rules.overlap_ep, self.rates.ep_overlap
         exposed, exposed_back = (
             np.where(
-                hides, self._exposed_s(communication_s, compute_s, self.rates.ep_overlap), communication_s
+                hides,
+                exposed_s(communication_s, share_hidden * compute_s, 1 - share_hidden)
+                + self._contention_s(communication_s, compute_s),
+                communication_s,
             )
             for communication_s, compute_s in (
                 (forward, self.work.forward),
@@ -396,22 +399,20 @@ class _Step:
         gather = gather / rules.gather_share
         scatter = self._scatter_s(block, experts)
         gather_and_reduce = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
-        hide = self.overlap
-        times = (
-            self._exposed_s(gather, forward),
-            self._exposed_s(gather_and_reduce, backward),
-            hide * np.minimum(gather, forward),
-            hide * np.minimum(gather_and_reduce, backward),
-        )
-        return Overlap(*(np.where(on, seconds, 0.0) for seconds in times))
+        window = np.where(self.overlap > 0, self.rates.fsdp_window, 0.0)
+        passes = ((gather, forward), (gather_and_reduce, backward))
+        exposed = [
+            exposed_s(communication_s, window * pass_s, self.rates.fsdp_exposed)
+            for communication_s, pass_s in passes
+        ]
+        hidden = [communication_s - left for (communication_s, _), left in zip(passes, exposed, strict=True)]
+        slowed = [left + self._contention_s(*pair) for left, pair in zip(exposed, passes, strict=True)]
+        return Overlap(*(np.where(on, seconds, 0.0) for seconds in (*slowed, *hidden)))
 
-    def _exposed_s(
-        self, communication_s: Floats, compute_s: Floats, overlap: Floats | float | None = None
-    ) -> Floats:
-        """Exposed part of communication that overlaps with a pass, plus the slow-down by contention."""
-        overlap = self.overlap if overlap is None else overlap
-        exposed = np.maximum(communication_s - overlap * compute_s, (1 - overlap) * communication_s)
-        return exposed + self.rates.contention * np.minimum(communication_s, compute_s)
+    def _contention_s(self, communication_s: Floats, compute_s: Floats) -> Floats:
+        """By how much communication slows down the compute beside it."""
+        found: Floats = self.rates.contention * np.minimum(communication_s, compute_s)
+        return found
 
     def _shards_s(
         self, dense: Floats, experts: Floats, element_bytes: float, calls: Floats | float = 1.0

@@ -63,3 +63,15 @@ class PassParts:
             {name: passes.times(factor) for name, passes in self.hidden.items()},
             self.recompute * factor,
         )
+
+
+def exposed_s(communication_s: Floats, window_s: Floats, least: float) -> Floats:
+    """Exposed part of communication beside compute.
+
+    Args:
+        communication_s: Time of the communication.
+        window_s: Compute that it can run beside.
+        least: Share of it that is exposed however much compute there is.
+    """
+    found: Floats = np.maximum(communication_s - window_s, least * communication_s)
+    return found

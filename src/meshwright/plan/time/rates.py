@@ -73,7 +73,11 @@ class Rates:
     nic_latency: float
     """Latency of a collective between nodes, per doubling of the nodes, over ``cluster.nic_latency_s``."""
     overlap: float
-    """Share of overlappable communication that compute hides."""
+    """Share of overlappable communication that compute hides; FSDP has rates of its own."""
+    fsdp_window: float
+    """Share of a pass during which FSDP's collectives run beside compute."""
+    fsdp_exposed: float
+    """Share of FSDP's collectives that is exposed however long the pass is, such as the first all-gather."""
     tp_overlap: float
     """Share of tensor-parallel collectives that are hidden where the stack overlaps them with GEMMs."""
     ep_overlap: float
