@@ -182,6 +182,8 @@ class TimeRules:
     """All-gathers per block of ZeRO-3."""
     gather_share: float = 1.0
     """Bandwidth of ZeRO-3's all-gathers, over that of large ones."""
+    prefetches_parameters: bool = True
+    """ZeRO-3 gathers the parameters of the next block while a block computes, as FSDP does."""
     bucket_parameters: float = 40e6
     """Parameters per reduction and all-gather of ZeRO-0 to 2, at least; Megatron's default."""
     bucket_parameters_per_rank: float = 0.0
@@ -491,6 +493,7 @@ PROFILES = {
                 weight_grad_bytes=0.0,
                 gather_calls=4.0,
                 gather_share=0.125,
+                prefetches_parameters=False,
                 reduce_scatters_each_micro_batch=True,
             ),
         ),

@@ -210,7 +210,7 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
 """What notes say about kernels and overlap, and the settings of the profile for it."""
-_CHUNKED_LOGITS = {"logit_bytes": 0.5, "split_logit_bytes": 0.5, "gathers_logits": False}
+_CHUNKED_LOGITS: dict[str, object] = {"logit_bytes": 0.5, "split_logit_bytes": 0.5, "gathers_logits": False}
 NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (_FUSED_ATTENTION, {"fused_attention": True}),
     (_UNFUSED_ATTENTION, {"fused_attention": False}),

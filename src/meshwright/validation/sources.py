@@ -14,6 +14,8 @@ ALIASES: tuple[tuple[str, str], ...] = (
     (r"bigscience", "bigscience"),
     (r"torchtitan", "pytorch/torchtitan"),
     (r"meshwright", "meshwright"),
+    (r"fms-fsdp|maximizing-training", "IBM/fms-fsdp"),
+    (r"jzhang38", "jzhang38"),
 )
 """Texts that name one source in several ways; first match wins."""
 _PAPER = re.compile(r"arxiv[ :]*(\d{4}\.\d{4,5})", re.IGNORECASE)

@@ -260,7 +260,9 @@ def test_common_device_names_are_recognized(case, written, meant):
     assert f"gpu {written}: predicted as {meant}" in found.filled
 
 
-@pytest.mark.parametrize("name", ["TPU v4", "A100-PCIE-40GB", "H100 NVL", "MI250X", "Gaudi2"])
+@pytest.mark.parametrize(
+    "name", ["TPU v4", "A100-PCIE-40GB", "A100-64GB-SXM", "H100 NVL", "H100-64GB", "MI250X"]
+)
 def test_unknown_device_is_named(read, name):
     row = read(gpu=name)
     assert (row.case, row.reason) == (None, f"no figures for the device {name!r}")
@@ -448,6 +450,37 @@ def test_xtuner_and_context_parallelism_run_flash_attention(case, cells, masked)
     rules = found.workload.profile.time
     assert (rules.skips_masked, rules.attention_kernel == "flash-2") == (masked, masked)
     assert any(text.startswith("flash-attn 2, that of") for text in found.filled) is masked
+
+
+@pytest.mark.parametrize(
+    ("note", "kernel"),
+    [
+        ("FA2", "flash-2"),
+        ("SDPA flash v2", "flash-2"),
+        ("FA3", "native"),
+        ("flash-attention 4", "native"),
+        ("FA4", "native"),
+        ("attention cudnn_flash_te", "native"),
+    ],
+)
+def test_a_named_attention_kernel_passes_no_mask_tensor(case, note, kernel):
+    """At 256K tokens a mask tensor would make a step 20 times as long."""
+    found = case(framework="transformers", tp="1", dp="64", zero_stage="3", note=note).workload.profile.time
+    assert (found.attention_kernel, found.skips_masked, found.flash_attention) == (kernel, True, True)
+
+
+@pytest.mark.parametrize(("gpu", "skips"), [("A100", False), ("H100", False), ("B200", True), ("B300", True)])
+def test_transformers_of_blackwell_pass_no_mask_tensor(case, gpu, skips):
+    found = case(framework="transformers", gpu=gpu, tp="1", dp="64", zero_stage="3").workload.profile.time
+    assert found.skips_masked is skips
+
+
+def test_ligers_cross_entropy_keeps_logits_unless_it_is_fused_with_the_head(case):
+    """Its kernel writes the 16-bit gradients over the logits."""
+    fsdp = {"framework": "torchtitan", "tp": "1", "dp": "64", "zero_stage": "3"}
+    notes = ("liger", "liger CE", "liger CE; fused linear cross entropy")
+    found = [case(**fsdp, note=note).workload.profile.memory.logit_bytes for note in notes]
+    assert found == [0.5, 2.0, 0.5]
 
 
 def test_attention_within_packed_documents_is_not_predicted_at_length(read):

@@ -19,7 +19,7 @@ from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNEL_RATIO, BlockModel,
 from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.network import Groups, Span, build_groups, find_overlap
-from meshwright.plan.time.overlap import Overlap, PassParts, exposed_s
+from meshwright.plan.time.overlap import Overlap, PassParts, overlap_with
 from meshwright.plan.time.probed import ProbedSteps, probe_steps
 from meshwright.plan.time.rates import Rates, ranks_per_core, rates_of
 from meshwright.plan.time.stage_layers import slowest_load
@@ -369,12 +369,12 @@ class _Step:
         share = model.expert_layers / model.num_layers
         # Gradients are dispatched in 16 bits.
         forward, backward = (dispatch_s + combine_s + shared) * share, (2 * combine_s + shared) * share
-        hides, share_hidden = (self.grid.schedule == DUALPIPE) | rules.overlap_ep, self.rates.ep_overlap
+        hides = (self.grid.schedule == DUALPIPE) | rules.overlap_ep
+        hidden_share, contention = self.rates.ep_overlap, self.rates.contention
         exposed, exposed_back = (
             np.where(
                 hides,
-                exposed_s(communication_s, share_hidden * compute_s, 1 - share_hidden)
-                + self._contention_s(communication_s, compute_s),
+                overlap_with(communication_s, compute_s, hidden_share, 1 - hidden_share, contention)[0],
                 communication_s,
             )
             for communication_s, compute_s in (
@@ -399,20 +399,15 @@ class _Step:
         gather = gather / rules.gather_share
         scatter = self._scatter_s(block, experts)
         gather_and_reduce = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
-        window = np.where(self.overlap > 0, self.rates.fsdp_window, 0.0)
-        passes = ((gather, forward), (gather_and_reduce, backward))
-        exposed = [
-            exposed_s(communication_s, window * pass_s, self.rates.fsdp_exposed)
-            for communication_s, pass_s in passes
-        ]
-        hidden = [communication_s - left for (communication_s, _), left in zip(passes, exposed, strict=True)]
-        slowed = [left + self._contention_s(*pair) for left, pair in zip(exposed, passes, strict=True)]
-        return Overlap(*(np.where(on, seconds, 0.0) for seconds in (*slowed, *hidden)))
-
-    def _contention_s(self, communication_s: Floats, compute_s: Floats) -> Floats:
-        """By how much communication slows down the compute beside it."""
-        found: Floats = self.rates.contention * np.minimum(communication_s, compute_s)
-        return found
+        window, least = np.where(self.overlap > 0, self.rates.fsdp_window, 0.0), self.rates.fsdp_exposed
+        if not rules.prefetches_parameters:
+            window, least = self.overlap, 1 - self.rates.overlap
+        exposed, hidden = overlap_with(gather, forward, window, least, self.rates.contention)
+        exposed_back, hidden_back = overlap_with(
+            gather_and_reduce, backward, window, least, self.rates.contention
+        )
+        times = (exposed, exposed_back, hidden, hidden_back)
+        return Overlap(*(np.where(on, seconds, 0.0) for seconds in times))
 
     def _shards_s(
         self, dense: Floats, experts: Floats, element_bytes: float, calls: Floats | float = 1.0

@@ -65,13 +65,17 @@ class PassParts:
         )
 
 
-def exposed_s(communication_s: Floats, window_s: Floats, least: float) -> Floats:
-    """Exposed part of communication beside compute.
+def overlap_with(
+    communication_s: Floats, compute_s: Floats, window: Floats | float, least: float, contention: float
+) -> tuple[Floats, Floats]:
+    """Exposed and hidden part of communication beside compute; the exposed one includes contention.
 
     Args:
         communication_s: Time of the communication.
-        window_s: Compute that it can run beside.
-        least: Share of it that is exposed however much compute there is.
+        compute_s: Time of the compute.
+        window: Share of the compute during which the communication can run.
+        least: Share of the communication that is exposed however long the compute is.
+        contention: Slow-down of compute during communication.
     """
-    found: Floats = np.maximum(communication_s - window_s, least * communication_s)
-    return found
+    exposed = np.maximum(communication_s - window * compute_s, least * communication_s)
+    return exposed + contention * np.minimum(communication_s, compute_s), communication_s - exposed

@@ -13,6 +13,7 @@ from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.block import BlockModel
 from meshwright.plan.time.engine import COLLECTIVE_CPU_LAUNCH_S, estimate_step
 from meshwright.plan.time.gemm import Device
+from meshwright.plan.time.overlap import overlap_with
 from meshwright.plan.time.rates import rates_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
@@ -297,6 +298,25 @@ def test_reduction_overlaps_the_last_passes_of_interleaved_stages():
     chunks = [change(layout, schedule="interleaved", virtual_stages=n) for n in (2, 6)]
     one, two, six = estimate_step(given, Grid.of([layout, *chunks])).hidden["data parallel"]
     assert one < two <= six
+
+
+def test_fsdp_hides_collectives_behind_passes_that_are_long_enough():
+    """Without prefetch, as in DeepSpeed of 2021, more of the same collectives is exposed."""
+    given = workload(GPT_175B, profile="torchtitan")
+    rules = dataclasses.replace(given.profile.time, prefetches_parameters=False)
+    without = dataclasses.replace(given, profile=dataclasses.replace(given.profile, time=rules))
+    layout = Layout(mode="given", dp_shard=1024, zero=3, micro_batch=2)
+    hidden, exposed = (
+        estimate_step(one, Grid.of([layout])).parts["sharded data parallel"][0] for one in (given, without)
+    )
+    assert 0 < hidden < 0.8 * exposed
+
+
+@pytest.mark.parametrize(("compute_s", "exposed"), [(100.0, 0.2), (1.0, 0.5), (0.0, 1.0)])
+def test_communication_is_exposed_beyond_the_window_but_for_a_least_share(compute_s, exposed):
+    found, hidden = overlap_with(np.array([1.0]), np.array([compute_s]), 0.5, 0.2, contention=0.0)
+    assert found == pytest.approx([exposed])
+    assert found + hidden == pytest.approx([1.0])
 
 
 def test_a_mask_as_a_tensor_doubles_attention():

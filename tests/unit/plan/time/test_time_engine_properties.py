@@ -176,7 +176,7 @@ def test_one_expert_model_costs_about_as_much_as_a_dense_model(make_workload, ma
     grid = make_grid(dp_shard=[8, 8], zero=[1, 3], micro_batch=[2, 2])
     time = estimate_step(routed, grid).step_s / estimate_step(dense, grid).step_s
     memory = estimate_memory(routed, grid).peak_bytes / estimate_memory(dense, grid).peak_bytes
-    assert ((time > 1) & (time < 1.25)).all()
+    assert ((time > 1) & (time < 1.3)).all()
     assert ((memory > 0.95) & (memory < 1.25)).all()
 
 
