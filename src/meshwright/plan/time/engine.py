@@ -399,9 +399,10 @@ class _Step:
         gather = gather / rules.gather_share
         scatter = self._scatter_s(block, experts)
         gather_and_reduce = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
-        window, least = np.where(self.overlap > 0, self.rates.fsdp_window, 0.0), self.rates.fsdp_exposed
-        if not rules.prefetches_parameters:
-            window, least = self.overlap, 1 - self.rates.overlap
+        # The stages of a pipeline have few blocks per pass: more of their collectives is exposed.
+        prefetches = (grid.pp == 1) & (self.overlap > 0) & rules.prefetches_parameters
+        window = np.where(prefetches, self.rates.fsdp_window, self.overlap)
+        least = np.where(prefetches, self.rates.fsdp_exposed, 1 - self.rates.overlap)
         exposed, hidden = overlap_with(gather, forward, window, least, self.rates.contention)
         exposed_back, hidden_back = overlap_with(
             gather_and_reduce, backward, window, least, self.rates.contention

@@ -66,7 +66,11 @@ class PassParts:
 
 
 def overlap_with(
-    communication_s: Floats, compute_s: Floats, window: Floats | float, least: float, contention: float
+    communication_s: Floats,
+    compute_s: Floats,
+    window: Floats | float,
+    least: Floats | float,
+    contention: float,
 ) -> tuple[Floats, Floats]:
     """Exposed and hidden part of communication beside compute; the exposed one includes contention.
 
