@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, LEFT, RIGHT = 1040, 100, 30
+"""In pixels; the left margin is wider for long names of ranks."""
+CHARACTER, LONGEST_NAME = 6.6, 30
+"""Pixels of a character of a tick label, and the most characters of one."""
 BAR, HEAD, FOOT, LEGEND_LINE = 28, 34, 34, 18
 """Heights in pixels: a bar with its gap, a panel's title, its axis, one line of a legend."""
 CURVE_HEIGHT = 150
@@ -108,6 +111,8 @@ def draw_plan(picture: PlanPicture) -> Figure:
     steps = picture.steps[:MAX_LAYOUTS]
     memory = _fold_small(list(picture.memory.items()))
     lines, parts = _sorted_names([bar for _, bar in memory]), _sorted_names([bar for _, bar in steps])
+    memory = [(_shorten(name), bar) for name, bar in memory]
+    left = max(LEFT, *(16 + CHARACTER * len(name) for name, _ in memory))
     ranks = _sample(picture.pipeline)
     panels = [
         (BAR * len(memory), _legend_height(lines)),
@@ -122,7 +127,7 @@ def draw_plan(picture: PlanPicture) -> Figure:
         axes, top = [], total - HEAD
         for height, legend in panels:
             top -= HEAD + height
-            box = (LEFT / WIDTH, top / total, 1 - (LEFT + RIGHT) / WIDTH, height / total)
+            box = (left / WIDTH, top / total, 1 - (left + RIGHT) / WIDTH, height / total)
             axes.append(figure.add_axes(box))
             top -= FOOT + legend
         _draw_memory(axes[0], memory, lines, picture.room_bytes)
@@ -131,6 +136,13 @@ def draw_plan(picture: PlanPicture) -> Figure:
             _draw_pipeline(axes[2], ranks)
         _draw_rates(axes[-1], picture)
     return figure
+
+
+def _shorten(name: str) -> str:
+    """The name of ranks without the middle of a long list of stages."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME * 2 // 3].rpartition(',')[0]}, ..., {name.rpartition(', ')[2]}"
 
 
 def _fold_small(bars: Sequence[tuple[str, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:

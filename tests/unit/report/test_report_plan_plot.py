@@ -65,6 +65,15 @@ def test_labels_do_not_overlap_the_memory_limit():
     ]
 
 
+def test_names_of_ranks_are_inside_the_picture():
+    stages = "stages " + ", ".join(str(8 * n) for n in range(12))
+    figure = draw_plan(picture_of(memory={"stages 0, 8, 16, 24": {"state": 1e9}, stages: {"state": 2e9}}))
+    figure.canvas.draw()
+    labels = figure.axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == ["stages 0, 8, 16, 24", "stages 0, 8, 16, 24, ..., 88"]
+    assert all(label.get_window_extent().x0 >= 0 for label in labels)
+
+
 def test_layout_names_are_not_truncated():
     name = "pp=4 dp_replicate=2 dp_shard=2 cp=2 tp=4 zero=3 interleaved x12 sequence_parallel micro_batch=1"
     axes = draw_plan(picture_of(steps=[(name, {"compute": 1.0})])).axes[1]
