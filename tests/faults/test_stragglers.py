@@ -67,8 +67,8 @@ def test_a_rank_with_slow_data_or_storage_is_named(train, monkeypatch, fault, ph
     events = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
     found = [e for e in events if e["event"] == "straggler" and e["phase"] == phase]
     assert [e["rank"] for e in found] == [1]
-    assert slow_from <= found[0]["since_step"]
-    assert found[0]["step"] <= (slow_from + 20 if phase == "data" else 4 * 12 + 1)
+    assert slow_from - 5 <= found[0]["since_step"], "steps that were slow by chance may come before"
+    assert slow_from < found[0]["step"] <= (slow_from + 20 if phase == "data" else 4 * 12 + 1)
 
 
 def test_a_run_goes_on_without_the_device_of_a_slow_rank(command, train, job_file, tmp_path, slow_work):
