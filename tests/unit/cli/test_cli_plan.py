@@ -254,7 +254,7 @@ def test_the_nearest_layout_reduces_a_micro_batch_that_is_too_large(cli, good):
 
 def test_a_nearest_layout_that_does_not_fit_is_marked(cli):
     ran = cli("plan", "llama3-70b", "--on", "8xh100-sxm", "layout.dp_replicate=9")
-    assert "nearest legal layout: layout.dp_replicate=8" in ran.err
+    assert "nearest layout that runs: layout.dp_replicate=8" in ran.err
     assert "; does not fit: first step needs " in ran.err
 
 

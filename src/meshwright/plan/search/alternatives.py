@@ -415,7 +415,7 @@ class NearestLegal:
     @property
     def line(self) -> str:
         """Step time and memory as text."""
-        kind = "nearest layout that runs" if self.runs and self.prediction.fits else "nearest legal layout"
+        kind = "nearest layout that runs" if self.runs else "nearest legal layout"
         fits = "" if self.prediction.fits else f"; {self.prediction.shortage}"
         return f"{kind}: {self.overrides} (predicted {self.prediction.step_and_memory}{fits})"
 
