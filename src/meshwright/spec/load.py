@@ -407,10 +407,24 @@ def _this_machine(device: str) -> Tree:
 
 
 def _figures_of(gpu: str, memory_bytes: int) -> Tree:
-    """The preset with this GPU's chip and the nearest memory size; empty if there is none."""
+    """The preset with this GPU's chip: of the same form (card or module), then of the nearest memory size.
+
+    Of presets that differ in neither, the one of the usual machine. Empty if no preset has the chip.
+    """
     presets = [read_preset("clusters", name) for name in preset_names("clusters")]
     known = [p for p in presets if isinstance(p, dict) and chip_of(str(p["device_name"])) == chip_of(gpu)]
-    return min(known, key=lambda p: abs(p["memory_bytes"] - memory_bytes), default={})
+
+    def distance(preset: Tree) -> tuple[bool, float, bool]:
+        name = str(preset["device_name"])
+        nearest = abs(preset["memory_bytes"] - memory_bytes)
+        return _card_form(name) != _card_form(gpu), nearest, "SXM" not in name
+
+    return min(known, key=distance, default={})
+
+
+def _card_form(device_name: str) -> str:
+    """How a PCIe card is named: `PCI` or `NVL` (with NVLink bridges); empty for other devices."""
+    return next((form for form in ("PCI", "NVL") if form in device_name.upper()), "")
 
 
 def _settle_layout(tree: Tree) -> list[Problem]:

@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.spec.load import build_job
+from meshwright.spec.presets import read_preset
 
 FILE = """
 device = "cuda"
@@ -92,11 +93,39 @@ def test_spine_keys_without_nodes_per_rack_are_refused(problems):
     }
 
 
-def test_gpu_is_recognized_by_its_model_number(monkeypatch, tree):
-    """An RTX 4090 gets its own figures. An RTX A6000 does not."""
+@pytest.mark.parametrize(
+    ("gpu", "gib", "preset"),
+    [
+        ("NVIDIA GeForce RTX 4090", 24, "rtx-4090"),
+        ("NVIDIA RTX A6000", 48, "rtx-a6000"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80g-sxm"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g-sxm"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40g-pcie"),
+        ("NVIDIA A100 80GB PCIe", 79.2, "a100-80g-pcie"),
+        ("NVIDIA A100-SXM-64GB", 63.4, "leonardo"),
+        ("Tesla V100-PCIE-16GB", 15.8, "v100-16g-pcie"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-sxm"),
+        ("NVIDIA H100 NVL", 93.1, "h100-nvl"),
+        ("NVIDIA H100 PCIe", 79.1, "h100-pcie"),
+        ("NVIDIA GB200", 184, "gb200-nvl72"),
+    ],
+)
+def test_a_local_gpu_has_the_figures_of_its_chip_form_and_memory(monkeypatch, tree, gpu, gib, preset):
+    """A module gets those of the usual machine, not of one with Omni-Path."""
     from meshwright.spec import load
 
-    for gpu, name in (("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA RTX A6000", "CPU core")):
-        monkeypatch.setattr(load, "find_gpus", lambda gpu=gpu: [(gpu, 24 * 1024**3)])
-        cluster = build_job(tree(cluster={"preset": "local"})).cluster
-        assert (cluster.memory_bytes_per_s == pytest.approx(1.008e12)) is (name == "4090")
+    monkeypatch.setattr(load, "find_gpus", lambda: [(gpu, int(gib * 1024**3))])
+    cluster = build_job(tree(cluster={"preset": "local"})).cluster
+    figures = read_preset("clusters", preset)
+    for key in ("memory_bytes_per_s", "bf16_flops_per_s", "link_bytes_per_s", "nic_bytes_per_s"):
+        assert getattr(cluster, key) == pytest.approx(figures[key])
+
+
+def test_a_local_gpu_of_an_unknown_chip_has_no_figures_of_another(monkeypatch, tree):
+    from meshwright.spec import load
+
+    without = build_job(tree(cluster={"preset": "local"})).cluster
+    monkeypatch.setattr(load, "find_gpus", lambda: [("Quadro P4000", 8 * 1024**3)])
+    assert (
+        build_job(tree(cluster={"preset": "local"})).cluster.memory_bytes_per_s == without.memory_bytes_per_s
+    )

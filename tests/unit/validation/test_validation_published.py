@@ -252,6 +252,21 @@ def test_evaluation_accepts_any_cell(read, cells):
         ("V100-SXM2-16GB", "V100-16GB-SXM"),
         ("AMD MI300X", "MI300X-192GB"),
         ("GH200", "GH200-96GB"),
+        ("A100-PCIE-40GB", "A100-40GB-PCIe"),
+        ("Leonardo A100 64GB", "A100-64GB-SXM"),
+        ("H100 NVL", "H100-94GB-NVL"),
+        ("H100-64GB", "H100-64GB-SXM"),
+        ("V100-PCIe-32GB", "V100-32GB-PCIe"),
+        ("MI250X", "MI250X-64GB"),
+        ("MI325X", "MI325X-256GB"),
+        ("A10G", "A10G-24GB-PCIe"),
+        ("A10", "A10-24GB-PCIe"),
+        ("A40", "A40-48GB-PCIe"),
+        ("RTX A6000", "A6000-48GB-PCIe"),
+        ("L40", "L40-48GB-PCIe"),
+        ("NVIDIA L4", "L4-24GB-PCIe"),
+        ("RTX 3090", "3090-24GB-PCIe"),
+        ("RTX 5090", "5090-32GB-PCIe"),
     ],
 )
 def test_common_device_names_are_recognized(case, written, meant):
@@ -261,7 +276,7 @@ def test_common_device_names_are_recognized(case, written, meant):
 
 
 @pytest.mark.parametrize(
-    "name", ["TPU v4", "A100-PCIE-40GB", "A100-64GB-SXM", "H100 NVL", "H100-64GB", "MI250X"]
+    "name", ["TPU v4", "A100-PCIe", "V100-PCIe", "RTX 3090 Ti", "RTX 6000 Ada", "MI100", "Gaudi 2"]
 )
 def test_unknown_device_is_named(read, name):
     row = read(gpu=name)

@@ -18,11 +18,23 @@ MULTIPROCESSORS = {
     "B200": 148,
     "GB200": 148,
     "B300": 148,
+    "A10": 72,
+    "A10G": 80,
+    "A40": 84,
+    "A6000": 84,
+    "3090": 82,
+    "L4": 58,
+    "L40": 142,
     "L40S": 142,
     "4090": 128,
+    "5090": 170,
+    "MI250X": 110,
     "MI300X": 304,
+    "MI325X": 304,
+    "MI355X": 256,
     "H20": 78,
 }
+"""By chip."""
 DEFAULT_MULTIPROCESSORS = 132
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.80), (64, 64, 0.60))
 """Rows and columns of an output tile, and the relative rate of GEMMs with such tiles."""

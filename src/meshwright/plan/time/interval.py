@@ -22,11 +22,12 @@ LEAST_SPREAD = 0.03
 """Least half-width of an interval."""
 GENERATIONS = {
     "V100": "Volta",
-    "MI300X": "CDNA3",
-    "A100": "Ampere", "A800": "Ampere",
-    "L40S": "Ada", "4090": "Ada",
+    "MI250X": "CDNA2", "MI300X": "CDNA3", "MI325X": "CDNA3", "MI355X": "CDNA4",
+    "A100": "Ampere", "A800": "Ampere", "A10": "Ampere", "A10G": "Ampere", "A40": "Ampere", "A6000": "Ampere",
+    "3090": "Ampere",
+    "L4": "Ada", "L40": "Ada", "L40S": "Ada", "4090": "Ada",
     "H100": "Hopper", "H200": "Hopper", "H800": "Hopper", "H20": "Hopper", "GH200": "Hopper",
-    "B200": "Blackwell", "B300": "Blackwell", "GB200": "Blackwell", "GB300": "Blackwell",
+    "B200": "Blackwell", "B300": "Blackwell", "GB200": "Blackwell", "GB300": "Blackwell", "5090": "Blackwell",
 }  # fmt: skip
 """By chip."""
 

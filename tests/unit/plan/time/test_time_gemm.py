@@ -185,6 +185,11 @@ def test_devices_of_one_generation_share_their_calibration(name, generation):
         ("NVIDIA GeForce RTX 4090", "4090-24GB-PCIe"),
         ("NVIDIA L40S", "L40S-48GB"),
         ("AMD Instinct MI300X", "MI300X-192GB"),
+        ("AMD Instinct MI250X", "MI250X-64GB"),
+        ("NVIDIA A10G", "A10G-24GB-PCIe"),
+        ("NVIDIA L4", "L4-24GB-PCIe"),
+        ("NVIDIA RTX A6000", "A6000-48GB-PCIe"),
+        ("NVIDIA GeForce RTX 5090", "5090-32GB-PCIe"),
     ],
 )
 def test_driver_names_have_the_rates_of_the_preset(name, preset):

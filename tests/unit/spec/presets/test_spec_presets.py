@@ -9,10 +9,14 @@ from meshwright.spec.load import load_job
 from meshwright.spec.presets import preset_names, read_preset
 
 PEAKS = {
+    "a10": (125, None, None),
+    "a100-40g-pcie": (312, None, None),
     "a100-40g-sxm": (312, None, None),
     "a100-80g-omnipath": (312, None, None),
     "a100-80g-pcie": (312, None, None),
     "a100-80g-sxm": (312, None, None),
+    "a10g": (70, None, None),
+    "a40": (149.7, None, None),
     "a800-sxm": (312, None, None),
     "b200": (2250, 4500, 9000),
     "b300": (2250, 4500, 13500),
@@ -20,18 +24,31 @@ PEAKS = {
     "gb300-nvl72": (2500, 5000, 15000),
     "gh200": (989, 1979, None),
     "h100-96g-hbm2e": (989, 1979, None),
+    "h100-nvl": (835, 1671, None),
     "h100-pcie": (756, 1513, None),
     "h100-sxm": (989, 1979, None),
     "h20": (148, 296, None),
     "h200-sxm": (989, 1979, None),
     "h800-sxm": (989, 1979, None),
+    "l4": (121, 242, None),
+    "l40": (181, 362, None),
     "l40s": (362, 733, None),
+    "leonardo": (358, None, None),
+    "marenostrum-5": (989, 1979, None),
+    "mi250x": (191.5, None, None),
     "mi300x": (1307, 2615, None),
+    "mi325x": (1307, 2615, None),
+    "mi355x": (2516.6, 5033, 10066),
+    "rtx-3090": (71, None, None),
     "rtx-4090": (165.2, 330.3, None),
+    "rtx-5090": (209.5, 419, None),
+    "rtx-a6000": (154.8, None, None),
+    "v100-16g-pcie": (112, None, None),
     "v100-16g-sxm": (125, None, None),
+    "v100-32g-pcie": (112, None, None),
     "v100-32g-sxm": (125, None, None),
 }
-"""Dense TFLOP/s of the data sheets in bf16 (V100: fp16), fp8 and fp4."""
+"""Dense TFLOP/s of the data sheets in bf16 (V100: fp16; GeForce: float32 sums), fp8 and fp4."""
 
 
 @pytest.mark.parametrize("name", preset_names("models"))
@@ -68,7 +85,7 @@ def test_preset_has_data_sheet_peaks_and_names_assumptions(name):
         ("h100", "Did you mean 'h100-sxm' or 'h100-"),
         ("H200", "Did you mean 'h200-sxm'?"),
         ("b2000-sxm", "Did you mean"),
-        ("toaster", "Presets: a100"),
+        ("toaster", "Presets: a10, a100-"),
     ],
 )
 def test_unknown_preset_gets_the_nearest_names_or_all(name, fix):
