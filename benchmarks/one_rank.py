@@ -14,7 +14,7 @@ from meshwright.core.events import EVENTS_FILE, EventWriter, Listener
 from meshwright.launch.assignment import Assignment
 from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
-from meshwright.models.init import WeightSource, parameter_seed
+from meshwright.models.weight_source import WeightSource, parameter_seed
 from meshwright.parallel.mesh import init_mesh
 from meshwright.plan.build import build_plan
 from meshwright.spec.job import Job
@@ -22,7 +22,7 @@ from meshwright.train.build import build_trainer
 from meshwright.train.trainer import RankContext, Trainer
 
 
-class DeviceWeights:
+class DeviceWeights(WeightSource):
     """Random initial weights drawn on the device; a CPU core needs minutes for billions of values.
 
     The distribution is that of a run: zeros would make the GPU faster. The values depend on the job's seed

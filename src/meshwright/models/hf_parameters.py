@@ -9,10 +9,11 @@ from torch import Tensor
 from meshwright.checkpoint.hf.names import list_hf_locations
 from meshwright.checkpoint.hf.weights import HfWeights
 from meshwright.core.errors import Problem, UserError
+from meshwright.models.weight_source import WeightSource
 from meshwright.spec.model import DecoderModel
 
 
-class HfWeightSource:
+class HfWeightSource(WeightSource):
     """Initial weights of a folder; its files are memory-mapped."""
 
     def __init__(self, weights: HfWeights, model: DecoderModel) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from meshwright.models.activation_checkpointing import apply_activation_checkpointing
 from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.block_backend import apply_block_backend
-from meshwright.models.init import WeightSource
 from meshwright.models.kernels.gemm import TORCH_GEMMS, Gemms
+from meshwright.models.weight_source import WeightSource
 from meshwright.parallel.build import (
     LocalModel,
     ShardedWeights,

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from meshwright.layout.loss_chunks import loss_chunk
 from meshwright.layout.stages import StageSpec, local_stages
 from meshwright.models.decoder import Decoder, Stages
-from meshwright.models.init import WeightSource, fill, find_weight_source, tie_weights
+from meshwright.models.init import fill, find_weight_source, tie_weights
 from meshwright.models.resnet import ResNet
 from meshwright.models.rope import build_rope
+from meshwright.models.weight_source import WeightSource
 from meshwright.parallel.local_shards import LocalShards
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
@@ -20,7 +21,7 @@ LocalModel = Decoder | ResNet | Stages
 """This rank's part of the model: all of it, or its pipeline stages."""
 
 
-class ShardedWeights:
+class ShardedWeights(WeightSource):
     """This rank's tp and ep shards of the initial weights."""
 
     def __init__(self, weights: WeightSource, local_shards: LocalShards) -> None:

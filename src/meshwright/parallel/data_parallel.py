@@ -16,7 +16,7 @@ from meshwright.layout.axes import dense_reduce_axis, has_expert_axes, uses_ddp
 from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.stages import local_stages
 from meshwright.models.decoder import Block
-from meshwright.models.init import WeightSource
+from meshwright.models.weight_source import WeightSource
 from meshwright.parallel.backup_replicas import BackupReplicas, FinishedSlices
 from meshwright.parallel.bucket_reducer import BucketReducer, find_bucket_groups
 from meshwright.parallel.build import LocalModel, list_decoders

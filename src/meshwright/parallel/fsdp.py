@@ -34,7 +34,8 @@ from meshwright.layout.fsdp_groups import list_groups
 from meshwright.layout.stages import StageSpec
 from meshwright.models.decoder import Decoder
 from meshwright.models.dtypes import AUTOCAST_DTYPES
-from meshwright.models.init import WeightSource, fill, tie_weights
+from meshwright.models.init import fill, tie_weights
+from meshwright.models.weight_source import WeightSource
 from meshwright.parallel.full_tensors import is_sharded
 from meshwright.parallel.local_shards import LocalShards
 from meshwright.parallel.mesh import Mesh
@@ -56,7 +57,10 @@ def apply_fsdp(decoder: Decoder, stage: StageSpec, job: Job, mesh: Mesh, weights
     offload = _offload_policy(job, mesh)
     for group in list_groups(stage):
         module = decoder.get_submodule(group.name) if group.block else decoder
-        fill(decoder, [parameter.name for parameter in group.parameters], weights, mesh.device)
+        names = [parameter.name for parameter in group.parameters]
+        # The rows of other ranks stay uninitialized: fully_shard drops them.
+        shard = meshes[group.experts].get_local_rank(-1), meshes[group.experts].size(-1)
+        fill(decoder, names, weights, mesh.device, *shard)
         if not group.block:
             tie_weights(decoder, job)
         # Inputs are not cast: the residual stream and the RoPE tables are float32 in every precision.

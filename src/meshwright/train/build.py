@@ -22,8 +22,9 @@ from meshwright.core.object_path import parse_location
 from meshwright.data.corpus_file import parse_corpus, read_corpus, write_corpus
 from meshwright.layout.snapshot_size import keeps_snapshots
 from meshwright.models.decoder import Stages
-from meshwright.models.init import WeightSource, find_weight_source
+from meshwright.models.init import find_weight_source
 from meshwright.models.kernels.gemm_autotune import autotune_gemms
+from meshwright.models.weight_source import LoadedLater, WeightSource
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.data_parallel import (
     build_backup_replicas,
@@ -63,7 +64,12 @@ def build_trainer(
     job, assignment, mesh = context.plan.job, context.assignment, context.mesh
     _set_determinism(job)
     amp = MixedPrecision(job, mesh.device)
-    model = _parallelize(context, amp, weights or find_weight_source(job, from_hf=assignment.hf_weights))
+    restores = (
+        context.retired is not None or context.restore_step is not None or assignment.resume_from is not None
+    )
+    if weights is None:
+        weights = LoadedLater(job.model) if restores else find_weight_source(job, assignment.hf_weights)
+    model = _parallelize(context, amp, weights)
     applied = model.applied
     copies = None if applied.weight_copies is None else applied.weight_copies.copies
     optimizer = build_optimizer(model.rank_parameters, job.train, copies, uses_fused_adamw(job))
@@ -107,7 +113,7 @@ def build_trainer(
     skip_samples(context, state.counters)
     data = _open_restored(context, state, data)
     context.setup.end("load")
-    if applied.weight_copies is not None and state.counters.step:
+    if applied.weight_copies is not None and restores:
         applied.weight_copies.is_stale = True
     stores = _stores_of(context)
     saver = CheckpointSaver(

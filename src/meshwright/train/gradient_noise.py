@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.init import parameter_seed
+from meshwright.models.weight_source import parameter_seed
 from meshwright.parallel.ddp import FixedBucketDDP
 from meshwright.parallel.rank_parameters import RankParameters
 from meshwright.spec.job import Train

@@ -15,8 +15,9 @@ from meshwright.checkpoint.tensor_files import CheckpointReader
 from meshwright.core.errors import UserError
 from meshwright.data.chat_templates import TOKENIZER_TEMPLATE, has_template
 from meshwright.models.decoder import Decoder
-from meshwright.models.init import WeightSource, find_weight_source
+from meshwright.models.init import find_weight_source
 from meshwright.models.resnet import ResNet
+from meshwright.models.weight_source import WeightSource
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.hf_config import read_config
@@ -91,7 +92,7 @@ def _read_tables(folder: Path) -> tuple[Tree, Tree]:
     return {"hf": str(folder.absolute())}, data
 
 
-class _CheckpointWeights:
+class _CheckpointWeights(WeightSource):
     """Reads the weights of a checkpoint, one at a time."""
 
     def __init__(self, checkpoint: Path) -> None:

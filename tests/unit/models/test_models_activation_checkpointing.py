@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models.block_backend import compile_blocks
 from meshwright.models.decoder import Decoder
-from meshwright.models.init import RandomWeights, fill
+from meshwright.models.init import fill
+from meshwright.models.weight_source import RandomWeights
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 

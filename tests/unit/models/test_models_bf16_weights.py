@@ -11,8 +11,9 @@ from torch import nn
 from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.block_backend import compile_blocks
 from meshwright.models.decoder import Decoder
-from meshwright.models.init import RandomWeights, fill
+from meshwright.models.init import fill
 from meshwright.models.linear import Linear, MergedLinear, low_precision_linear
+from meshwright.models.weight_source import RandomWeights
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 from triton_decoders import record_saved_bytes

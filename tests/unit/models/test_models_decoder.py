@@ -13,8 +13,9 @@ from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.layout.parameters import list_parameters
 from meshwright.models.decoder import Decoder
-from meshwright.models.init import RandomWeights, fill, parameter_seed
+from meshwright.models.init import fill
 from meshwright.models.rope import apply_rope, build_rope, scale_rope_frequencies
+from meshwright.models.weight_source import RandomWeights, parameter_seed
 from meshwright.parallel.build import build_model
 from meshwright.spec.load import load_job
 from meshwright.spec.model import DecoderModel

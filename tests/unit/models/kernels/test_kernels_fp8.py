@@ -12,9 +12,10 @@ from torch._dynamo.backends.common import aot_autograd
 from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.block_backend import compile_blocks
 from meshwright.models.decoder import Decoder
-from meshwright.models.init import RandomWeights, fill
+from meshwright.models.init import fill
 from meshwright.models.kernels import fp8
 from meshwright.models.linear import Linear, MergedLinear, convert_linears_to_fp8, fp8_linear
+from meshwright.models.weight_source import RandomWeights
 from meshwright.runs.ranks import find_fp8_obstacle
 from meshwright.spec.model import DecoderModel
 

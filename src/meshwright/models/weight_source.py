@@ -1,0 +1,112 @@
+"""Where initial weights come from: random numbers, a Hugging Face folder, or a checkpoint loaded later."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from meshwright.layout.parameters import list_parameters
+from meshwright.spec.model import Model
+
+BLOCK_SIZE = 1 << 20
+"""Values of a parameter that one generator draws. A rank draws only the blocks of its shard."""
+
+
+class WeightSource(ABC):
+    """A source of initial weights."""
+
+    @abstractmethod
+    def full_tensor(self, name: str) -> Tensor:
+        """The full initial values of a parameter, in float32."""
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Some rows of a parameter: what a rank that shards it keeps."""
+        return self.full_tensor(name)[first:last]
+
+
+class RandomWeights(WeightSource):
+    """Norms are one, biases zero; other parameters are random, a function of (seed, parameter name).
+
+    Convolutions, which have four dims, are initialised after He et al. (2015) with their fan-out. Random
+    numbers are drawn on the CPU for every device, so that a run on GPUs starts from the same weights.
+    """
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}
+        self._seed, self._std = seed, model.init_std
+
+    def full_tensor(self, name: str) -> Tensor:
+        """The full initial values of a parameter."""
+        return self.rows(name, 0, self._shapes[name][0])
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Some rows of a parameter; only their blocks are drawn."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.full((last - first,), 0.0 if name.endswith(".bias") else 1.0)
+        fan_out = shape[0] * math.prod(shape[2:])
+        spread = math.sqrt(2 / fan_out) if len(shape) == 4 else self._std
+        width = math.prod(shape[1:])
+        values = draw(name, math.prod(shape), first * width, last * width, self._seed, spread)
+        return values.view(last - first, *shape[1:])
+
+
+class LoadedLater(WeightSource):
+    """Zeros, for a run that loads all parameters from a checkpoint or a snapshot."""
+
+    def __init__(self, model: Model) -> None:
+        self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}
+
+    def full_tensor(self, name: str) -> Tensor:
+        """Zeros."""
+        return torch.zeros(self._shapes[name])
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """The seed of a parameter's generator: 63 bits of a hash."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def draw(name: str, size: int, first: int, last: int, seed: int, spread: float) -> Tensor:
+    """Values ``first`` to ``last`` of a flattened parameter.
+
+    Each block has a generator of its own. They are drawn with as many threads as torch has: drawing releases
+    the GIL.
+
+    Args:
+        name: The parameter.
+        size: Values of the whole parameter.
+        first: The first value.
+        last: The value after the last one.
+        seed: The seed of the run.
+        spread: Standard deviation.
+    """
+    values = torch.empty(last - first)
+
+    def draw_block(block: int) -> None:
+        start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, size)
+        key = parameter_seed(seed, name if block == 0 else f"{name}/{block}")
+        generator = torch.Generator().manual_seed(key)
+        inside = slice(max(first, start) - first, min(last, stop) - first)
+        if first <= start and stop <= last:
+            values[inside].normal_(0.0, spread, generator=generator)
+        else:
+            whole = torch.empty(stop - start).normal_(0.0, spread, generator=generator)
+            values[inside] = whole[max(first, start) - start : min(last, stop) - start]
+
+    blocks: Sequence[int] = range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE))
+    threads = min(torch.get_num_threads(), len(blocks))
+    if threads < 2:
+        for block in blocks:
+            draw_block(block)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw_block, blocks))
+    return values

@@ -1,0 +1,78 @@
+"""Initial weights: any rows of a parameter are those of the full one, whoever draws them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.models.init import fill
+from meshwright.models.weight_source import BLOCK_SIZE, LoadedLater, RandomWeights, draw
+from meshwright.spec.model import DecoderModel
+
+MODEL = DecoderModel(
+    num_layers=1, hidden_size=96, num_heads=2, num_kv_heads=2, ffn_size=64, vocab_size=25_001
+)
+"""The embedding has 2.3 blocks; its rows do not end where blocks do."""
+SEED = 5
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_rows_are_those_of_the_full_tensor_with_any_number_of_threads(threads):
+    weights = RandomWeights(MODEL, SEED)
+    threads(1)
+    full = weights.full_tensor("embed.weight")
+    assert full.shape == (25_001, 96)
+    for count in (1, 3):
+        threads(count)
+        for first, last in ((0, 1), (0, 25_001), (10_922, 10_924), (7, 24_000), (25_000, 25_001)):
+            assert torch.equal(weights.rows("embed.weight", first, last), full[first:last])
+
+
+def test_every_block_has_numbers_of_its_own():
+    values = draw("w", 3 * BLOCK_SIZE, 0, 3 * BLOCK_SIZE, SEED, 0.02).view(3, BLOCK_SIZE)
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        assert torch.corrcoef(torch.stack((values[one], values[other])))[0, 1].abs() < 0.005
+    assert values.std().item() == pytest.approx(0.02, rel=0.01)
+    assert values.mean().abs().item() < 1e-4
+
+
+def test_values_of_later_blocks_are_frozen():
+    """A change would silently change every run with a parameter of more than a million values."""
+    expected = [-0.008902053348720074, -0.0230715312063694, -0.0063328552059829235]
+    values = draw("embed.weight", BLOCK_SIZE + 3, BLOCK_SIZE, BLOCK_SIZE + 3, 0, 0.02)
+    assert values.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_a_shard_is_filled_with_the_rows_that_torch_chunk_gives_it(shards):
+    """Seven shards of 25,001 rows: the last one is smaller."""
+    weights = RandomWeights(MODEL, SEED)
+    full = weights.full_tensor("embed.weight")
+    for shard in range(shards):
+        with torch.device("meta"):
+            network = nn.ModuleDict({"embed": nn.Embedding(25_001, 96)})
+        fill(network, ["embed.weight"], weights, torch.device("cpu"), shard, shards)
+        found = network["embed"].weight.detach().chunk(shards)[shard]
+        assert torch.equal(found, full.chunk(shards)[shard])
+
+
+def test_a_rank_without_rows_draws_none():
+    """Of 5 rows in 4 shards the fourth rank has none."""
+    few = dataclasses.replace(MODEL, vocab_size=5)
+    network = nn.ModuleDict({"embed": nn.Embedding(5, 96)})
+    before = network["embed"].weight.detach().clone()
+    fill(network, ["embed.weight"], RandomWeights(few, SEED), torch.device("cpu"), 3, 4)
+    assert torch.equal(network["embed"].weight, before)
+
+
+def test_a_run_that_loads_its_weights_draws_none():
+    assert not LoadedLater(MODEL).full_tensor("embed.weight").any()
