@@ -28,6 +28,8 @@ UNITS: dict[str, dict[str, float]] = {
 """Units that a cell may state, and their size in the column's own unit."""
 ZERO_STAGES = {"ddp": 0, "none": 0, "distributed optimizer": 1, "fsdp": 3, "fsdp1": 3, "fsdp2": 3}
 """Names of ZeRO stages."""
+_NEGATION = re.compile(r"(?:\b(?:no|not|non|without|w/o|never|neither|nor)[ -](?:any |a |the )?|\bun)$")
+"""What stands before something that a row did not have."""
 _ZERO_STAGE = re.compile(r"(?:zero|stage|zero[ -]stage)[ -]?([0-3])")
 _WITH_UNIT = re.compile(r"([\d.,]+(?:e[+-]?\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
@@ -124,7 +126,17 @@ class Cells:
         """Record how something was interpreted."""
         self.filled.append(text)
 
+    def says(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
+        """Where the note first says something, unless it says that the row did not have it."""
+        return find_stated(pattern, self.note)
+
     @property
     def note(self) -> str:
         """The row's note in lower case."""
         return self.text("note").lower()
+
+
+def find_stated(pattern: str | re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The first match that no negation precedes: `liger` is not in `no Liger`."""
+    matches = re.finditer(pattern, text)
+    return next((found for found in matches if not _NEGATION.search(text[: found.start()])), None)

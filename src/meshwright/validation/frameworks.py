@@ -15,6 +15,8 @@ from meshwright.validation.devices import device_name
 
 OLD_DEVICES = ("A100", "A800", "V100")
 """Devices of the years before Megatron had fused attention."""
+SINCE_2025 = ("Blackwell", "CDNA4")
+"""Generations of devices that torch supports since 2025."""
 FUSED_GRAD_ACCUMULATION_SINCE = 2205
 """Year and month of the first papers whose Megatron fused gradient accumulation into GEMMs."""
 FLASH_ATTENTION_SINCE = 2306
@@ -80,7 +82,8 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
         (one for text in names for pattern, one in PROFILE_PATTERNS if re.search(pattern, text)), None
     )
     gpu = device_name(gpu) or gpu
-    if found == "torchtitan" and re.search(r"20(2[5-9]|[3-9]\d)-?\d\d", source):
+    recent_device = generation_of(gpu) in SINCE_2025
+    if found == "torchtitan" and (recent_device or re.search(r"20(2[5-9]|[3-9]\d)-?\d\d", source)):
         return PROFILES["torchtitan-2025"]
     dated = re.search(r"arxiv[ :]*(\d{4})\.\d{4,5}", source.lower())
     recent = (
@@ -110,6 +113,9 @@ def read_profile(cells: Cells) -> Profile:
     """The profile of a row, with options from its note."""
     framework = cells.text("framework")
     profile = choose_profile(framework, cells.text("gpu"), cells.text("source"), cells.zero_stage())
+    if profile.name == "torchtitan-2025" and "titan" not in framework.lower():
+        # Not its compiled loss.
+        profile = dataclasses.replace(profile, memory=PROFILES["torchtitan"].memory)
     release = read_release(cells)
     if profile.name == "megatron-bridge" and release and release >= OVERLAPS_EXPERTS_SINCE:
         profile = PROFILES["megatron-bridge-2026"]
@@ -137,10 +143,14 @@ def _with_flash_attention(profile: Profile, cells: Cells) -> Profile:
     if profile.name != "huggingface":
         return profile
     parallel = (cells.optional("cp") or 1) > 1
-    if parallel or FLASH_ATTENTION.search(cells.text("framework")):
+    generation = generation_of(device_name(cells.text("gpu")) or "")
+    if parallel and cells.says(r"\bsdpa\b|torch context parallel") and generation in ("Hopper", "Blackwell"):
+        cells.remark("cuDNN attention, that of torch's context parallelism")
+        time = dataclasses.replace(profile.time, attention_kernel="native", skips_masked=True)
+    elif parallel or FLASH_ATTENTION.search(cells.text("framework")):
         cells.remark(f"flash-attn 2, that of {'context parallelism' if parallel else 'the framework'}")
         time = dataclasses.replace(profile.time, attention_kernel="flash-2", skips_masked=True)
-    elif generation_of(device_name(cells.text("gpu")) or "") == "Blackwell":
+    elif generation == "Blackwell":
         time = dataclasses.replace(profile.time, skips_masked=True)
     else:
         return profile
@@ -201,7 +211,7 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (_UNFUSED_ATTENTION, {"flash_attention": False}),
     (_FUSED_ATTENTION, {"skips_masked": True}),
     (r"flash.?att(entio)?n.?[34]\b|\bfa[34]\b|cudnn[ _-](flash|attention)", {"attention_kernel": "native"}),
-    (r"flash.?att(entio)?n.?v?2\b|flash v2|\bfa2\b|zigzag",
+    (r"flash.?att(entio)?n.?v?2\b|flash v2|\bfa2\b|zigzag|flex[ _-]?attention",
      {"attention_kernel": "flash-2", "skips_masked": True}),
     (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1", "skips_masked": True}),
     (rf"{_EXCHANGE} (comm\w* )?overlap|overlap\w* (of )?{_EXCHANGE}", {"overlap_ep": True}),
@@ -210,19 +220,30 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
 """What notes say about kernels and overlap, and the settings of the profile for it."""
-_CHUNKED_LOGITS: dict[str, object] = {"logit_bytes": 0.5, "split_logit_bytes": 0.5, "gathers_logits": False}
+_CHUNKED_LOGITS: dict[str, object] = {
+    "logit_bytes": 0.5,
+    "split_logit_bytes": 0.5,
+    "compiled_logit_bytes": 0.5,
+    "gathers_logits": False,
+}
+_CHUNKED_LOSS = (
+    r"chunked[ _](loss|logits|cross|nll)|loss (is )?computed in chunks|fused[ _]linear[ _]c|"
+    r"no full logits|logits (are )?(not|never) materiali[sz]ed"
+)
 NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (_FUSED_ATTENTION, {"fused_attention": True}),
     (_UNFUSED_ATTENTION, {"fused_attention": False}),
     (r"pure bf16|bf16 master|adamw?_?bf16",
      {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
+    (r"(bf16|bfloat16) (for )?(param|weight)[^;.]*(moment|state)|8 b(ytes?)?(/| per )param",
+     {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 (moments|optimizer)", {"moment_bytes": 2.0}),
     (r"8-?bit (adam|optimizer)|adamw?_?8bit", {"moment_bytes": 1.0}),
     (r"(fp32|float32) grad", {"gradient_bytes": 4.0}),
     (r"\bliger\b", _CHUNKED_LOGITS),
     (r"liger (ce|cross[- ]entropy)", {"logit_bytes": 2.0, "split_logit_bytes": 2.0}),  # replaced by gradients
-    (r"chunked (loss|logits|cross)|fused[ _]linear[ _]c", _CHUNKED_LOGITS),
+    (_CHUNKED_LOSS, _CHUNKED_LOGITS),
     (rf"{_NOT_NEGATED}fused[ -]?cross[ -]entropy", {"logit_bytes": 4.0, "split_logit_bytes": 4.0}),
     (r"own cuda kernels|fused kernels",
      {"logit_bytes": 2.0, "split_logit_bytes": 2.0, "gathers_logits": False}),
@@ -240,7 +261,7 @@ MODULES = (
     ("act", r"(moe_)?act\b|swiglu|gelu"),
 )
 """Modules that are recomputed, and how rows name them."""
-_RECOMPUTES = re.compile(r"recomput\w*( modules?| of)? ([^;]*)|([^;]*?)(?: is| are)? recomputed")
+_RECOMPUTES = re.compile(r"recomput\w*( modules?| of)? ([^;.)]*)|([^;.]*?)(?: is| are)? recomputed")
 
 
 def _recomputed_modules(cells: Cells) -> tuple[str, ...]:
@@ -255,7 +276,7 @@ def _apply_note(profile: Profile, cells: Cells) -> Profile:
     note = cells.note
     changes: dict[str, Any] = {}
     for pattern, settings in NOTE_SETTINGS:
-        if re.search(pattern, note):
+        if cells.says(pattern):
             changes |= settings
     if few := _FEW_NODES.search(note):
         changes["max_nodes_per_token"] = float(few[1])
@@ -286,7 +307,7 @@ def _apply_states(profile: Profile, cells: Cells) -> Profile:
         return profile
     changes: dict[str, Any] = {}
     for pattern, settings in NOTE_STATE_TYPES:
-        if re.search(pattern, cells.note):
+        if cells.says(pattern):
             changes |= settings
     if modules := _recomputed_modules(cells):
         cells.remark("recomputed: " + ", ".join(modules))
@@ -310,6 +331,9 @@ def read_precision(cells: Cells) -> str:
     text = cells.text("precision").lower()
     if not text:
         cells.fill("precision", "bf16")
+        return "bf16"
+    if cells.says(r"(fp8|fp4) on (the )?attention[^;.]* only") and cells.optional("experts"):
+        cells.remark(f"{text} in attention alone: predicted as bf16")
         return "bf16"
     kinds = (
         ("fp4", r"fp4|int4"),
@@ -353,6 +377,7 @@ def read_recipe(cells: Cells, precision: str, profile: Profile) -> str:
 
 _NOT_COMPILED = re.compile(
     r"\b(no|not|without|w/o)\s+(torch[. ])?compil|\beager\b|"
+    r"compile\b[^;.]*not (stated|given|known|published)|"
     r"compil(e|ation)\s*(is\s+)?[=:]?\s*(off|false|disabled|no)\b"
 )
 """Notes of runs without torch.compile."""

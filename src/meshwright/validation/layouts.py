@@ -161,6 +161,9 @@ def _named_zero_stage(cells: Cells) -> int | None:
 
 def _zero_stage(cells: Cells, profile: Profile) -> int:
     zero = cells.zero_stage()
+    if zero == 3 and cells.says(r"reshard_after_forward\W{0,4}(never|false)"):
+        cells.remark("parameters stay gathered after the forward pass: ZeRO-2")
+        return 2
     if zero is None and (zero := _named_zero_stage(cells)) is not None:
         cells.fill("zero_stage", zero, "from the framework or the note")
     if zero is None:
@@ -269,7 +272,8 @@ def _offload(cells: Cells) -> Any:
     note = OFFLOADED_ACTIVATIONS.sub("", note)
     if "offload" not in note and "zero-infinity" not in note:
         return "none"
-    return "all" if re.search(r"zero-infinity|param\w* (and \w+ )?offload|offload all", note) else "optimizer"
+    everything = r"zero-infinity|param\w* (and \w+ )?offload|offload\w*( of)? (all|everything|param)"
+    return "all" if re.search(everything, note) else "optimizer"
 
 
 def read_global_batch(cells: Cells, layout: Layout, seq_len: int) -> int:

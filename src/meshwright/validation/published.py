@@ -17,7 +17,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import compiled_profile
 from meshwright.spec.layout import Layout
-from meshwright.validation.cells import OUT_OF_MEMORY, Cells, NotExpressedError
+from meshwright.validation.cells import OUT_OF_MEMORY, Cells, NotExpressedError, find_stated
 from meshwright.validation.devices import build_cluster
 from meshwright.validation.frameworks import (
     read_compiled,
@@ -152,7 +152,8 @@ def read_row(number: int, raw: Mapping[str, object]) -> Row:
 
 
 def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float | None) -> Case:
-    if found := ADAPTERS.search(f"{cells.text('model_name')} {cells.note} {cells.text('framework')}"):
+    names = f"{cells.text('model_name')} {cells.note} {cells.text('framework')}"
+    if found := find_stated(ADAPTERS, names):
         raise NotExpressedError(f"{found[0]}: training of adapters is not planned")
     devices = count_devices(cells)
     cluster = build_cluster(cells, devices)
