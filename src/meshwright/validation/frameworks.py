@@ -236,7 +236,7 @@ NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (r"pure bf16|bf16 master|adamw?_?bf16",
      {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
-    (r"(bf16|bfloat16) (for )?(param|weight)[^;.]*(moment|state)|8 b(ytes?)?(/| per )param",
+    (r"(bf16|bfloat16) (for )?(param|weight)[^;.]*(moment|state)",
      {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 (moments|optimizer)", {"moment_bytes": 2.0}),
     (r"8-?bit (adam|optimizer)|adamw?_?8bit", {"moment_bytes": 1.0}),

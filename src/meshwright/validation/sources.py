@@ -12,6 +12,8 @@ ALIASES: tuple[tuple[str, str], ...] = (
     (r"megatron-lm (readme|git)|2104\.04473|nvidia/megatron-lm", "NVIDIA/Megatron-LM"),
     (r"aleph-?alpha|2311\.05610", "Aleph-Alpha"),
     (r"bigscience", "bigscience"),
+    (r"lambdalabsml", "LambdaLabsML"),
+    (r"nousresearch", "NousResearch/torchtitan"),
     (r"torchtitan", "pytorch/torchtitan"),
     (r"meshwright", "meshwright"),
     (r"fms-fsdp|maximizing-training", "IBM/fms-fsdp"),

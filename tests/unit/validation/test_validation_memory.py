@@ -59,18 +59,19 @@ def test_mean_memory_error_by_family(family, rows, most):
 
 
 def test_layouts_that_ran_out_of_memory_are_told_from_layouts_that_ran():
-    """198 layouts that failed, and those of the same sources that ran."""
+    """214 layouts that failed, and those of the same sources that ran."""
     ran = read_rows(DATA / "published_runs.csv")
     found = judge_limits(read_failed(), ran).as_dict()
     assert found["not_expressed"] == 0
-    assert found["failed"] == 197, "nanotron's one has no layout that ran"
+    assert found["failed"] == 209, "the sources of five have no counted layout that ran"
     assert found["caught"] >= 0.9
     assert found["fitting"] >= 0.9
     assert found["balanced_accuracy"] >= 0.93
 
 
 def test_no_old_out_of_memory_layout_is_predicted_to_fit():
-    cases = [row.case for row in read_failed() if row.case is not None and row.source != "Aleph-Alpha"]
+    old = ("bigscience", "pytorch/torchtitan", "NVIDIA/Megatron-LM", "nanotron")
+    cases = [row.case for row in read_failed() if row.case is not None and row.source in old]
     assert len(cases) == 11
     fitting = [case.model_name for case in cases if predict(case).fits(case.workload)[0]]
     assert fitting == [CONTRADICTED]

@@ -20,7 +20,7 @@ from meshwright.verify.shrink import shrink
 from planner_checks import name_layout, plan_case, read_layout
 from planner_matrix import SIZES, Case, choose_covering, is_built, is_decoder, list_cases
 
-COUNT = 30
+COUNT = 44
 QUICK = 1
 """Cases in ``make test``."""
 TIGHT, FULL = 0.05, 0.6

@@ -52,6 +52,8 @@ class SavedBytes:
     """Per copy of a token that is sent to an expert; every rank of etp has all copies."""
     routed_inner: float = 0.0
     """The same inside the expert: sharded by etp."""
+    dispatched: float = 0.0
+    """Per copy of a token, if experts are on other ranks; every rank of etp has all copies."""
     second_output: float = 0.0
     """The attention output once more, under Ulysses; sharded by tp."""
 
@@ -200,13 +202,13 @@ def _saved_half(workload: Workload, expert: bool) -> SavedBytes:
 
     GEMMs in order: queries, keys, values, attention output, gate, up, down; the odd ones are saved.
     torchao's fp8 GEMMs are the same operator on a tensor subclass, so fp8 saves as much, in 16 bits.
-    Grouped GEMMs of experts are not on its list.
+    Grouped GEMMs of experts are not on its list; the results of expert dispatch and combine are.
     """
     model, low = workload.model, ACTIVATION_BYTES[workload.precision]
     attention = SavedBytes(split=model.value_size * low + FLOAT32 * model.num_heads)
     odd = SavedBytes(split=(model.query_size + model.kv_size) * low)
     if expert:
-        return attention + odd
+        return attention + odd + SavedBytes(dispatched=2 * model.hidden_size * low)
     return attention + odd + SavedBytes(split=model.ffn_size * low, shared=model.hidden_size * low)
 
 
@@ -228,6 +230,8 @@ class Tokens:
     """Copies that reach the rank's experts, on the rank with most of them."""
     routed_inner: Floats
     """The same over etp, which shards the inside of an expert."""
+    dispatched: Floats
+    """``routed`` if experts are on other ranks, else 0."""
     exchanged: Floats
     """count / tp under Ulysses, else 0."""
 
@@ -251,6 +255,7 @@ class Tokens:
             scores=split * workload.seq_len,
             routed=copies * grid.etp,
             routed_inner=copies,
+            dispatched=np.where(grid.ep > 1, copies * grid.etp, 0.0),
             exchanged=np.where(exchanged, split, 0.0),
         )
 
@@ -264,6 +269,7 @@ def sum_saved_bytes(kinds: tuple[SavedBytes, ...], grid: Grid, tokens: Tokens, r
         ("scores", "scores", tokens.scores),
         ("routed", "inputs of routed experts", tokens.routed),
         ("routed_inner", "inside routed experts", tokens.routed_inner),
+        ("dispatched", "results of dispatch and combine", tokens.dispatched),
         ("second_output", "attention output before the all-to-all", tokens.exchanged),
     )
     terms = []

@@ -213,19 +213,19 @@ class BlockModel:
                 gemms = gemms + shared.times(1 - dense_share)
             experts = self._experts().times(1 - dense_share)
         attention, elementwise = self._attention(), self._elementwise(dense_share)
-        recomputed = self._selective_s(gemms, attention, elementwise)
+        recomputed = self._selective_s(gemms, attention, elementwise, experts)
         return BlockTimes(gemms, attention, elementwise, experts, recomputed)
 
-    def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
+    def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes, experts: Passes) -> Floats:
         """Recompute time of selective activation checkpointing."""
         # In fp8 the kernels of Triton blocks write the 16-bit inputs of weight-gradient GEMMs anyway.
         recompute_s = np.zeros(len(self.grid))
         if self.workload.precision != "fp8":
             counted = COUNTED_KERNEL_TIME_FACTOR * self._kernel_bytes().recomputed
             recompute_s = counted * self.rows / self.device.bytes_per_s
-        return np.where(self.triton, recompute_s, self._recomputed_s(gemms, attention, elementwise))
+        return np.where(self.triton, recompute_s, self._recomputed_s(gemms, attention, elementwise, experts))
 
-    def _recomputed_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
+    def _recomputed_s(self, gemms: Passes, attention: Passes, elementwise: Passes, experts: Passes) -> Floats:
         """Recompute time of selective activation checkpointing, in blocks that are not Triton blocks."""
         memory = self.workload.profile.memory
         if memory.recomputed_modules and memory.fused_attention:
@@ -238,7 +238,10 @@ class BlockModel:
         if self.rules.selective_recomputes == "attention":
             return attention.forward
         if self.rules.selective_recomputes == "half_gemms":
-            return elementwise.forward + 0.5 * gemms.forward
+            if self.compiled and self.model.expert_layers:
+                # torchtitan compiles such blocks in parts, and what compiled code returns is saved.
+                return np.zeros(len(self.grid))
+            return elementwise.forward + 0.5 * gemms.forward + experts.forward
         routed = self.model.expert_layers / self.model.num_layers * self.rules.unfused_routing
         return elementwise.forward + EXPERT_SYNC_S * routed
 

@@ -42,7 +42,7 @@ class CpuBlockModel(BlockModel):
         """Passes over the activations of an average block, plus CPU launch time."""
         return self._memory_passes(block_bytes(self.workload, self.grid))
 
-    def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
+    def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes, experts: Passes) -> Floats:
         cpu_launch_s = self.device.rates.cpu_launch_s
         return (elementwise.forward - cpu_launch_s) * (SELECTIVE_PASSES / FORWARD_PASSES)
 

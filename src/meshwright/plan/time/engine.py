@@ -398,6 +398,11 @@ class _Step:
         gather = self._shards_s(block, experts, self.workload.wire_bytes, rules.gather_calls)
         gather = gather / rules.gather_share
         scatter = self._scatter_s(block, experts)
+        if self.device.multiprocessors:
+            # FSDP copies gathered parameters out of its buffer, and gradients into one.
+            copied = 2 * (block + experts) * (grid.dp_shard * grid.cp > 1) / self.device.bytes_per_s
+            gather = gather + copied * self.workload.wire_bytes
+            scatter = scatter + copied * rules.reduce_bytes
         gather_and_reduce = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
         # The stages of a pipeline have few blocks per pass: more of their collectives is exposed.
         prefetches = (grid.pp == 1) & (self.overlap > 0) & rules.prefetches_parameters

@@ -121,4 +121,4 @@ def test_moe_layer_takes_as_long_as_measured(experts, per_token, inner, measured
 
     one, two = times(per_token), times(2 * per_token)
     routed = two.elementwise.total - one.elementwise.total  # linear in the experts per token
-    assert float((one.expert_gemms.total + routed)[0]) == pytest.approx(measured_s, rel=0.12)
+    assert float((one.expert_gemms.total + routed)[0]) == pytest.approx(measured_s, rel=0.15)

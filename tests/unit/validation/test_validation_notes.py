@@ -1,0 +1,182 @@
+"""What a row's note says it did not have is not read as something that it had; what it does say is."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.validation.evaluate import evaluate
+from meshwright.validation.published import Case
+
+LLAMA = {"model_name": "LLaMA-7B", "framework": "transformers", "tp": "1", "dp": "64", "zero_stage": "3"}
+TITAN = {"model_name": "LLaMA-7B", "framework": "torchtitan", "tp": "1", "dp": "64", "zero_stage": "3"}
+EXPERTS = {
+    "model_name": "Qwen3-30B-A3B", "params_b": "30.5", "layers": "48", "hidden": "2048", "heads": "32",
+    "kv_heads": "4", "ffn_hidden": "6144", "vocab": "151936", "experts": "128", "top_k": "8",
+    "moe_ffn": "768",
+    "gpu": "B200", "num_gpus": "8", "tp": "1", "dp": "8", "zero_stage": "3", "framework": "torchtitan",
+    "global_batch": "64", "micro_batch": "8", "recompute": "selective",
+}  # fmt: skip
+
+
+def settings(case: Case) -> tuple[object, object]:
+    """What the note changed: kernels and overlap, and the types of state."""
+    return case.workload.profile.time, case.workload.profile.memory
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "full logits (no Liger)",
+        "without Liger",
+        "no LoRA",
+        "not fused RoPE",
+        "no A2A overlap",
+        "no fused linear cross entropy",
+        "no chunked loss",
+    ],
+)
+def test_a_negated_setting_changes_nothing(case, note):
+    assert settings(case(**LLAMA, note=note)) == settings(case(**LLAMA))
+
+
+def test_a_setting_that_is_named_twice_counts_where_it_is_not_negated(case):
+    found = case(**LLAMA, note="baseline without Liger; this row with Liger kernels")
+    assert found.workload.profile.time.fused_norms
+
+
+def test_adapters_that_others_trained_do_not_refuse_a_row(read):
+    assert read(note="all parameters are trained, no LoRA").case is not None
+    assert read(note="without adapters").case is not None
+    assert read(note="LoRA of rank 8, no QLoRA").case is None
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "chunked cross entropy",
+        "loss computed in chunks (chunked_nll)",
+        "policy loss, no full logits",
+        "logits are never materialized",
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_in_chunks_keeps_no_logits(read, note, compiled):
+    """Also where torch.compile covers the loss."""
+    cells = {**TITAN, "gpu": "B200", "vocab": "151936", "micro_batch": "8", "recompute": "full"}
+    how = "; torch.compile" if compiled else ""
+    plain, chunked = (evaluate([read(**cells, note=text + how)])[0] for text in ("", note))
+    tokens = 8 * 2048
+    assert plain.predicted_memory_bytes - chunked.predicted_memory_bytes > 3 * tokens * 151936
+
+
+def test_state_in_16_bits_is_read(case):
+    note = "bfloat16 for params, gradients and both AdamW moments"
+    memory = case(**TITAN, note=note).workload.profile.memory
+    assert (memory.gradient_bytes, memory.moment_bytes, memory.master_bytes) == (2, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("note", "modules"),
+    [
+        ("recomputes router and rest. Gate and up projection in one GEMM", ()),
+        ("counted with recomputation (so hardware FLOPs). GELU, fused norms", ()),
+        ("recompute of layernorm. Gate and up projection in one GEMM", ("layernorm",)),
+    ],
+)
+def test_recomputed_modules_are_those_of_the_same_sentence(case, note, modules):
+    assert case(recompute="selective", note=note).workload.profile.memory.recomputed_modules == modules
+
+
+@pytest.mark.parametrize(
+    ("note", "compiled"),
+    [
+        ("Activation checkpointing, compile and precision not stated", False),
+        ("torch.compile per block", True),
+        ("Eager (no compile)", False),
+    ],
+)
+def test_a_compilation_that_is_not_stated_is_none(case, note, compiled):
+    assert case(**TITAN, note=note).workload.compiled == compiled
+
+
+@pytest.mark.parametrize(
+    ("gpu", "note", "kernel"),
+    [
+        ("H100", "SDPA attention", "native"),
+        ("H100", "", "flash-2"),
+        ("A100", "SDPA attention", "flash-2"),
+        ("B200", "torch context parallel", "native"),
+    ],
+)
+def test_context_parallelism_of_torch_runs_cudnn_where_torch_prefers_it(case, gpu, note, kernel):
+    cells = {**LLAMA, "dp": "8", "cp": "8", "gpu": gpu, "note": note}
+    assert case(**cells).workload.profile.time.attention_kernel == kernel
+
+
+@pytest.mark.parametrize(("gpu", "year"), [("H100", "torchtitan"), ("B200", "torchtitan-2025")])
+def test_torchtitan_on_blackwell_is_recent(case, gpu, year):
+    assert case(**{**TITAN, "gpu": gpu}).workload.profile.name == year
+
+
+def test_a_framework_like_torchtitan_has_its_kernels_but_not_its_compiled_loss(case):
+    own, other = (
+        case(**{**TITAN, "gpu": "B200", "framework": name}).workload.profile
+        for name in ("torchtitan", "FSDP2")
+    )
+    assert own.time == other.time
+    assert (own.memory.compiled_logit_bytes, other.memory.compiled_logit_bytes) == (4, None)
+
+
+def test_flash_attention_2_is_no_faster_on_blackwell_than_on_hopper(case):
+    """It uses the tensor-core instructions of Ampere: 348 TFLOP/s measured on an H200."""
+    from meshwright.plan.time.rates import rates_of
+
+    def rate(gpu: str) -> float:
+        workload = case(**{**TITAN, "gpu": gpu}).workload
+        rates = rates_of(workload)
+        return workload.cluster.bf16_flops_per_s * rates.attention * rates.flash_2 / 1e12
+
+    assert rate("H200") == pytest.approx(348, rel=0.01)
+    assert rate("B200") == pytest.approx(rate("H200"), rel=0.1)
+
+
+def test_parameters_that_stay_gathered_are_zero_2(case):
+    found = case(**TITAN, note='fsdp_reshard_after_forward="never"')
+    assert found.layout.zero == 2
+    assert case(**TITAN, note="reshard_after_forward=True").layout.zero == 3
+
+
+def test_fp8_in_attention_alone_is_predicted_as_bf16(case):
+    cells = {**EXPERTS, "precision": "mxfp8"}
+    assert case(**cells, note="MXFP8 on the attention linears only").workload.precision == "bf16"
+    assert case(**cells).workload.precision == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("note", "offload"),
+    [
+        ("CPU offload of parameters, gradients and optimizer", "all"),
+        ("offload of the optimizer", "optimizer"),
+        ("no offload assumed", "none"),
+    ],
+)
+def test_what_is_offloaded_is_read(case, note, offload):
+    assert case(**TITAN, note=note).layout.offload == offload
+
+
+def test_torchtitan_keeps_the_results_of_expert_dispatch_and_combine(read):
+    """Its selective activation checkpointing saves the outputs of both all-to-alls."""
+    alone, spread = (evaluate([read(**{**EXPERTS, "ep": ep})])[0] for ep in ("1", "8"))
+    full = evaluate([read(**{**EXPERTS, "ep": "8", "recompute": "full"})])[0]
+    copies = 8 * 2048 * 8
+    results = 48 * copies * 2 * 2048 * 2
+    assert spread.predicted_memory_bytes - full.predicted_memory_bytes > results
+    assert spread.predicted_memory_bytes > alone.predicted_memory_bytes
+
+
+def test_selective_checkpointing_recomputes_experts_unless_they_are_compiled(read):
+    """Grouped GEMMs are not on torchtitan's list; what compiled code returns is."""
+    notes = {(kind, note): evaluate([read(**{**EXPERTS, "recompute": kind}, note=note)])[0].predicted_step_s
+             for kind in ("none", "selective") for note in ("eager", "torch.compile")}  # fmt: skip
+    assert notes["selective", "eager"] > 1.1 * notes["none", "eager"]
+    assert notes["selective", "torch.compile"] == pytest.approx(notes["none", "torch.compile"])
