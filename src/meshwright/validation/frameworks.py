@@ -383,11 +383,15 @@ _NOT_COMPILED = re.compile(
 """Notes of runs without torch.compile."""
 
 
+_COMPILERS = re.compile(r"\b(jax|xla|maxtext|levanter|pax|thunder)\b")
+"""Frameworks that always compile."""
+
+
 def read_compiled(cells: Cells, precision: str, profile: Profile) -> bool:
     """Whether blocks were compiled: from the note; torchtitan compiles for float8 and async TP."""
     if _NOT_COMPILED.search(cells.note):
         return False
-    if "compile" in cells.note:
+    if "compile" in cells.note or _COMPILERS.search(cells.text("framework").lower()):
         return True
     about = f"{cells.note} {cells.text('source').lower()}"
     if profile.name.startswith("torchtitan") and (precision == "fp8" or re.search(r"async[- ]?tp", about)):
