@@ -33,7 +33,7 @@ def fill(
     weights: WeightSource,
     device: torch.device,
     shard: int = 0,
-    shards: int = 1,
+    num_shards: int = 1,
 ) -> None:
     """Initialise parameters; those on the meta device are allocated.
 
@@ -43,7 +43,7 @@ def fill(
         weights: Their values.
         device: Where they are allocated.
         shard: The shard of rows that is given values; the other rows are left as they are.
-        shards: How many shards of rows there are, as ``torch.chunk`` makes them.
+        num_shards: How many shards of rows there are, as ``torch.chunk`` makes them.
     """
     for name in names:
         parameter = network.get_parameter(name)
@@ -51,7 +51,7 @@ def fill(
             owner, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
             setattr(network.get_submodule(owner), leaf, parameter)
-        rows = -(-len(parameter) // shards)
+        rows = -(-len(parameter) // num_shards)
         first, last = min(shard * rows, len(parameter)), min((shard + 1) * rows, len(parameter))
         if first < last:
             parameter[first:last].copy_(weights.rows(name, first, last))

@@ -1,4 +1,4 @@
-"""Where initial weights come from: random numbers, a Hugging Face folder, or a checkpoint loaded later."""
+"""Where initial weights come from: random numbers, a Hugging Face folder, or zeros that are overwritten."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class RandomWeights(WeightSource):
         return values.view(last - first, *shape[1:])
 
 
-class LoadedLater(WeightSource):
-    """Zeros, for a run that loads all parameters from a checkpoint or a snapshot."""
+class ZeroWeights(WeightSource):
+    """Zeros: for a run that loads all parameters from a checkpoint or a snapshot, and for fake tensors."""
 
     def __init__(self, model: Model) -> None:
         self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}
@@ -77,8 +77,8 @@ def parameter_seed(seed: int, name: str) -> int:
 def draw(name: str, size: int, first: int, last: int, seed: int, spread: float) -> Tensor:
     """Values ``first`` to ``last`` of a flattened parameter.
 
-    Each block has a generator of its own. They are drawn with as many threads as torch has: drawing releases
-    the GIL.
+    Each block has a generator of its own. They are drawn with torch's number of threads
+    (``OMP_NUM_THREADS``): drawing releases the GIL.
 
     Args:
         name: The parameter.

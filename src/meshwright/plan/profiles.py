@@ -184,6 +184,8 @@ class TimeRules:
     """Bandwidth of ZeRO-3's all-gathers, over that of large ones."""
     prefetches_parameters: bool = True
     """ZeRO-3 gathers the parameters of the next block while a block computes, as FSDP does."""
+    copies_shards: bool = False
+    """ZeRO-3 copies gathered parameters out of a buffer, and gradients into one, as FSDP2 does on GPUs."""
     bucket_parameters: float = 40e6
     """Parameters per reduction and all-gather of ZeRO-0 to 2, at least; Megatron's default."""
     bucket_parameters_per_rank: float = 0.0
@@ -314,7 +316,9 @@ _EAGER_TIME = TimeRules(
     weight_grad_bytes=0.0,
 )
 """Blocks of plain PyTorch modules around `scaled_dot_product_attention` or flash-attn 2."""
-_TORCHTITAN_TIME = dataclasses.replace(_EAGER_TIME, selective_recomputes="half_gemms", optimizer_bytes=28.0)
+_TORCHTITAN_TIME = dataclasses.replace(
+    _EAGER_TIME, selective_recomputes="half_gemms", optimizer_bytes=28.0, copies_shards=True
+)
 _TORCHTITAN_2025_TIME = dataclasses.replace(_TORCHTITAN_TIME, attention_kernel="native")
 """As of 2025 torch prefers cuDNN's attention on Hopper."""
 _HUGGING_FACE_TIME = dataclasses.replace(
@@ -396,6 +400,7 @@ _ALEPH_ALPHA_MEMORY = dataclasses.replace(_MEGATRON_LIKE_MEMORY, keeps_gathered=
 """Norms gather their output for sequence parallelism, which autograd saves (`norm/rms_norm.py`)."""
 
 _MESHWRIGHT_TIME = TimeRules(
+    copies_shards=True,
     one_copy_per_node=False,
     unfused_routing=True,
     sums_bias_grads=True,

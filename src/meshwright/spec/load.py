@@ -406,11 +406,17 @@ def _this_machine(device: str) -> Tree:
     return {"devices_per_node": cores, "memory_bytes": machine_memory_bytes() // cores}
 
 
-def _figures_of(gpu: str, memory_bytes: int) -> Tree:
-    """The preset with this GPU's chip: of the same form (card or module), then of the nearest memory size.
+_VARIANT = re.compile(r"\b(ti|super|laptop|max-q|mig|ada)\b", re.IGNORECASE)
+"""Names of GPUs that have less or more than the preset of their chip: `RTX 3090 Ti`, `A100 MIG 1g.5gb`."""
 
-    Of presets that differ in neither, the one of the usual machine. Empty if no preset has the chip.
+
+def _figures_of(gpu: str, memory_bytes: int) -> Tree:
+    """The preset with this GPU's chip: of the same form factor, then of the nearest memory size, SXM first.
+
+    Empty if no preset has the chip, and for variants of a chip and parts of a GPU.
     """
+    if _VARIANT.search(gpu):
+        return {}
     presets = [read_preset("clusters", name) for name in preset_names("clusters")]
     known = [p for p in presets if isinstance(p, dict) and chip_of(str(p["device_name"])) == chip_of(gpu)]
 
@@ -423,7 +429,7 @@ def _figures_of(gpu: str, memory_bytes: int) -> Tree:
 
 
 def _card_form(device_name: str) -> str:
-    """How a PCIe card is named: `PCI` or `NVL` (with NVLink bridges); empty for other devices."""
+    """The form factor of a PCIe card: `PCI` or `NVL` (with NVLink bridges); empty for other devices."""
     return next((form for form in ("PCI", "NVL") if form in device_name.upper()), "")
 
 

@@ -24,7 +24,7 @@ from meshwright.layout.snapshot_size import keeps_snapshots
 from meshwright.models.decoder import Stages
 from meshwright.models.init import find_weight_source
 from meshwright.models.kernels.gemm_autotune import autotune_gemms
-from meshwright.models.weight_source import LoadedLater, WeightSource
+from meshwright.models.weight_source import WeightSource, ZeroWeights
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.data_parallel import (
     build_backup_replicas,
@@ -68,7 +68,7 @@ def build_trainer(
         context.retired is not None or context.restore_step is not None or assignment.resume_from is not None
     )
     if weights is None:
-        weights = LoadedLater(job.model) if restores else find_weight_source(job, assignment.hf_weights)
+        weights = ZeroWeights(job.model) if restores else find_weight_source(job, assignment.hf_weights)
     model = _parallelize(context, amp, weights)
     applied = model.applied
     copies = None if applied.weight_copies is None else applied.weight_copies.copies

@@ -10,7 +10,7 @@ LARGEST = 10**8
 MAY_BE_ZERO = ("zero_stage", "shared_experts", "dense_layers")
 YES, NO = ("y", "yes", "true", "1", "on"), ("n", "no", "false", "0", "off")
 OFFLOADED_ACTIVATIONS = re.compile(
-    r"(?<!no )(?<!without )(offload\w* (of )?activations?|activations? (are |is )?offload\w*)"
+    r"(?<!no )(?<!without )(offload\w* (of |all )?activations?|activations? (are |is )?offload\w*)"
 )
 """A note that says that activations wait on the CPU."""
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
@@ -28,8 +28,13 @@ UNITS: dict[str, dict[str, float]] = {
 """Units that a cell may state, and their size in the column's own unit."""
 ZERO_STAGES = {"ddp": 0, "none": 0, "distributed optimizer": 1, "fsdp": 3, "fsdp1": 3, "fsdp2": 3}
 """Names of ZeRO stages."""
-_NEGATION = re.compile(r"(?:\b(?:no|not|non|without|w/o|never|neither|nor)[ -](?:any |a |the )?|\bun)$")
-"""What stands before something that a row did not have."""
+_NEGATION = re.compile(
+    r"(?:\b(?:no|not|non|without|w/o|never|neither|nor)[ -](?:any |a |the |use of |use |using )?"
+    r"(?:[\w.-]+ (?:or|nor) )?|\bun-?)$"
+)
+"""What stands before something that a row did not have: `without using`, `no Liger or`."""
+_OFF = re.compile(r"\w*(?: kernels?)?\s*[:=]?\s*(?:is |are |was )?(?:off|false|disabled|not used|unused)\b")
+"""What stands after it: `disabled`, `=False`."""
 _ZERO_STAGE = re.compile(r"(?:zero|stage|zero[ -]stage)[ -]?([0-3])")
 _WITH_UNIT = re.compile(r"([\d.,]+(?:e[+-]?\d+)?)\s*([a-z]+)", re.IGNORECASE)
 
@@ -137,6 +142,8 @@ class Cells:
 
 
 def find_stated(pattern: str | re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The first match that no negation precedes: `liger` is not in `no Liger`."""
-    matches = re.finditer(pattern, text)
-    return next((found for found in matches if not _NEGATION.search(text[: found.start()])), None)
+    """The first match without a negation before or after it: `liger` is not in `no Liger` or `Liger: off`."""
+    for found in re.finditer(pattern, text):
+        if not _NEGATION.search(text[: found.start()]) and not _OFF.match(text[found.end() :]):
+            return found
+    return None

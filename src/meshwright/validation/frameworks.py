@@ -10,7 +10,7 @@ from meshwright.plan.profiles import PROFILES, Profile
 from meshwright.plan.time.interval import generation_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import DecoderModel
-from meshwright.validation.cells import OFFLOADED_ACTIVATIONS, Cells
+from meshwright.validation.cells import OFFLOADED_ACTIVATIONS, Cells, find_stated
 from meshwright.validation.devices import device_name
 
 OLD_DEVICES = ("A100", "A800", "V100")
@@ -36,7 +36,8 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"deepspeed|zero(?:-?infinity|\+\+)?$", "deepspeed-zero"),
     (r"titan|fsdp-?2|torchtune|simple-?fsdp", "torchtitan"),
     (r"composer|foundry|metaseq|fairseq|fairscale", "composer-fsdp"),
-    (r"fsdp|pytorch|lightning|lit-?gpt|olmo|llama-?(recipes|cookbook)", "torchtitan"),
+    (r"fsdp|pytorch|lightning|lit-?gpt|olmo|llama-?(recipes|cookbook)|prime-?rl", "torchtitan"),
+    (r"\bjax\b|(?<![a-z])xla\b|\bpax", "torchtitan"),
     (r"meshwright", "meshwright"),
     (r"^aa-|aleph", "aleph-alpha-scaling"),
     (r"nanotron|internevo|colossal|llmq|like", "megatron-like"),
@@ -220,15 +221,21 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
 """What notes say about kernels and overlap, and the settings of the profile for it."""
-_CHUNKED_LOGITS: dict[str, object] = {
-    "logit_bytes": 0.5,
-    "split_logit_bytes": 0.5,
-    "compiled_logit_bytes": 0.5,
-    "gathers_logits": False,
-}
+
+
+def _logits(size: float) -> dict[str, object]:
+    """The settings for this many bytes for each logit."""
+    return {"logit_bytes": size, "split_logit_bytes": size, "compiled_logit_bytes": size}
+
+
+_CHUNKED_LOGITS: dict[str, object] = {**_logits(0.5), "gathers_logits": False}
 _CHUNKED_LOSS = (
-    r"chunked[ _](loss|logits|cross|nll)|loss (is )?computed in chunks|fused[ _]linear[ _]c|"
+    r"chunked[ _-](loss|logits|cross|nll)|loss (is )?computed in chunks|fused[ _]linear[ _]c|"
     r"no full logits|logits (are )?(not|never) materiali[sz]ed"
+)
+_ALL_IN_16_BITS = (
+    r"(bf16|bfloat16) (for )?(param|weight)((?!fp32|float32|master)[^;.])*(moment|state)"
+    r"(?!\w* (in|as) (fp32|float32))"
 )
 NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (_FUSED_ATTENTION, {"fused_attention": True}),
@@ -236,17 +243,17 @@ NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (r"pure bf16|bf16 master|adamw?_?bf16",
      {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
-    (r"(bf16|bfloat16) (for )?(param|weight)[^;.]*(moment|state)",
+    (_ALL_IN_16_BITS,
      {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 (moments|optimizer)", {"moment_bytes": 2.0}),
     (r"8-?bit (adam|optimizer)|adamw?_?8bit", {"moment_bytes": 1.0}),
     (r"(fp32|float32) grad", {"gradient_bytes": 4.0}),
     (r"\bliger\b", _CHUNKED_LOGITS),
-    (r"liger (ce|cross[- ]entropy)", {"logit_bytes": 2.0, "split_logit_bytes": 2.0}),  # replaced by gradients
+    (r"liger (ce|cross[- ]entropy)", _logits(2.0)),  # replaced by gradients
     (_CHUNKED_LOSS, _CHUNKED_LOGITS),
-    (rf"{_NOT_NEGATED}fused[ -]?cross[ -]entropy", {"logit_bytes": 4.0, "split_logit_bytes": 4.0}),
+    (rf"{_NOT_NEGATED}fused[ -]?cross[ -]entropy", _logits(4.0)),
     (r"own cuda kernels|fused kernels",
-     {"logit_bytes": 2.0, "split_logit_bytes": 2.0, "gathers_logits": False}),
+     {**_logits(2.0), "gathers_logits": False}),
     (r"(bf16|16-bit) grad", {"gradient_bytes": 2.0}),
     (OFFLOADED_ACTIVATIONS.pattern, {"offloads_activations": True}),
 )  # fmt: skip
@@ -266,8 +273,9 @@ _RECOMPUTES = re.compile(r"recomput\w*( modules?| of)? ([^;.)]*)|([^;.]*?)(?: is
 
 def _recomputed_modules(cells: Cells) -> tuple[str, ...]:
     """The modules that a row says are recomputed: in its cell, or in its note."""
-    found = _RECOMPUTES.search(cells.note)
-    text = f"{cells.text('recompute').lower()}; {found[0] if found else ''}"
+    found = find_stated(_RECOMPUTES, cells.note)
+    said = "" if found is None or re.search(r"\bnot recomputed", found[0]) else found[0]
+    text = f"{cells.text('recompute').lower()}; {said}"
     return tuple(name for name, pattern in MODULES if re.search(pattern, text))
 
 
@@ -332,7 +340,7 @@ def read_precision(cells: Cells) -> str:
     if not text:
         cells.fill("precision", "bf16")
         return "bf16"
-    if cells.says(r"(fp8|fp4) on (the )?attention[^;.]* only") and cells.optional("experts"):
+    if cells.says(r"(fp8|fp4) on (the )?attention( \w+)?( and lm_head)? only") and cells.optional("experts"):
         cells.remark(f"{text} in attention alone: predicted as bf16")
         return "bf16"
     kinds = (
@@ -376,14 +384,14 @@ def read_recipe(cells: Cells, precision: str, profile: Profile) -> str:
 
 
 _NOT_COMPILED = re.compile(
-    r"\b(no|not|without|w/o)\s+(torch[. ])?compil|\beager\b|"
-    r"compile\b[^;.]*not (stated|given|known|published)|"
+    r"\b(no|not|not use|without|w/o)\s+(torch[. ])?compil|\b(un|non-?)compil|\beager\b|"
+    r"compile\b( and [\w ]+)?( is| are)? not (stated|given|known|published|used)|"
     r"compil(e|ation)\s*(is\s+)?[=:]?\s*(off|false|disabled|no)\b"
 )
 """Notes of runs without torch.compile."""
 
 
-_COMPILERS = re.compile(r"\b(jax|xla|maxtext|levanter|pax|thunder)\b")
+_COMPILERS = re.compile(r"\b(jax|maxtext|levanter|pax(ml)?|t5x|easylm|thunder)\b|(?<![a-z])xla\b")
 """Frameworks that always compile."""
 
 
@@ -391,7 +399,7 @@ def read_compiled(cells: Cells, precision: str, profile: Profile) -> bool:
     """Whether blocks were compiled: from the note; torchtitan compiles for float8 and async TP."""
     if _NOT_COMPILED.search(cells.note):
         return False
-    if "compile" in cells.note or _COMPILERS.search(cells.text("framework").lower()):
+    if re.search(r"compiled?\b(?! from)", cells.note) or _COMPILERS.search(cells.text("framework").lower()):
         return True
     about = f"{cells.note} {cells.text('source').lower()}"
     if profile.name.startswith("torchtitan") and (precision == "fp8" or re.search(r"async[- ]?tp", about)):

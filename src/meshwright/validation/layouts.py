@@ -16,7 +16,7 @@ from meshwright.plan.time.block import SOFTMAX_BATCH
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 from meshwright.spec.numbers import divisors
-from meshwright.validation.cells import NO, OFFLOADED_ACTIVATIONS, YES, Cells, NotExpressedError
+from meshwright.validation.cells import NO, OFFLOADED_ACTIVATIONS, YES, Cells, NotExpressedError, find_stated
 
 SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp", "huggingface")
 """Profiles that use ZeRO-3 (FSDP) by default."""
@@ -159,11 +159,12 @@ def _named_zero_stage(cells: Cells) -> int | None:
     return 0 if re.search(r"\bddp\b", cells.text("framework").lower()) else None
 
 
+_GATHERED = re.compile(r"reshard_after_forward\W{0,4}(never|false|0)|\bno reshard_after_forward")
+"""Notes of FSDP runs that gather parameters once per step."""
+
+
 def _zero_stage(cells: Cells, profile: Profile) -> int:
     zero = cells.zero_stage()
-    if zero == 3 and cells.says(r"reshard_after_forward\W{0,4}(never|false)"):
-        cells.remark("parameters stay gathered after the forward pass: ZeRO-2")
-        return 2
     if zero is None and (zero := _named_zero_stage(cells)) is not None:
         cells.fill("zero_stage", zero, "from the framework or the note")
     if zero is None:
@@ -174,6 +175,9 @@ def _zero_stage(cells: Cells, profile: Profile) -> int:
         cells.fill("zero_stage", zero, f"default of {profile.name}")
     if zero > 3:
         raise cells.cell_error("zero_stage", "is not 0, 1, 2 or 3")
+    if zero == 3 and _GATHERED.search(cells.note):
+        cells.remark("parameters stay gathered after the forward pass: ZeRO-2")
+        return 2
     return zero
 
 
@@ -263,17 +267,19 @@ def _recompute(cells: Cells, profile: Profile) -> Any:
     raise cells.cell_error("recompute", "is none of none, selective, full")
 
 
+_OFFLOAD = r"offload\w*|zero-infinity"
+_OFFLOADS_ALL = (
+    r"zero-infinity|param\w* (and \w+ )?offload|offload\w*[ (:]*(of )?((the )?\w+,? (and )?)?"
+    r"(all\b|everything|param|weights)"
+)
+
+
 def _offload(cells: Cells) -> Any:
-    note = cells.note
-    if not re.search(r"offload|zero-infinity", note) or re.search(
-        r"(no|without) (cpu |optimizer |activation )?offload", note
-    ):
+    note = OFFLOADED_ACTIVATIONS.sub("", cells.note)
+    note = re.sub(r"(no|without) (cpu |optimizer |param\w* |activation )?offload\w*( of \w+)?", "", note)
+    if not find_stated(_OFFLOAD, note):
         return "none"
-    note = OFFLOADED_ACTIVATIONS.sub("", note)
-    if "offload" not in note and "zero-infinity" not in note:
-        return "none"
-    everything = r"zero-infinity|param\w* (and \w+ )?offload|offload\w*( of)? (all|everything|param)"
-    return "all" if re.search(everything, note) else "optimizer"
+    return "all" if find_stated(_OFFLOADS_ALL, note) else "optimizer"
 
 
 def read_global_batch(cells: Cells, layout: Layout, seq_len: int) -> int:

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # also regist
 from meshwright.core.events import EventWriter, Listener
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.models.weight_source import ZeroWeights
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.contract import PlanContract
@@ -60,7 +61,9 @@ def dry_run_step(
             dataset = ZeroDataset(plan.job)
             with SharedChunks():
                 context = RankContext(plan, assignment, mesh, counter, events)
-                trainer = build_trainer(context, open_split=lambda _: dataset)
+                trainer = build_trainer(
+                    context, open_split=lambda _: dataset, weights=ZeroWeights(plan.job.model)
+                )
             keep_fsdp_shards(trainer.model)
             route_evenly(trainer.model, plan.job, trainer.parallel)
             batches = trainer.data.train

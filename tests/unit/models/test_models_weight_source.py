@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.models import weight_source
 from meshwright.models.init import fill
-from meshwright.models.weight_source import BLOCK_SIZE, LoadedLater, RandomWeights, draw
+from meshwright.models.weight_source import BLOCK_SIZE, RandomWeights, ZeroWeights, draw
 from meshwright.spec.model import DecoderModel
 
 MODEL = DecoderModel(
@@ -65,14 +66,29 @@ def test_a_shard_is_filled_with_the_rows_that_torch_chunk_gives_it(shards):
         assert torch.equal(found, full.chunk(shards)[shard])
 
 
-def test_a_rank_without_rows_draws_none():
+def test_a_rank_without_rows_draws_none(monkeypatch):
     """Of 5 rows in 4 shards the fourth rank has none."""
     few = dataclasses.replace(MODEL, vocab_size=5)
     network = nn.ModuleDict({"embed": nn.Embedding(5, 96)})
-    before = network["embed"].weight.detach().clone()
+    drawn = []
+    monkeypatch.setattr(weight_source, "draw", lambda *arguments: drawn.append(arguments))
     fill(network, ["embed.weight"], RandomWeights(few, SEED), torch.device("cpu"), 3, 4)
-    assert torch.equal(network["embed"].weight, before)
+    assert drawn == []
+
+
+def test_a_rank_draws_the_blocks_of_its_rows_only(monkeypatch):
+    drawn = []
+
+    def count(name: str, size: int, first: int, last: int, *others: float) -> torch.Tensor:
+        drawn.append(last - first)
+        return torch.zeros(last - first)
+
+    monkeypatch.setattr(weight_source, "draw", count)
+    with torch.device("meta"):
+        network = nn.ModuleDict({"embed": nn.Embedding(25_001, 96)})
+    fill(network, ["embed.weight"], RandomWeights(MODEL, SEED), torch.device("cpu"), 1, 8)
+    assert drawn == [3_126 * 96]
 
 
 def test_a_run_that_loads_its_weights_draws_none():
-    assert not LoadedLater(MODEL).full_tensor("embed.weight").any()
+    assert not ZeroWeights(MODEL).full_tensor("embed.weight").any()

@@ -102,7 +102,7 @@ def test_spine_keys_without_nodes_per_rack_are_refused(problems):
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g-sxm"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40g-pcie"),
         ("NVIDIA A100 80GB PCIe", 79.2, "a100-80g-pcie"),
-        ("NVIDIA A100-SXM-64GB", 63.4, "leonardo"),
+        ("NVIDIA A100-SXM-64GB", 63.4, "a100-64g-leonardo"),
         ("Tesla V100-PCIE-16GB", 15.8, "v100-16g-pcie"),
         ("NVIDIA H100 80GB HBM3", 79.1, "h100-sxm"),
         ("NVIDIA H100 NVL", 93.1, "h100-nvl"),

@@ -267,6 +267,11 @@ def test_evaluation_accepts_any_cell(read, cells):
         ("NVIDIA L4", "L4-24GB-PCIe"),
         ("RTX 3090", "3090-24GB-PCIe"),
         ("RTX 5090", "5090-32GB-PCIe"),
+        ("H100 80GB NVLink", "H100-80GB-SXM"),
+        ("H100 SXM5 (64 GPUs)", "H100-80GB-SXM"),
+        ("H100 x 64", "H100-80GB-SXM"),
+        ("A100-80GB x64", "A100-80GB-SXM"),
+        ("H100 64GB HBM2", "H100-64GB-SXM"),
     ],
 )
 def test_common_device_names_are_recognized(case, written, meant):
@@ -276,7 +281,7 @@ def test_common_device_names_are_recognized(case, written, meant):
 
 
 @pytest.mark.parametrize(
-    "name", ["TPU v4", "A100-PCIe", "V100-PCIe", "RTX 3090 Ti", "RTX 6000 Ada", "MI100", "Gaudi 2"]
+    "name", ["TPU v4", "A100-PCIe", "V100-PCIe", "RTX 3090 Ti", "RTX A6000 Ada", "MI100", "H200 NVL"]
 )
 def test_unknown_device_is_named(read, name):
     row = read(gpu=name)

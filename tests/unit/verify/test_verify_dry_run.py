@@ -16,6 +16,7 @@ from meshwright.cli.dry_run import dry_run_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
 from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.models.weight_source import RandomWeights
 from meshwright.plan import predict
 from meshwright.verify.dry_run import FakeStore
 from meshwright.verify.even_routing import choose_round_robin, even_counts
@@ -84,6 +85,16 @@ def test_memory_that_the_process_used_before_is_not_counted(dry_run, monkeypatch
     found, messages = dry_run("tiny", "layout.dp_shard=2", *SMALL)
     assert found["process_bytes"] == 300_000
     assert "and 300 kB of this machine's memory" in messages
+
+
+def test_a_dry_run_draws_no_weights(dry_run, monkeypatch):
+    """Fake tensors have no values, and several threads must not draw into one."""
+
+    def refuse(*_):
+        pytest.fail("random weights were drawn")
+
+    monkeypatch.setattr(RandomWeights, "rows", refuse)
+    dry_run("tiny", "layout.dp_shard=2", *SMALL)
 
 
 @pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])

@@ -31,6 +31,11 @@ class ParameterCounts:
         left = np.where(sharded, expert_shards(grid), 1)
         return self.rank / over + self.expert_rank / left
 
+    def gathered_block(self, grid: Grid) -> Floats:
+        """Elements of an average block that ZeRO-3 gathers from other ranks."""
+        dense = self.block * (grid.dp_shard * grid.cp > 1)
+        return dense + self.expert_block * (expert_shards(grid) > 1)
+
 
 def expert_shards(grid: Grid) -> Ints:
     """Ranks that shard an expert's state: dp_shard x cp x tp / (ep x etp)."""

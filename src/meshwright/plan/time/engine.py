@@ -395,24 +395,22 @@ class _Step:
         if not on.any():
             return Overlap(none, none, none, none)
         block, experts = self.parameters.block, self.parameters.expert_block
-        gather = self._shards_s(block, experts, self.workload.wire_bytes, rules.gather_calls)
-        gather = gather / rules.gather_share
-        scatter = self._scatter_s(block, experts)
-        if self.device.multiprocessors:
-            # FSDP copies gathered parameters out of its buffer, and gradients into one.
-            copied = 2 * (block + experts) * (grid.dp_shard * grid.cp > 1) / self.device.bytes_per_s
-            gather = gather + copied * self.workload.wire_bytes
-            scatter = scatter + copied * rules.reduce_bytes
-        gather_and_reduce = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
+        wire = self.workload.wire_bytes
+        gather = self._shards_s(block, experts, wire, rules.gather_calls) / rules.gather_share
+        across = self._replicate_reduce_s(block, experts) / self.micro_batches
+        gather_and_reduce = gather + self._scatter_s(block, experts) + across
         # The stages of a pipeline have few blocks per pass: more of their collectives is exposed.
         prefetches = (grid.pp == 1) & (self.overlap > 0) & rules.prefetches_parameters
         window = np.where(prefetches, self.rates.fsdp_window, self.overlap)
         least = np.where(prefetches, self.rates.fsdp_exposed, 1 - self.rates.overlap)
-        exposed, hidden = overlap_with(gather, forward, window, least, self.rates.contention)
-        exposed_back, hidden_back = overlap_with(
-            gather_and_reduce, backward, window, least, self.rates.contention
-        )
-        times = (exposed, exposed_back, hidden, hidden_back)
+        rates = window, least, self.rates.contention
+        exposed, hidden = overlap_with(gather, forward, *rates)
+        exposed_back, hidden_back = overlap_with(gather_and_reduce, backward, *rates)
+        # Copies of gathered parameters out of a buffer, and of gradients into one, run between the kernels.
+        copies = rules.copies_shards and self.device.multiprocessors > 0
+        copied_s = copies * self.parameters.gathered_block(grid) / self.device.bytes_per_s
+        out, into = 2 * wire * copied_s, (wire + rules.reduce_bytes) * copied_s
+        times = (exposed + out, exposed_back + out + into, hidden, hidden_back)
         return Overlap(*(np.where(on, seconds, 0.0) for seconds in times))
 
     def _shards_s(
