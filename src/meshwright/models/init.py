@@ -14,6 +14,7 @@ from meshwright.checkpoint.hf.weights import require_weights
 from meshwright.models.decoder import Decoder
 from meshwright.models.hf_parameters import HfWeightSource
 from meshwright.models.weight_source import RandomWeights, WeightSource
+from meshwright.spec.cluster import count_cores
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -21,7 +22,8 @@ from meshwright.spec.model import DecoderModel
 def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
     """The weights of the folder ``model.hf``, which must have some, or random ones."""
     if not from_hf:
-        return RandomWeights(job.model, job.train.seed)
+        threads = max(1, count_cores() // job.cluster.devices_per_node)
+        return RandomWeights(job.model, job.train.seed, threads)
     assert isinstance(job.model, DecoderModel), "only decoders come from Hugging Face"
     return HfWeightSource(require_weights(job.model), job.model)
 

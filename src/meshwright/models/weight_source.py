@@ -37,9 +37,9 @@ class RandomWeights(WeightSource):
     numbers are drawn on the CPU for every device, so that a run on GPUs starts from the same weights.
     """
 
-    def __init__(self, model: Model, seed: int) -> None:
+    def __init__(self, model: Model, seed: int, threads: int = 1) -> None:
         self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}
-        self._seed, self._std = seed, model.init_std
+        self._seed, self._std, self._threads = seed, model.init_std, threads
 
     def full_tensor(self, name: str) -> Tensor:
         """The full initial values of a parameter."""
@@ -53,7 +53,8 @@ class RandomWeights(WeightSource):
         fan_out = shape[0] * math.prod(shape[2:])
         spread = math.sqrt(2 / fan_out) if len(shape) == 4 else self._std
         width = math.prod(shape[1:])
-        values = draw(name, math.prod(shape), first * width, last * width, self._seed, spread)
+        size, part = math.prod(shape), range(first * width, last * width)
+        values = draw(name, size, part, self._seed, spread, self._threads)
         return values.view(last - first, *shape[1:])
 
 
@@ -74,20 +75,20 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def draw(name: str, size: int, first: int, last: int, seed: int, spread: float) -> Tensor:
-    """Values ``first`` to ``last`` of a flattened parameter.
+def draw(name: str, size: int, part: range, seed: int, spread: float, threads: int = 1) -> Tensor:
+    """A part of the values of a flattened parameter.
 
-    Each block has a generator of its own. They are drawn with torch's number of threads
-    (``OMP_NUM_THREADS``): drawing releases the GIL.
+    Each block has a generator of its own, so the values depend neither on the part nor on the threads.
 
     Args:
         name: The parameter.
         size: Values of the whole parameter.
-        first: The first value.
-        last: The value after the last one.
+        part: Which of them.
         seed: The seed of the run.
         spread: Standard deviation.
+        threads: How many blocks are drawn at once; drawing releases the GIL.
     """
+    first, last = part.start, part.stop
     values = torch.empty(last - first)
 
     def draw_block(block: int) -> None:
@@ -102,7 +103,7 @@ def draw(name: str, size: int, first: int, last: int, seed: int, spread: float) 
             values[inside] = whole[max(first, start) - start : min(last, stop) - start]
 
     blocks: Sequence[int] = range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE))
-    threads = min(torch.get_num_threads(), len(blocks))
+    threads = min(threads, len(blocks))
     if threads < 2:
         for block in blocks:
             draw_block(block)
