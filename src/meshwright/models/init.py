@@ -51,8 +51,12 @@ def fill(
         parameter = network.get_parameter(name)
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
-            parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+            whole, shape = num_shards == 1, parameter.shape
+            values = weights.full_tensor(name).to(device) if whole else torch.empty(shape, device=device)
+            parameter = nn.Parameter(values)
             setattr(network.get_submodule(owner), leaf, parameter)
+            if whole:
+                continue
         rows = -(-len(parameter) // num_shards)
         first, last = min(shard * rows, len(parameter)), min((shard + 1) * rows, len(parameter))
         if first < last:
