@@ -70,11 +70,11 @@ PRIORS: Tables = {
         "expert_matmul": 1.0,
     },
     "device.H100": {"matmul": 0.87, "headroom": 1.45, "attention": 0.8, "flash_2": 0.55},
-    # Blackwell lowers its clock under load; B300 has a higher power limit. FlashAttention-2 is no faster than
-    # on Hopper: it uses the tensor-core instructions of Ampere.
+    # B200 and GB200 lower their clocks under load. B300, with a higher power limit, has the H200's share of
+    # its peak. FlashAttention-2 is no faster than on Hopper: it uses the tensor-core instructions of Ampere.
     "device.B200": {"matmul": 0.7, "headroom": 1.45, "attention": 0.6, "flash_2": 0.35},
     "device.GB200": {"matmul": 0.7, "headroom": 1.45, "attention": 0.6, "flash_2": 0.35},
-    "device.B300": {"matmul": 0.7, "headroom": 1.45, "attention": 0.6, "flash_2": 0.35},
+    "device.B300": {"matmul": 0.87, "headroom": 1.45, "attention": 0.6, "flash_2": 0.35},
     # CPUs: set by hand on five small models on a 2-core Xeon virtual machine (November 2026), not fitted.
     "device.cpu": {
         "matmul": 0.8,

@@ -324,6 +324,10 @@ def _apply_states(profile: Profile, cells: Cells) -> Profile:
         )
     if changes.get("gradient_bytes", 0.0) < profile.memory.gradient_bytes and "16" not in cells.note:
         changes.pop("gradient_bytes", None)  # a float32 sum besides 16-bit gradients
+    if changes.get("master_bytes") == 0 and changes.get("moment_bytes") == 2:
+        # Weight, gradient and two moments are read, all but the gradient written, in 16 bits each.
+        time = dataclasses.replace(profile.time, optimizer_bytes=min(14.0, profile.time.optimizer_bytes))
+        profile = dataclasses.replace(profile, time=time)
     if not changes:
         return profile
     cells.remark("from the note: " + ", ".join(f"{key}={value:g}" for key, value in sorted(changes.items())))

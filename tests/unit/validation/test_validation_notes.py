@@ -92,6 +92,8 @@ def test_state_in_16_bits_is_read(case):
     note = "bfloat16 for params, gradients and both AdamW moments"
     memory = case(**TITAN, note=note).workload.profile.memory
     assert (memory.gradient_bytes, memory.moment_bytes, memory.master_bytes) == (2, 2, 0)
+    plain, small = case(**TITAN).workload.profile.time, case(**TITAN, note=note).workload.profile.time
+    assert (plain.optimizer_bytes, small.optimizer_bytes) == (28, 14), "read 8, written 6"
 
 
 @pytest.mark.parametrize(
