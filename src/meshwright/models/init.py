@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint.hf.weights import require_weights
+from meshwright.layout.fsdp_groups import chunk_rows
 from meshwright.models.decoder import Decoder
 from meshwright.models.hf_parameters import HfWeightSource
 from meshwright.models.weight_source import RandomWeights, WeightSource
@@ -45,7 +46,7 @@ def fill(
         weights: Their values.
         device: Where they are allocated.
         shard: The shard of rows that is given values; the other rows are left as they are.
-        num_shards: How many shards of rows there are, as ``torch.chunk`` makes them.
+        num_shards: How many shards of rows there are.
     """
     for name in names:
         parameter = network.get_parameter(name)
@@ -57,10 +58,9 @@ def fill(
             setattr(network.get_submodule(owner), leaf, parameter)
             if whole:
                 continue
-        rows = -(-len(parameter) // num_shards)
-        first, last = min(shard * rows, len(parameter)), min((shard + 1) * rows, len(parameter))
-        if first < last:
-            parameter[first:last].copy_(weights.rows(name, first, last))
+        rows = chunk_rows(len(parameter), num_shards, shard)
+        if rows:
+            parameter[rows.start : rows.stop].copy_(weights.rows(name, rows.start, rows.stop))
 
 
 def tie_weights(network: Decoder, job: Job) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -95,14 +94,14 @@ def draw(name: str, size: int, part: range, seed: int, spread: float, threads: i
         start, stop = block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, size)
         key = parameter_seed(seed, name if block == 0 else f"{name}/{block}")
         generator = torch.Generator().manual_seed(key)
-        inside = slice(max(first, start) - first, min(last, stop) - first)
-        if first <= start and stop <= last:
-            values[inside].normal_(0.0, spread, generator=generator)
+        begin, end = max(first, start), min(last, stop)
+        if (begin, end) == (start, stop):
+            values[begin - first : end - first].normal_(0.0, spread, generator=generator)
         else:
             whole = torch.empty(stop - start).normal_(0.0, spread, generator=generator)
-            values[inside] = whole[max(first, start) - start : min(last, stop) - start]
+            values[begin - first : end - first] = whole[begin - start : end - start]
 
-    blocks: Sequence[int] = range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE))
+    blocks = range(first // BLOCK_SIZE, -(-last // BLOCK_SIZE))
     threads = min(threads, len(blocks))
     if threads < 2:
         for block in blocks:

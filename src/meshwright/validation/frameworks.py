@@ -189,10 +189,8 @@ def with_available_attention(
 _EXCHANGE = r"(\bep|a2a|all.?to.?all|dispatch|expert)"
 _FEW_NODES = re.compile(r"(?:at most|max(?:imum)?|up to|limited to) (\d+) nodes")
 """Node-limited routing."""
-_NOT_NEGATED = r"(?<!no )(?<!without )(?<!not )(?<!un)"
-_NOT_OFF = r"(?! ?= ?(?:false|off))"
 _FUSED_ATTENTION = (
-    rf"{_NOT_NEGATED}flash[ _-]?att(?:entio)?n\w*{_NOT_OFF}|\bfa[1234]\b|sdpa[ _-]flash|"
+    r"flash[ _-]?att(?:entio)?n\w*|\bfa[1234]\b|sdpa[ _-]flash|"
     r"cudnn[ _-](?:flash|attention)"
 )
 _UNFUSED_ATTENTION = (
@@ -201,11 +199,11 @@ _UNFUSED_ATTENTION = (
 NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"\bliger\b|own cuda kernels|fused kernels",
      {"fused_norms": True, "fused_rope": True, "fused_activation": True, "loss_bytes": 12.0}),
-    (rf"rms ?(norm)? kernel|{_NOT_NEGATED}fused[ _-]?(rms|layer)?[ _-]?norm{_NOT_OFF}|apex",
+    (r"rms ?(norm)? kernel|fused[ _-]?(rms|layer)?[ _-]?norm|apex",
      {"fused_norms": True}),
-    (rf"{_NOT_NEGATED}fused[ _-]?(rope|rotary){_NOT_OFF}", {"fused_rope": True}),
-    (rf"{_NOT_NEGATED}fused[ _-]?(swiglu|geglu|silu|activation|gate){_NOT_OFF}", {"fused_activation": True}),
-    (rf"{_NOT_NEGATED}fused[ _-]?(linear )?cross[ _-]entropy{_NOT_OFF}", {"loss_bytes": 12.0}),
+    (r"fused[ _-]?(rope|rotary)", {"fused_rope": True}),
+    (r"fused[ _-]?(swiglu|geglu|silu|activation|gate)", {"fused_activation": True}),
+    (r"fused[ _-]?(linear )?cross[ _-]entropy", {"loss_bytes": 12.0}),
     (r"unfused norm|no fused (rms|layer)?[ -]?norm|fused_(rms|layer)_?norm ?= ?false",
      {"fused_norms": False}),
     (_FUSED_ATTENTION, {"flash_attention": True}),
@@ -240,18 +238,16 @@ _ALL_IN_16_BITS = (
 NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (_FUSED_ATTENTION, {"fused_attention": True}),
     (_UNFUSED_ATTENTION, {"fused_attention": False}),
-    (r"pure bf16|bf16 master|adamw?_?bf16",
+    (rf"pure bf16|bf16 master|adamw?_?bf16|{_ALL_IN_16_BITS}",
      {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
-    (_ALL_IN_16_BITS,
-     {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 (moments|optimizer)", {"moment_bytes": 2.0}),
     (r"8-?bit (adam|optimizer)|adamw?_?8bit", {"moment_bytes": 1.0}),
     (r"(fp32|float32) grad", {"gradient_bytes": 4.0}),
     (r"\bliger\b", _CHUNKED_LOGITS),
     (r"liger (ce|cross[- ]entropy)", _logits(2.0)),  # replaced by gradients
     (_CHUNKED_LOSS, _CHUNKED_LOGITS),
-    (rf"{_NOT_NEGATED}fused[ -]?cross[ -]entropy", _logits(4.0)),
+    (r"fused[ -]?cross[ -]entropy", _logits(4.0)),
     (r"own cuda kernels|fused kernels",
      {**_logits(2.0), "gathers_logits": False}),
     (r"(bf16|16-bit) grad", {"gradient_bytes": 2.0}),

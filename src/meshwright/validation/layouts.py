@@ -148,13 +148,13 @@ def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, in
     return tp, pp, cp, dp
 
 
-_ZERO_NAME = re.compile(r"(?<!no )(?<!without )\bzero[- ]?(?:stage[- ]?)?([0-3])\b")
+_ZERO_NAME = re.compile(r"\bzero[- ]?(?:stage[- ]?)?([0-3])\b")
 
 
 def _named_zero_stage(cells: Cells) -> int | None:
     """The stage that the framework's name or the note states: `DeepSpeed ZeRO-2`, `PyTorch DDP`."""
     for text in (cells.text("framework").lower(), cells.note):
-        if found := _ZERO_NAME.search(text):
+        if found := find_stated(_ZERO_NAME, text):
             return int(found[1])
     return 0 if re.search(r"\bddp\b", cells.text("framework").lower()) else None
 

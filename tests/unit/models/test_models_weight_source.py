@@ -1,4 +1,4 @@
-"""Initial weights: any rows of a parameter are those of the full one, whoever draws them."""
+"""Initial weights: the rows that a rank draws are those of the full parameter."""
 
 from __future__ import annotations
 
