@@ -100,8 +100,12 @@ class TimeRules:
     """RoPE is one kernel; otherwise negate, concatenate, two multiplications and an addition."""
     fused_activation: bool = True
     """SwiGLU is one kernel; otherwise two."""
-    kernel_count_ratio: float = 1.0
+    cpu_launch_ratio: float = 1.0
     """Kernels per block that the CPU launches, over those of Megatron with its fused kernels."""
+    quantized_launch_ratio: float = 1.0
+    """The same under fp8 or fp4, over that in 16 bits: casts, scales, and the checks of Transformer Engine."""
+    cuda_graphs: bool = False
+    """Blocks are replayed from CUDA graphs, without launches by the CPU."""
     blocking_launches: bool = False
     """The CPU waits for each kernel before it launches the next (`CUDA_LAUNCH_BLOCKING=1`)."""
     step_s: float = 0.02
@@ -124,6 +128,12 @@ class TimeRules:
     """Bytes of a gradient element on the wire."""
     optimizer_bytes: float = 30.0
     """Bytes that the optimizer moves per parameter; float32 moments and master weights."""
+    streams_optimizer_state: bool = False
+    """Offloaded optimizer state is copied to the device for the update, and back; otherwise the CPU updates."""
+    cpu_adam_share: float = 0.2
+    """Bytes per second of a rank's CPU Adam, over those of its CPU link. Published steps with DeepSpeed imply
+    0.06 (8 A800s), 0.2 (4 RTX 4090s) and 0.7 (8 A100s): it depends on the threads per rank, which none states.
+    This is their geometric mean; with torch's fused one 0.5 (torchtune, Lambda's 405B)."""
     clip_bytes: float = 0.0
     """Bytes that the gradient norm and clipping move per parameter on a GPU, in passes of their own."""
     overlap_grad_reduce: bool = True
@@ -212,7 +222,7 @@ _MEGATRON_2021_TIME = TimeRules(
     flash_attention=False,
     selective_recomputes="attention",
     dropout=True,
-    kernel_count_ratio=2.6,
+    cpu_launch_ratio=2.6,
     step_s=0.005,
     loss_bytes=28.0,
     reduce_bytes=2.0,
@@ -234,6 +244,8 @@ _MEGATRON_2022_TIME = dataclasses.replace(_MEGATRON_2021_TIME, hides_tp_backward
 reductions overlap it."""
 
 _MEGATRON_CORE_TIME = TimeRules(
+    cpu_launch_ratio=4.5,
+    quantized_launch_ratio=1.5,
     bucket_parameters_per_rank=1e6,
     selective_recomputes="attention",
     loss_bytes=12.0,
@@ -244,10 +256,15 @@ _MEGATRON_CORE_TIME = TimeRules(
 """Megatron from 2023 on, with Transformer Engine."""
 _MEGATRON_BRIDGE_TIME = dataclasses.replace(_MEGATRON_CORE_TIME, overlap_tp=True, reduce_bytes=2.0)
 """The recipes of NeMo and Megatron Bridge; gradients are reduced in 16 bits (`grad_reduce_in_fp32=False`)."""
-_MEGATRON_BRIDGE_2026_TIME = dataclasses.replace(_MEGATRON_BRIDGE_TIME, overlap_ep=True)
+_MEGATRON_BRIDGE_2026_TIME = dataclasses.replace(_MEGATRON_BRIDGE_TIME, overlap_ep=True, cuda_graphs=True)
 """As of release 26.06, whose recipes set `overlap_moe_expert_parallel_comm` and `delay_wgrad_compute`."""
 _HAI_LLM_TIME = dataclasses.replace(
-    _MEGATRON_CORE_TIME, overlap_ep=True, fp8_dispatch=True, max_nodes_per_token=4
+    _MEGATRON_CORE_TIME,
+    cpu_launch_ratio=1.0,
+    quantized_launch_ratio=1.0,
+    overlap_ep=True,
+    fp8_dispatch=True,
+    max_nodes_per_token=4,
 )
 """DeepSeek-V3's framework (arXiv 2412.19437, sections 3.2 and 3.3): DualPipe hides dispatch, which is in fp8
 and to at most 4 nodes."""
@@ -278,8 +295,12 @@ _HAI_LLM_MEMORY = dataclasses.replace(
     gates_in_fp8=True,
 )
 """bf16 moments; norms, up-projections and SwiGLU are recomputed; SwiGLU's inputs are saved in fp8."""
-_MEGATRON_BRIDGE_MEMORY = dataclasses.replace(_MEGATRON_CORE_MEMORY, gradient_bytes=2.0)
-"""Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
+_MEGATRON_BRIDGE_MEMORY = dataclasses.replace(
+    _MEGATRON_CORE_MEMORY, gradient_bytes=2.0, logit_bytes=16.0, split_logit_bytes=16.0
+)
+"""Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`). Their
+cross entropy (`cross_entropy_fusion_impl="native"`) holds the logits and their gradient in 16 bits, and three
+float32 tensors: a copy, the exponentials, the softmax (`fused_cross_entropy.py`)."""
 _DEEPSPEED_MEMORY = dataclasses.replace(
     _MEGATRON_2021_MEMORY,
     gradient_bytes=6.0,
@@ -312,12 +333,16 @@ _EAGER_TIME = TimeRules(
     fused_norms=False,
     fused_rope=False,
     fused_activation=False,
-    kernel_count_ratio=2.0,
+    cpu_launch_ratio=2.0,
     weight_grad_bytes=0.0,
 )
 """Blocks of plain PyTorch modules around `scaled_dot_product_attention` or flash-attn 2."""
 _TORCHTITAN_TIME = dataclasses.replace(
-    _EAGER_TIME, selective_recomputes="half_gemms", optimizer_bytes=28.0, copies_shards=True
+    _EAGER_TIME,
+    selective_recomputes="half_gemms",
+    optimizer_bytes=28.0,
+    copies_shards=True,
+    cpu_adam_share=0.5,
 )
 _TORCHTITAN_2025_TIME = dataclasses.replace(_TORCHTITAN_TIME, attention_kernel="native")
 """As of 2025 torch prefers cuDNN's attention on Hopper."""
@@ -350,7 +375,8 @@ _MEGATRON_LIKE_TIME = dataclasses.replace(
     attention_kernel="flash-2",
     fused_rope=False,
     fused_activation=False,
-    kernel_count_ratio=1.5,
+    cpu_launch_ratio=1.5,
+    quantized_launch_ratio=1.0,
     loss_bytes=28.0,
     hides_tp_backward=False,
     weight_grad_bytes=6.0,
@@ -375,7 +401,7 @@ _MEGATRON_LIKE_MEMORY = dataclasses.replace(
 
 _ALEPH_ALPHA_TIME = dataclasses.replace(
     _MEGATRON_LIKE_TIME,
-    kernel_count_ratio=2.6,
+    cpu_launch_ratio=2.6,
     loss_bytes=40.0,
     reduce_bytes=4.0,
     overlap_grad_reduce=False,
@@ -400,6 +426,8 @@ _ALEPH_ALPHA_MEMORY = dataclasses.replace(_MEGATRON_LIKE_MEMORY, keeps_gathered=
 """Norms gather their output for sequence parallelism, which autograd saves (`norm/rms_norm.py`)."""
 
 _MESHWRIGHT_TIME = TimeRules(
+    streams_optimizer_state=True,
+    cpu_adam_share=0.5,
     copies_shards=True,
     one_copy_per_node=False,
     unfused_routing=True,
@@ -408,7 +436,7 @@ _MESHWRIGHT_TIME = TimeRules(
     weight_grad_bytes=12.0,
     elementwise_kernels="eager",
     clip_bytes=12.0,
-    kernel_count_ratio=2.0,
+    cpu_launch_ratio=2.0,
     fp8_weight_grads=False,
     overlap_p2p=True,
     balances_stages_by_time=True,

@@ -13,6 +13,7 @@ from meshwright.validation.cells import Cells, NotExpressedError
 
 ALIASES: tuple[tuple[str, str], ...] = (
     (r"MI355X", "MI355X-288GB"),
+    (r"MI350X", "MI350X-288GB"),
     (r"MI325X", "MI325X-256GB"),
     (r"MI300X", "MI300X-192GB"),
     (r"MI250X", "MI250X-64GB"),
@@ -65,9 +66,11 @@ _NETWORK_BYTES = re.compile(
     r"(?:[^;,(]*?(?:per|/) ?(GPU|device|rank))?"
 )
 """Network in bytes: that of a node, `InfiniBand 8x50 GB/s`, or of a device, `NIC 50 GB/s per GPU`."""
+_DEVICE = r"(?:[Gg][Pp][Uu]s?|devices|cards|(?:(?:NVIDIA|AMD) )?(?:(?:G?[BH]|[AVL]|MI)\d{2,3}|RTX ?\w+)[XSG]?\b[^;,.]{0,40}?)"
 _MACHINE = re.compile(
-    r"(\d+) (?:gpus?|devices|cards) (?:per|a|in a|/) ?(?:node|machine|server)", re.IGNORECASE
+    rf"(\d+) ?x? ?{_DEVICE} (?:per|a|in a|/) ?(?:node|machine|server)|[Nn]odes? (?:of|x) (\d+) ?x? ?{_DEVICE}"
 )
+"""Devices of a machine: `4 GPUs per node`, `4 GH200 (96 GB) per node`, `nodes of 8 A100`, `2 nodes x 8 H100`."""
 
 
 def load_devices() -> Iterator[tuple[str, Cluster]]:
@@ -123,9 +126,9 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
 
 def _machine_size(cells: Cells, cluster: Cluster) -> int:
     found = _MACHINE.search(cells.text("note"))
-    if found and int(found[1]) > 0:
-        cells.remark(f"{found[1]} devices per node, from the note")
-        return int(found[1])
+    if found and (size := int(found[1] or found[2])) > 0:
+        cells.remark(f"{size} devices per node, from the note")
+        return size
     return cluster.devices_per_node
 
 

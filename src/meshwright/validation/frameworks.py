@@ -19,7 +19,7 @@ SINCE_2025 = ("Blackwell", "CDNA4")
 """Generations of devices that torch supports since 2025."""
 FUSED_GRAD_ACCUMULATION_SINCE = 2205
 """Year and month of the first papers whose Megatron fused gradient accumulation into GEMMs."""
-FLASH_ATTENTION_SINCE = 2306
+FLASH_ATTENTION_SINCE = 2402
 """Year and month of the first papers whose Megatron had fused attention."""
 OVERLAPS_EXPERTS_SINCE = (26, 6)
 """First release of Megatron Bridge whose recipes overlap expert dispatch."""
@@ -29,14 +29,14 @@ _RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])(?:\.\d+)?\b")
 PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"megatron.?swift|swift.*megatron", "megatron-core"),
     (
-        r"hugging.?face|transformers|accelerate|llama-?factory|axolotl|xtuner|unsloth|trl\b|swift",
+        r"hugging.?face|\bhf\b|transformers|accelerate|llama-?factory|axolotl|xtuner|unsloth|trl\b|swift",
         "huggingface",
     ),
     (r"megatron.*deepspeed|deepspeed.*megatron|gpt-?neox", "megatron-deepspeed"),
     (r"deepspeed|zero(?:-?infinity|\+\+)?$", "deepspeed-zero"),
     (r"titan|fsdp-?2|torchtune|simple-?fsdp", "torchtitan"),
     (r"composer|foundry|metaseq|fairseq|fairscale", "composer-fsdp"),
-    (r"fsdp|pytorch|lightning|lit-?gpt|olmo|llama-?(recipes|cookbook)|prime-?rl", "torchtitan"),
+    (r"fsdp|\bddp\b|pytorch|lightning|lit-?gpt|olmo|llama-?(recipes|cookbook)|prime-?rl", "torchtitan"),
     (r"\bjax\b|(?<![a-z])xla\b|\bpax", "torchtitan"),
     (r"meshwright", "meshwright"),
     (r"^aa-|aleph", "aleph-alpha-scaling"),
@@ -215,7 +215,11 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"flash.?attention.?1|triton attention", {"attention_kernel": "flash-1", "skips_masked": True}),
     (rf"{_EXCHANGE} (comm\w* )?overlap|overlap\w* (of )?{_EXCHANGE}", {"overlap_ep": True}),
     (r"fp8 dispatch|dispatch in fp8", {"fp8_dispatch": True}),
+    (r"all-?to-?all (token )?dispatcher|dispatcher all-?to-?all|(?<!default )\balltoall\b", {"one_copy_per_node": False}),
+    (r"deepep|hybridep", {"one_copy_per_node": True}),
     (r"cuda_launch_blocking=1", {"blocking_launches": True}),
+    (r"cuda[ _-]?graphs?\b", {"cuda_graphs": True}),
+    (r"cuda[ _-]?graphs? (for|of) (the )?(attention|router)", {"cuda_graphs": False}),
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
 """What notes say about kernels and overlap, and the settings of the profile for it."""
@@ -238,7 +242,7 @@ _ALL_IN_16_BITS = (
 NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (_FUSED_ATTENTION, {"fused_attention": True}),
     (_UNFUSED_ATTENTION, {"fused_attention": False}),
-    (rf"pure bf16|bf16 master|adamw?_?bf16|{_ALL_IN_16_BITS}",
+    (rf"pure bf16|bf16 master|adamw?_?bf16|{_ALL_IN_16_BITS}|param\w* and optimizer states? (in |are )?bf16",
      {"master_weights": True, "master_bytes": 0.0, "gradient_bytes": 2.0, "moment_bytes": 2.0}),
     (r"bf16 states", {"moment_bytes": 2.0, "master_bytes": 0.0}),
     (r"bf16 (moments|optimizer)", {"moment_bytes": 2.0}),
@@ -248,6 +252,7 @@ NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (r"liger (ce|cross[- ]entropy)", _logits(2.0)),  # replaced by gradients
     (_CHUNKED_LOSS, _CHUNKED_LOGITS),
     (r"fused[ -]?cross[ -]entropy", _logits(4.0)),
+    (r"cross[ -]entropy fusion", _logits(2.0)),  # replaced by gradients
     (r"own cuda kernels|fused kernels",
      {**_logits(2.0), "gathers_logits": False}),
     (r"(bf16|16-bit) grad", {"gradient_bytes": 2.0}),

@@ -29,6 +29,7 @@ class OptimizerRate(NamedTuple):
 
     moved_bytes: float
     flops: float
+    state_bytes: float
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class Workload:
 
 @functools.lru_cache(maxsize=64)
 def _optimizer_rate(model: DecoderModel, train: Train) -> OptimizerRate:
-    """Bytes and FLOPs of the optimizer per parameter; in low precision it also writes 16-bit weights."""
+    """Bytes, FLOPs and state of the optimizer per parameter; in low precision it also writes 16-bit weights."""
     parameters = list_parameters(model)
     cost, count = predict_optimizer(parameters, train), count_parameters(model)
     copies = 0.0 if train.precision == "fp32" else 2.0
-    return OptimizerRate(cost.moved_bytes / count + copies, cost.flops / count)
+    return OptimizerRate(cost.moved_bytes / count + copies, cost.flops / count, cost.state_bytes / count)

@@ -11,14 +11,16 @@ import numpy as np
 from meshwright.layout.parameters import FLOAT32_BYTES
 from meshwright.plan.estimate.activations import Tokens, block_saved_bytes, sum_saved_bytes
 from meshwright.plan.estimate.balance import count_balanced
-from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Floats, Grid, Ints
+from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, Floats, Grid, Ints
 from meshwright.plan.estimate.sizes import ParameterCounts, count_rank_parameters, expert_shards
 from meshwright.plan.estimate.stages import V_SHAPED
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNEL_RATIO, BlockModel, BlockTimes, Passes
 from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
+from meshwright.plan.time.launches import cpu_launch_s
 from meshwright.plan.time.network import Groups, Span, build_groups, find_overlap
+from meshwright.plan.time.optimizer import OFFLOAD_ALL, optimizer_s, streamed_weight_bytes
 from meshwright.plan.time.overlap import Overlap, PassParts, overlap_with
 from meshwright.plan.time.probed import ProbedSteps, probe_steps
 from meshwright.plan.time.rates import Rates, ranks_per_core, rates_of
@@ -28,18 +30,8 @@ from meshwright.spec.layout import SCHEDULES
 
 FULL, SELECTIVE = 2, 1
 SHARDED = ACCUMULATES.index("sharded")
-OFFLOAD_ALL = OFFLOADS.index("all")
-WEIGHT_BYTES = 2.0
-"""Bytes per weight that is streamed from the CPU."""
 FP8_BYTES = 1.0
 DUALPIPE, INTERLEAVED = SCHEDULES.index("dualpipe-v"), SCHEDULES.index("interleaved")
-CPU_ADAM_SHARE = 0.2
-"""Bytes per second of a rank's CPU Adam, over those of its CPU link. Published steps with an offloaded
-optimizer imply 0.06 (DeepSpeed on 8 A800s), 0.2 (LLaMA-Factory on 4 RTX 4090s) and 0.7 (EasyContext on 8
-A100s): it depends on the threads per rank, which none states. This is their geometric mean."""
-COLLECTIVE_CPU_LAUNCH_S = 5e-5
-"""CPU time that a tensor-parallel collective adds to a pass for each doubling of its ranks: its launch, and
-the wait for the slowest of their CPUs. From 408 small steps of Megatron-DeepSpeed on 8 A100s."""
 GATHER_COPY_BYTES = 8.0
 """Bytes per logit that are copied after an all-gather into a list of tensors: out of the buffer of the
 collective, and into one tensor."""
@@ -253,14 +245,8 @@ class _Step:
         """CPU launch time per pass through a block; 0 where the pass already includes it (CPU, probed)."""
         if not self.device.multiprocessors:
             return np.zeros(len(self.grid))
-        routed = self.model.expert_layers / self.model.num_layers
-        cpu_launch_s = (
-            (self.rates.cpu_launch_s + self.rates.expert_cpu_launch_s * routed)
-            * self.softmax_kernel_ratio
-            * self.rules.kernel_count_ratio
-        )
-        cpu_launch_s = cpu_launch_s + COLLECTIVE_CPU_LAUNCH_S * 2 * np.log2(np.maximum(self.grid.tp, 1))
-        return cpu_launch_s if self.probed is None else np.where(self.probed.known, 0.0, cpu_launch_s)
+        seconds = cpu_launch_s(self.workload, self.rates, self.grid, self.softmax_kernel_ratio)
+        return seconds if self.probed is None else np.where(self.probed.known, 0.0, seconds)
 
     def _head_and_embedding(self) -> tuple[Passes, Passes, Passes, Passes]:
         """Head and embedding with their tensor-parallel collectives, and these collectives."""
@@ -435,7 +421,8 @@ class _Step:
         """Exposed copies over the CPU link per pass: offloaded parameters, and offloaded activations."""
         grid, link = self.grid, self.workload.cluster.host_bytes_per_s
         kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
-        moved = (self.parameters.block + self.parameters.expert_block) / kept * WEIGHT_BYTES
+        width = streamed_weight_bytes(self.workload)
+        moved = (self.parameters.block + self.parameters.expert_block) / kept * width
         moved = np.where(grid.offload == OFFLOAD_ALL, moved, 0.0)
         if self.workload.profile.memory.offloads_activations:
             moved = moved + self._saved_bytes()
@@ -569,18 +556,9 @@ class _Step:
         return np.where(apart, self.groups.pp.send_s(moved), 0.0)
 
     def _optimizer_s(self) -> Floats:
-        """The optimizer step: memory traffic, and Muon's GEMMs."""
-        updated, rate = self.parameters.updated(self.grid), self.workload.optimizer
-        moved = updated * (self.rules.optimizer_bytes if rate is None else rate.moved_bytes)
-        on_device = moved / self.device.bytes_per_s
-        if rate is not None and rate.flops:
-            on_device = on_device + updated * rate.flops / self.device.unquantized_flops_per_s
-        if self.device.multiprocessors:
-            on_device = on_device + updated * self.rules.clip_bytes / self.device.bytes_per_s
-        # The CPU's Adam of a rank's shard, then gradients and weights over the CPU link.
-        link = self.workload.cluster.host_bytes_per_s
-        on_cpu = moved / (CPU_ADAM_SHARE * link) + updated * (WEIGHT_BYTES + FLOAT32_BYTES) / link
-        seconds = np.where(self.grid.offload > 0, on_cpu, on_device)
+        """The optimizer step, on the device or with offloaded state."""
+        updated = self.parameters.updated(self.grid)
+        seconds = optimizer_s(self.workload, self.device, self.grid, updated)
         if self.probed is None:
             return seconds
         over = np.where(self.grid.zero > 0, self.grid.dp_shard * self.grid.cp, 1)

@@ -22,7 +22,7 @@ LEAST_SPREAD = 0.03
 """Least half-width of an interval."""
 GENERATIONS = {
     "V100": "Volta",
-    "MI250X": "CDNA2", "MI300X": "CDNA3", "MI325X": "CDNA3", "MI355X": "CDNA4",
+    "MI250X": "CDNA2", "MI300X": "CDNA3", "MI325X": "CDNA3", "MI350X": "CDNA4", "MI355X": "CDNA4",
     "A100": "Ampere", "A800": "Ampere", "A10": "Ampere", "A10G": "Ampere", "A40": "Ampere", "A6000": "Ampere",
     "3090": "Ampere",
     "L4": "Ada", "L40": "Ada", "L40S": "Ada", "4090": "Ada",

@@ -88,7 +88,7 @@ class Rates:
     """Slow-down of compute during communication."""
 
 
-SAME_RATES_AS = {"H800": "H100", "GH200": "H200", "A800": "A100", "GB300": "B300"}
+SAME_RATES_AS = {"H800": "H100", "A800": "A100", "GB300": "B300"}
 """Devices that share the rates of another."""
 
 

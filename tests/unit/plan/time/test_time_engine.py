@@ -11,7 +11,7 @@ from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.block import BlockModel
-from meshwright.plan.time.engine import COLLECTIVE_CPU_LAUNCH_S, estimate_step
+from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.overlap import overlap_with
 from meshwright.plan.time.rates import rates_of
@@ -165,7 +165,7 @@ def test_blocking_launches_add_cpu_time_to_every_micro_batch():
     passes = 3 * GPT_175B.num_layers * np.array([64, 16])
     per_pass = rates_of(
         given
-    ).cpu_launch_s * rules.kernel_count_ratio + COLLECTIVE_CPU_LAUNCH_S * 2 * np.log2(8)
+    ).cpu_launch_s * rules.cpu_launch_ratio + COLLECTIVE_CPU_LAUNCH_S * 2 * np.log2(8)
     assert added == pytest.approx(passes * per_pass)
 
 
