@@ -101,9 +101,10 @@ class TimeRules:
     fused_activation: bool = True
     """SwiGLU is one kernel; otherwise two."""
     cpu_launch_ratio: float = 1.0
-    """Kernels per block that the CPU launches, over those of Megatron with its fused kernels."""
+    """CPU time of launching a block's kernels, over the rate `cpu_launch_s`. Megatron as of 2021 launches 2.6
+    times as many kernels as fused ones need; Transformer Engine's modules are slow themselves."""
     quantized_launch_ratio: float = 1.0
-    """The same under fp8 or fp4, over that in 16 bits: casts, scales, and the checks of Transformer Engine."""
+    """The same under fp8 or fp4, over that in 16 bits: casts and scales."""
     cuda_graphs: bool = False
     """Blocks are replayed from CUDA graphs, without launches by the CPU."""
     blocking_launches: bool = False
@@ -129,11 +130,11 @@ class TimeRules:
     optimizer_bytes: float = 30.0
     """Bytes that the optimizer moves per parameter; float32 moments and master weights."""
     streams_optimizer_state: bool = False
-    """Offloaded optimizer state is copied to the device for the update, and back; otherwise the CPU updates."""
+    """Offloaded state is copied to the device for the update and back; otherwise the CPU updates."""
     cpu_adam_share: float = 0.2
     """Bytes per second of a rank's CPU Adam, over those of its CPU link. Published steps with DeepSpeed imply
-    0.06 (8 A800s), 0.2 (4 RTX 4090s) and 0.7 (8 A100s): it depends on the threads per rank, which none states.
-    This is their geometric mean; with torch's fused one 0.5 (torchtune, Lambda's 405B)."""
+    0.06 (8 A800s), 0.2 (4 RTX 4090s) and 0.7 (8 A100s): it depends on the threads per rank, which none
+    states. This is their geometric mean; with torch's fused one 0.5 (torchtune, Lambda's 405B)."""
     clip_bytes: float = 0.0
     """Bytes that the gradient norm and clipping move per parameter on a GPU, in passes of their own."""
     overlap_grad_reduce: bool = True
@@ -248,12 +249,14 @@ _MEGATRON_CORE_TIME = TimeRules(
     quantized_launch_ratio=1.5,
     bucket_parameters_per_rank=1e6,
     selective_recomputes="attention",
-    loss_bytes=12.0,
+    loss_bytes=28.0,
     hides_tp_backward=True,
     weight_grad_bytes=4.0,
     overlap_p2p=True,
 )
-"""Megatron from 2023 on, with Transformer Engine."""
+"""Megatron from 2023 on, with Transformer Engine. Its layers wait for launches at 4.2 to 4.7 ms, forward and
+backward together, whatever tp is (8B on 8 and 16 H100s at tp=4 and 8, Megatron's own tables at tp=1 and 8);
+in fp8 at 6.6."""
 _MEGATRON_BRIDGE_TIME = dataclasses.replace(_MEGATRON_CORE_TIME, overlap_tp=True, reduce_bytes=2.0)
 """The recipes of NeMo and Megatron Bridge; gradients are reduced in 16 bits (`grad_reduce_in_fp32=False`)."""
 _MEGATRON_BRIDGE_2026_TIME = dataclasses.replace(_MEGATRON_BRIDGE_TIME, overlap_ep=True, cuda_graphs=True)
@@ -298,9 +301,9 @@ _HAI_LLM_MEMORY = dataclasses.replace(
 _MEGATRON_BRIDGE_MEMORY = dataclasses.replace(
     _MEGATRON_CORE_MEMORY, gradient_bytes=2.0, logit_bytes=16.0, split_logit_bytes=16.0
 )
-"""Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`). Their
-cross entropy (`cross_entropy_fusion_impl="native"`) holds the logits and their gradient in 16 bits, and three
-float32 tensors: a copy, the exponentials, the softmax (`fused_cross_entropy.py`)."""
+"""Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`).
+Their cross entropy (`cross_entropy_fusion_impl="native"`) holds the logits and their gradient in 16 bits, and
+three float32 tensors: a copy, the exponentials, the softmax (`fused_cross_entropy.py`)."""
 _DEEPSPEED_MEMORY = dataclasses.replace(
     _MEGATRON_2021_MEMORY,
     gradient_bytes=6.0,

@@ -66,11 +66,12 @@ _NETWORK_BYTES = re.compile(
     r"(?:[^;,(]*?(?:per|/) ?(GPU|device|rank))?"
 )
 """Network in bytes: that of a node, `InfiniBand 8x50 GB/s`, or of a device, `NIC 50 GB/s per GPU`."""
-_DEVICE = r"(?:[Gg][Pp][Uu]s?|devices|cards|(?:(?:NVIDIA|AMD) )?(?:(?:G?[BH]|[AVL]|MI)\d{2,3}|RTX ?\w+)[XSG]?\b[^;,.]{0,40}?)"
+_CHIP = r"(?:(?:NVIDIA|AMD) )?(?:(?:G?[BH]|[AVL]|MI)\d{2,3}|RTX ?\w+)[XSG]?\b[^;,.]{0,40}?"
+_DEVICE = rf"(?:[Gg][Pp][Uu]s?|devices|cards|{_CHIP})"
 _MACHINE = re.compile(
     rf"(\d+) ?x? ?{_DEVICE} (?:per|a|in a|/) ?(?:node|machine|server)|[Nn]odes? (?:of|x) (\d+) ?x? ?{_DEVICE}"
 )
-"""Devices of a machine: `4 GPUs per node`, `4 GH200 (96 GB) per node`, `nodes of 8 A100`, `2 nodes x 8 H100`."""
+"""Devices of a machine: `4 GPUs per node`, `4 GH200 (96 GB) per node`, `nodes of 8 A100`."""
 
 
 def load_devices() -> Iterator[tuple[str, Cluster]]:

@@ -70,10 +70,14 @@ PRIORS: Tables = {
         "expert_matmul": 1.0,
     },
     "device.H100": {"matmul": 0.87, "headroom": 1.45, "attention": 0.8, "flash_2": 0.55},
-    # The CPU of a GH200 launches as many kernels in 1.4 times the time of others (5.9 against 4.3 ms for a
-    # layer of Megatron-Core that waits for launches).
+    # A GH200 of JUPITER has 680 W for CPU and GPU, an H100 700 W of its own: 0.8 of its clock. Its CPU takes
+    # 1.4 times as long for launches (5.9 and 4.3 ms for a layer of Megatron-Core that waits for them).
     "device.GH200": {
-        "matmul": 0.87, "headroom": 1.45, "attention": 0.8, "flash_2": 0.55, "cpu_launch_s": 5.6e-4
+        "matmul": 0.7,
+        "headroom": 1.45,
+        "attention": 0.65,
+        "flash_2": 0.45,
+        "cpu_launch_s": 5.6e-4,
     },
     # B200 and GB200 lower their clocks under load. B300, with a higher power limit, has the H200's share of
     # its peak. FlashAttention-2 is no faster than on Hopper: it uses the tensor-core instructions of Ampere.

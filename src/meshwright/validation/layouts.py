@@ -189,8 +189,11 @@ def _sharding(cells: Cells, zero: int, dp: int, tp: int, cluster: Cluster) -> tu
     found = re.search(r"(?:fsdp|dp_shard) ?= ?(\d+)|shard(?:ed|ing)? (?:size|degree|over) (\d+)", cells.note)
     if found:
         shard = int(found[1] or found[2])
-    elif re.search(r"hsdp|hybrid.?shard", cells.note):
-        shard = max(1, cluster.devices_per_node // tp)
+    elif copies := re.search(r"(\d+) (?:distributed[- ])?optimizer instances", cells.note):
+        shard = dp // max(1, int(copies[1]))
+        cells.remark(f"{copies[1]} copies of the optimizer state: shards of {shard} ranks")
+    elif re.search(r"hsdp|hybrid.?shard", cells.note) and cluster.devices_per_node > tp:
+        shard = cluster.devices_per_node // tp
         cells.remark(f"hybrid sharding read as {min(shard, dp)} ranks, those of a node")
     if shard < 1 or dp % shard:
         return dp, 1

@@ -34,7 +34,7 @@ def test_the_bundled_table_is_the_default(cli):
     ran = cli("validate", "--json")
     assert ran.status == 0
     found = ran.json
-    assert len(found["rows"]) == sum(family["rows"] for family in found["families"].values()) == 1527
+    assert len(found["rows"]) == sum(family["rows"] for family in found["families"].values()) == 1737
     bloom = found["families"]["bloom"]
     assert set(bloom["time"]) == set(bloom["memory"]) == FIGURES
     assert {"rows", "expressed", "not_expressed", "time", "memory", "tau"} <= set(bloom)

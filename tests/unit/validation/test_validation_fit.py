@@ -30,7 +30,7 @@ def measured(read):
         for place in range(count):
             row = read(
                 id=f"{source}-{place}", source=source, micro_batch=str(1 + place % 4),
-                seq_len=str(1024 * (1 + place % 3)),
+                seq_len=str(4096 * (1 + place % 3)),
                 recompute=("none", "full")[place % 2],
             )  # fmt: skip
             rates = merge_rates(tables, "H100")

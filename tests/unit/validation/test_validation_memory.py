@@ -59,11 +59,11 @@ def test_mean_memory_error_by_family(family, rows, most):
 
 
 def test_layouts_that_ran_out_of_memory_are_told_from_layouts_that_ran():
-    """214 layouts that failed, and those of the same sources that ran."""
+    """235 layouts that failed, and those of the same sources that ran."""
     ran = read_rows(DATA / "published_runs.csv")
     found = judge_limits(read_failed(), ran).as_dict()
     assert found["not_expressed"] == 0
-    assert found["failed"] == 209, "the sources of five have no counted layout that ran"
+    assert found["failed"] == 223, "the sources of twelve have no counted layout that ran"
     assert found["caught"] >= 0.9
     assert found["fitting"] >= 0.9
     assert found["balanced_accuracy"] >= 0.93

@@ -254,8 +254,67 @@ def test_experts_that_no_other_rank_shards_are_not_copied(case):
         ("Pax (JAX/XLA)", "A100", "3", "torchtitan"),
         ("prime-rl", "H100", "", "torchtitan"),
         ("torch_xla", "H100", "3", "torchtitan"),
+        ("PyTorch DDP", "H100", "0", "torchtitan"),
+        ("own script (DDP)", "H100", "0", "torchtitan"),
+        ("HF Trainer DDP", "A6000", "0", "huggingface"),
     ],
 )
 def test_frameworks_like_fsdp_are_predicted_as_such(case, framework, gpu, zero, profile):
     cells = {**TITAN, "framework": framework, "gpu": gpu, "zero_stage": zero}
     assert case(**cells).workload.profile.name == profile
+
+
+MEGATRON = {"framework": "Megatron-LM core 0.12", "gpu": "H100"}
+
+
+@pytest.mark.parametrize(
+    ("note", "replayed"),
+    [
+        ("CUDA graphs", True),
+        ("cuda graph on; no recomputation", True),
+        ("no CUDA graphs stated", False),
+        ("CUDA graphs off", False),
+        ("TE CUDA graphs for attention/router", False),
+        ("", False),
+    ],
+)
+def test_cuda_graphs_of_whole_blocks_are_read(case, note, replayed):
+    """Graphs of attention and router leave the launches of the experts."""
+    assert case(**MEGATRON, note=note).workload.profile.time.cuda_graphs == replayed
+
+
+@pytest.mark.parametrize(
+    ("note", "deduplicated"),
+    [
+        ("alltoall dispatcher", False),
+        ("plain all-to-all dispatcher", False),
+        ("dispatcher alltoall", False),
+        ("DeepEP dispatcher", True),
+        ("HybridEP", True),
+        ("", True),
+    ],
+)
+def test_a_plain_all_to_all_sends_every_copy_of_a_token(case, note, deduplicated):
+    cells = {**EXPERTS, **MEGATRON, "ep": "8", "note": note}
+    assert case(**cells).workload.profile.time.one_copy_per_node == deduplicated
+
+
+def test_copies_of_the_optimizer_state_are_read(case):
+    """Megatron's `--num-distributed-optimizer-instances`; HSDP alone needs more than one rank of a node."""
+    layout = case(num_gpus="64", tp="2", dp="32", zero_stage="1", note="4 optimizer instances (HSDP4)").layout
+    assert (layout.dp_shard, layout.dp_replicate) == (8, 4)
+    whole = case(num_gpus="64", tp="8", dp="8", zero_stage="1", note="HSDP").layout
+    assert (whole.dp_shard, whole.dp_replicate) == (8, 1)
+
+
+def test_parameters_and_states_in_16_bits_are_read(case):
+    memory = case(**TITAN, note="parameters AND optimizer states bf16").workload.profile.memory
+    assert (memory.master_weights, memory.master_bytes, memory.moment_bytes) == (True, 0, 2)
+
+
+def test_a_fused_cross_entropy_holds_the_logits_once(case):
+    """The recipes' default has float32 copies."""
+    bridge = {"framework": "Megatron-Bridge 0.1.0", "gpu": "H100"}
+    plain = case(**bridge).workload.profile.memory.logit_bytes
+    fused = case(**bridge, note="cross-entropy fusion TE").workload.profile.memory.logit_bytes
+    assert (plain, fused) == (16, 2)

@@ -836,3 +836,22 @@ def test_tokens_per_second_give_the_step_time(case):
 )
 def test_memory_kind_is_read_from_note_and_framework(case, note, framework, kind):
     assert case(note=note, framework=framework, gpu="H100-80GB-SXM").memory_kind == kind
+
+
+@pytest.mark.parametrize(
+    ("note", "size"),
+    [
+        ("Alps, 4 GH200 per node, Slingshot", 4),
+        ("JUPITER, 4 GH200 (95 GiB usable of 96) per node, 4xNDR200", 4),
+        ("Nebius, 2 nodes x 8 H100 SXM 80 GB, 8x400 Gb/s IB per node", 8),
+        ("nodes of 2 A100 SXM", 2),
+        ("4 GPUs per node", 4),
+        ("2 nodes x 4 RTX 5090 32 GB", 4),
+        ("4x200Gb IB per node", 8),
+        ("2 nodes, 4xNDR400 per node", 8),
+        ("1.6 Tb/s per node", 8),
+    ],
+)
+def test_devices_of_a_node_are_read_from_the_note(case, note, size):
+    """Adapters are not devices: the last three keep the preset's 8."""
+    assert case(note=note).workload.cluster.devices_per_node == size

@@ -30,6 +30,7 @@ class OptimizerRate(NamedTuple):
     moved_bytes: float
     flops: float
     state_bytes: float
+    """Bytes of the state: what streaming copies in each direction."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Workload:
 
 @functools.lru_cache(maxsize=64)
 def _optimizer_rate(model: DecoderModel, train: Train) -> OptimizerRate:
-    """Bytes, FLOPs and state of the optimizer per parameter; in low precision it also writes 16-bit weights."""
+    """Cost of the optimizer per parameter; in low precision it also writes 16-bit weights."""
     parameters = list_parameters(model)
     cost, count = predict_optimizer(parameters, train), count_parameters(model)
     copies = 0.0 if train.precision == "fp32" else 2.0

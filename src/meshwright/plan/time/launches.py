@@ -13,9 +13,7 @@ COLLECTIVE_CPU_LAUNCH_S = 5e-5
 the wait for the slowest of their CPUs. From 408 small steps of Megatron-DeepSpeed on 8 A100s."""
 
 
-def cpu_launch_s(
-    workload: Workload, rates: Rates, grid: Grid, softmax_kernel_ratio: Floats
-) -> Floats:
+def cpu_launch_s(workload: Workload, rates: Rates, grid: Grid, softmax_kernel_ratio: Floats) -> Floats:
     """CPU launch time per pass through an average block.
 
     Args:

@@ -12,8 +12,8 @@ from meshwright.plan.time.gemm import Device
 OFFLOAD_OPTIMIZER, OFFLOAD_ALL = OFFLOADS.index("optimizer"), OFFLOADS.index("all")
 HALF_BYTES = 2.0
 STREAMED_SHARE = 0.84
-"""Bandwidth of a CPU link per direction while buckets of state are copied in and out, over the preset's: 39 to
-46 GB/s in steps of 0.7, 1.5 and 1.7 G parameters on an H200."""
+"""Bandwidth of a CPU link per direction while buckets of state are copied in and out, over the preset's: 39
+to 46 GB/s in steps of 0.7, 1.5 and 1.7 G parameters on an H200."""
 ADAM_STATE_BYTES = 8.0
 
 
@@ -39,12 +39,13 @@ def optimizer_s(workload: Workload, device: Device, grid: Grid, updated: Floats)
     if device.multiprocessors:
         on_device = on_device + updated * rules.clip_bytes / device.bytes_per_s
     # The CPU's Adam of a rank's shard, then gradients and weights over the CPU link.
-    weight = streamed_weight_bytes(workload)
     on_cpu = moved / (rules.cpu_adam_share * link) + updated * (HALF_BYTES + FLOAT32_BYTES) / link
     state = updated * (ADAM_STATE_BYTES if rate is None else rate.state_bytes)
     if device.multiprocessors:
         streamed = np.maximum(on_device, state / (STREAMED_SHARE * link))
     else:
         streamed = on_device + 4 * state / device.bytes_per_s  # read and written, in and out
-    offloaded = np.where(rules.streams_optimizer_state & (grid.offload == OFFLOAD_OPTIMIZER), streamed, on_cpu)
+    offloaded = np.where(
+        rules.streams_optimizer_state & (grid.offload == OFFLOAD_OPTIMIZER), streamed, on_cpu
+    )
     return np.asarray(np.where(grid.offload > 0, offloaded, on_device))

@@ -13,6 +13,7 @@ from meshwright.plan.profiles import PROFILES
 from meshwright.plan.time.block import BlockModel
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.gemm import Device
+from meshwright.plan.time.launches import COLLECTIVE_CPU_LAUNCH_S
 from meshwright.plan.time.overlap import overlap_with
 from meshwright.plan.time.rates import rates_of
 from meshwright.spec.layout import Layout
@@ -163,9 +164,9 @@ def test_blocking_launches_add_cpu_time_to_every_micro_batch():
     one, four = (Layout(mode="given", tp=8, micro_batch=n, recompute="full") for n in (1, 4))
     added = seconds(blocking, one, four) - seconds(given, one, four)
     passes = 3 * GPT_175B.num_layers * np.array([64, 16])
-    per_pass = rates_of(
-        given
-    ).cpu_launch_s * rules.cpu_launch_ratio + COLLECTIVE_CPU_LAUNCH_S * 2 * np.log2(8)
+    per_pass = rates_of(given).cpu_launch_s * rules.cpu_launch_ratio + COLLECTIVE_CPU_LAUNCH_S * 2 * np.log2(
+        8
+    )
     assert added == pytest.approx(passes * per_pass)
 
 
@@ -212,11 +213,11 @@ def test_fp8_recipes_cost_their_casts():
     """Delayed scaling reads once, current scaling twice, rows and columns are cast separately."""
     given = workload(device="B200-180GB-SXM", profile="megatron-bridge", precision="fp8")
     delayed, plain, rows = (
-        seconds(dataclasses.replace(given, recipe=recipe), PTD)[0]
+        seconds(dataclasses.replace(given, recipe=recipe), change(PTD, micro_batch=4))[0]
         for recipe in ("delayed", "current", "rowwise")
     )
     assert delayed < plain < rows
-    assert rows < seconds(dataclasses.replace(given, precision="bf16"), PTD)[0]
+    assert rows < seconds(dataclasses.replace(given, precision="bf16"), change(PTD, micro_batch=4))[0]
 
 
 def test_window_reduces_attention_only_if_shorter_than_the_sequence():
