@@ -52,14 +52,16 @@ def fill(
         parameter = network.get_parameter(name)
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
-            whole, shape = num_shards == 1, parameter.shape
-            values = weights.full_tensor(name).to(device) if whole else torch.empty(shape, device=device)
+            copied, shape = num_shards == 1 and not weights.is_zero, parameter.shape
+            values = weights.full_tensor(name).to(device) if copied else torch.empty(shape, device=device)
             parameter = nn.Parameter(values)
             setattr(network.get_submodule(owner), leaf, parameter)
-            if whole:
+            if copied:
                 continue
         rows = chunk_rows(len(parameter), num_shards, shard)
-        if rows:
+        if rows and weights.is_zero:
+            parameter[rows.start : rows.stop].zero_()
+        elif rows:
             parameter[rows.start : rows.stop].copy_(weights.rows(name, rows.start, rows.stop))
 
 

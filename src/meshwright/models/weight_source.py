@@ -20,6 +20,9 @@ BLOCK_SIZE = 1 << 20
 class WeightSource(ABC):
     """A source of initial weights."""
 
+    is_zero: bool = False
+    """Whether all weights are zero: then a device allocates them itself, and nothing is copied to it."""
+
     @abstractmethod
     def full_tensor(self, name: str) -> Tensor:
         """The full initial values of a parameter, in float32."""
@@ -59,6 +62,8 @@ class RandomWeights(WeightSource):
 
 class ZeroWeights(WeightSource):
     """Zeros: for a run that loads all parameters from a checkpoint or a snapshot, and for fake tensors."""
+
+    is_zero = True
 
     def __init__(self, model: Model) -> None:
         self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}

@@ -26,6 +26,7 @@ class ShardedWeights(WeightSource):
 
     def __init__(self, weights: WeightSource, local_shards: LocalShards) -> None:
         self._weights, self._local_shards = weights, local_shards
+        self.is_zero = weights.is_zero
 
     def full_tensor(self, name: str) -> Tensor:
         """The shard of a parameter."""

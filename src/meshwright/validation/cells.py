@@ -33,8 +33,11 @@ _NEGATION = re.compile(
     r"(?:[\w.-]+ (?:or|nor) )?|\bun-?)$"
 )
 """What stands before something that a row did not have: `without using`, `no Liger or`."""
-_OFF = re.compile(r"\w*(?: kernels?)?\s*[:=]?\s*(?:is |are |was )?(?:off|false|disabled|not used|unused)\b")
-"""What stands after it: `disabled`, `=False`."""
+_OFF = re.compile(
+    r"\w*(?: kernels?| and [\w ]+)?\s*[:=]?\s*(?:is |are |was )?"
+    r"(?:off|false|disabled|unused|not (?:used|stated|given|known|published)|(?<=[:=] )no)\b"
+)
+"""What stands after it: `disabled`, `=False`, `is not stated`."""
 _ZERO_STAGE = re.compile(r"(?:zero|stage|zero[ -]stage)[ -]?([0-3])")
 _WITH_UNIT = re.compile(r"([\d.,]+(?:e[+-]?\d+)?)\s*([a-z]+)", re.IGNORECASE)
 

@@ -26,6 +26,10 @@ OVERLAPS_EXPERTS_SINCE = (26, 6)
 LATENT_ON_BLACKWELL_SINCE = (25, 7)
 """First container of NeMo with cuDNN 9.11."""
 _RELEASE = re.compile(r"\b(2\d)\.(0[1-9]|1[0-2])(?:\.\d+)?\b")
+JAX = r"\b(jax|maxtext|levanter|pax(ml)?|t5x|easylm)\b|(?<![a-z])xla\b"
+"""Frameworks on JAX."""
+COMPILES = rf"{JAX}|\bthunder\b"
+"""Frameworks that always compile."""
 PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"megatron.?swift|swift.*megatron", "megatron-core"),
     (
@@ -37,7 +41,7 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"titan|fsdp-?2|torchtune|simple-?fsdp", "torchtitan"),
     (r"composer|foundry|metaseq|fairseq|fairscale", "composer-fsdp"),
     (r"fsdp|\bddp\b|pytorch|lightning|lit-?gpt|olmo|llama-?(recipes|cookbook)|prime-?rl", "torchtitan"),
-    (r"\bjax\b|(?<![a-z])xla\b|\bpax", "torchtitan"),
+    (JAX, "torchtitan"),
     (r"meshwright", "meshwright"),
     (r"^aa-|aleph", "aleph-alpha-scaling"),
     (r"nanotron|internevo|colossal|llmq|like", "megatron-like"),
@@ -78,7 +82,8 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
     name = _SIMILAR_TO.sub("", framework.lower())
     similar_to = _SIMILAR_TO.search(framework.lower())
     # Another framework that is like Megatron has its axes, not its kernels.
-    names = (name, similar_to[1].replace("megatron-core", "megatron-like") if similar_to else "")
+    like = similar_to[1].replace("megatron-core", "megatron-like") if similar_to else ""
+    names = (like, name) if "(as " in framework.lower() else (name, like)
     found = next(
         (one for text in names for pattern, one in PROFILE_PATTERNS if re.search(pattern, text)), None
     )
@@ -389,23 +394,12 @@ def read_recipe(cells: Cells, precision: str, profile: Profile) -> str:
     return recipe
 
 
-_NOT_COMPILED = re.compile(
-    r"\b(no|not|not use|without|w/o)\s+(torch[. ])?compil|\b(un|non-?)compil|\beager\b|"
-    r"compile\b( and [\w ]+)?( is| are)? not (stated|given|known|published|used)|"
-    r"compil(e|ation)\s*(is\s+)?[=:]?\s*(off|false|disabled|no)\b"
-)
-"""Notes of runs without torch.compile."""
-
-
-_COMPILERS = re.compile(r"\b(jax|maxtext|levanter|pax(ml)?|t5x|easylm|thunder)\b|(?<![a-z])xla\b")
-"""Frameworks that always compile."""
-
-
 def read_compiled(cells: Cells, precision: str, profile: Profile) -> bool:
     """Whether blocks were compiled: from the note; torchtitan compiles for float8 and async TP."""
-    if _NOT_COMPILED.search(cells.note):
+    if cells.says(r"\beager\b"):
         return False
-    if re.search(r"compiled?\b(?! from)", cells.note) or _COMPILERS.search(cells.text("framework").lower()):
+    named = cells.says(r"(torch[. ])?compil(ed?|ation)\b(?! from)")
+    if named or re.search(COMPILES, cells.text("framework").lower()):
         return True
     about = f"{cells.note} {cells.text('source').lower()}"
     if profile.name.startswith("torchtitan") and (precision == "fp8" or re.search(r"async[- ]?tp", about)):

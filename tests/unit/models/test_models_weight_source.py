@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from meshwright.models import weight_source
 from meshwright.models.init import fill
 from meshwright.models.weight_source import BLOCK_SIZE, RandomWeights, ZeroWeights, draw
+from meshwright.parallel.build import ShardedWeights
+from meshwright.parallel.local_shards import LocalShards
 from meshwright.spec.model import DecoderModel
 
 MODEL = DecoderModel(
@@ -81,5 +84,24 @@ def test_a_rank_draws_the_blocks_of_its_rows_only(monkeypatch):
     assert drawn == [3_126 * 96]
 
 
-def test_a_run_that_loads_its_weights_draws_none():
-    assert not ZeroWeights(MODEL).full_tensor("embed.weight").any()
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_run_that_loads_its_weights_copies_none_to_the_device(monkeypatch, shards, device):
+    """They are zeroed where they are allocated. The other rows of a shard stay as they are."""
+    monkeypatch.setattr(ZeroWeights, "full_tensor", lambda self, name: pytest.fail("made on the CPU"))
+    with torch.device(device):
+        network = nn.ModuleDict({"embed": nn.Embedding(25_001, 96)})
+        if device == "cpu":
+            nn.init.ones_(network["embed"].weight)
+    fill(network, ["embed.weight"], ZeroWeights(MODEL), torch.device("cpu"), 1 % shards, shards)
+    chunks = network["embed"].weight.detach().chunk(shards)
+    assert not chunks[1 % shards].any()
+    if shards > 1 and device == "cpu":
+        assert chunks[0].all()
+
+
+def test_shards_of_zeros_are_zeros():
+    """A rank with tp or ep asks ``ShardedWeights``, which passes on that nothing needs to be copied."""
+    shards = cast("LocalShards", None)  # not asked
+    assert ShardedWeights(ZeroWeights(MODEL), shards).is_zero
+    assert not ShardedWeights(RandomWeights(MODEL, SEED), shards).is_zero
