@@ -104,7 +104,7 @@ class TimeRules:
     """CPU time of launching a block's kernels, over the rate `cpu_launch_s`. Megatron as of 2021 launches 2.6
     times as many kernels as fused ones need; Transformer Engine's modules are slow themselves."""
     quantized_launch_ratio: float = 1.0
-    """The same under fp8 or fp4, over that in 16 bits: casts and scales."""
+    """Factor on CPU launch time under fp8 or fp4: casts and scales."""
     cuda_graphs: bool = False
     """Blocks are replayed from CUDA graphs, without launches by the CPU."""
     blocking_launches: bool = False
@@ -254,13 +254,14 @@ _MEGATRON_CORE_TIME = TimeRules(
     weight_grad_bytes=4.0,
     overlap_p2p=True,
 )
-"""Megatron from 2023 on, with Transformer Engine. Its layers wait for launches at 4.2 to 4.7 ms, forward and
-backward together, whatever tp is (8B on 8 and 16 H100s at tp=4 and 8, Megatron's own tables at tp=1 and 8);
-in fp8 at 6.6."""
+"""Megatron from 2023 on, with Transformer Engine. Its layers take 4.2 to 4.7 ms at least, forward and
+backward together: 8B on 8 and 16 H100s at tp=4 and at tp=8, Megatron's own tables at tp=1 and 8; in fp8
+6.6."""
 _MEGATRON_BRIDGE_TIME = dataclasses.replace(_MEGATRON_CORE_TIME, overlap_tp=True, reduce_bytes=2.0)
 """The recipes of NeMo and Megatron Bridge; gradients are reduced in 16 bits (`grad_reduce_in_fp32=False`)."""
 _MEGATRON_BRIDGE_2026_TIME = dataclasses.replace(_MEGATRON_BRIDGE_TIME, overlap_ep=True, cuda_graphs=True)
-"""As of release 26.06, whose recipes set `overlap_moe_expert_parallel_comm` and `delay_wgrad_compute`."""
+"""As of release 26.06, whose recipes set `overlap_moe_expert_parallel_comm` and `delay_wgrad_compute`, and
+use CUDA graphs: of whole iterations, or of attention and router. No launches are counted in either case."""
 _HAI_LLM_TIME = dataclasses.replace(
     _MEGATRON_CORE_TIME,
     cpu_launch_ratio=1.0,

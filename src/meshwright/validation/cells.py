@@ -35,7 +35,8 @@ _NEGATION = re.compile(
 """What stands before something that a row did not have: `without using`, `no Liger or`."""
 _OFF = re.compile(
     r"\w*(?: kernels?| and [\w ]+)?\s*[:=]?\s*(?:is |are |was )?"
-    r"(?:off|false|disabled|unused|not (?:used|stated|given|known|published)|(?<=[:=] )no)\b"
+    r"(?:off|false|disabled|unused|none|n/a|unknown|failed|(?<=[:=] )no|"
+    r"not (?:used|stated|given|known|published))\b"
 )
 """What stands after it: `disabled`, `=False`, `is not stated`."""
 _ZERO_STAGE = re.compile(r"(?:zero|stage|zero[ -]stage)[ -]?([0-3])")

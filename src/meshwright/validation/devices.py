@@ -66,10 +66,16 @@ _NETWORK_BYTES = re.compile(
     r"(?:[^;,(]*?(?:per|/) ?(GPU|device|rank))?"
 )
 """Network in bytes: that of a node, `InfiniBand 8x50 GB/s`, or of a device, `NIC 50 GB/s per GPU`."""
-_CHIP = r"(?:(?:NVIDIA|AMD) )?(?:(?:G?[BH]|[AVL]|MI)\d{2,3}|RTX ?\w+)[XSG]?\b[^;,.]{0,40}?"
-_DEVICE = rf"(?:[Gg][Pp][Uu]s?|devices|cards|{_CHIP})"
+_MEMORY = r"\d+ ?(?-i:Gi?B)"
+_CHIP = (
+    r"(?:(?:NVIDIA|AMD) )?(?:(?:G?[BH]|[AVL]|MI)\d{1,3}|RTX ?\w+?)[XS]?s?\b"
+    rf"(?:[- ](?:SXM\d?|PCIe|NVL\d*|{_MEMORY}|\([^()]*{_MEMORY}[^()]*\)))*"
+)
+_DEVICE = rf"(?:GPUs?|devices|cards|{_CHIP})"
 _MACHINE = re.compile(
-    rf"(\d+) ?x? ?{_DEVICE} (?:per|a|in a|/) ?(?:node|machine|server)|[Nn]odes? (?:of|x) (\d+) ?x? ?{_DEVICE}"
+    rf"(\d+) ?x? ?{_DEVICE}(?: per | a | in a | ?/ ?)(?:node|machine|server)|"
+    rf"nodes? (?:of|x) (\d+) ?x? ?{_DEVICE}",
+    re.IGNORECASE,
 )
 """Devices of a machine: `4 GPUs per node`, `4 GH200 (96 GB) per node`, `nodes of 8 A100`."""
 

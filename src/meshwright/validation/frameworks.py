@@ -33,14 +33,14 @@ COMPILES = rf"{JAX}|\bthunder\b"
 PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"megatron.?swift|swift.*megatron", "megatron-core"),
     (
-        r"hugging.?face|\bhf\b|transformers|accelerate|llama-?factory|axolotl|xtuner|unsloth|trl\b|swift",
+        r"hugging.?face|transformers|accelerate|llama-?factory|axolotl|xtuner|unsloth|trl\b|swift",
         "huggingface",
     ),
     (r"megatron.*deepspeed|deepspeed.*megatron|gpt-?neox", "megatron-deepspeed"),
     (r"deepspeed|zero(?:-?infinity|\+\+)?$", "deepspeed-zero"),
     (r"titan|fsdp-?2|torchtune|simple-?fsdp", "torchtitan"),
     (r"composer|foundry|metaseq|fairseq|fairscale", "composer-fsdp"),
-    (r"fsdp|\bddp\b|pytorch|lightning|lit-?gpt|olmo|llama-?(recipes|cookbook)|prime-?rl", "torchtitan"),
+    (r"fsdp|pytorch|lightning|lit-?gpt|olmo|llama-?(recipes|cookbook)|prime-?rl", "torchtitan"),
     (JAX, "torchtitan"),
     (r"meshwright", "meshwright"),
     (r"^aa-|aleph", "aleph-alpha-scaling"),
@@ -48,6 +48,8 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"bridge|nemo", "megatron-bridge"),
     (r"megatron-?core|mcore|megascale|pai-|primus", "megatron-core"),
     (r"hai-?llm", "hai-llm"),
+    (r"^(?!.*megatron).*\bhf\b", "huggingface"),
+    (r"^(?!.*megatron).*\bddp\b", "torchtitan"),
 )
 """Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
 _SIMILAR_TO = re.compile(r"\((?:as )?([^)]*)\)")
@@ -209,6 +211,7 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"fused[ _-]?(rope|rotary)", {"fused_rope": True}),
     (r"fused[ _-]?(swiglu|geglu|silu|activation|gate)", {"fused_activation": True}),
     (r"fused[ _-]?(linear )?cross[ _-]entropy", {"loss_bytes": 12.0}),
+    (r"cross[ -]entropy fusion te\b", {"loss_bytes": 12.0}),
     (r"unfused norm|no fused (rms|layer)?[ -]?norm|fused_(rms|layer)_?norm ?= ?false",
      {"fused_norms": False}),
     (_FUSED_ATTENTION, {"flash_attention": True}),
@@ -225,7 +228,7 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"deepep|hybridep", {"one_copy_per_node": True}),
     (r"cuda_launch_blocking=1", {"blocking_launches": True}),
     (r"cuda[ _-]?graphs?\b", {"cuda_graphs": True}),
-    (r"cuda[ _-]?graphs? (for|of) (the )?(attention|router)", {"cuda_graphs": False}),
+    (r"cuda[ _-]?graphs?[^;.]*(attn|attention|router|scope)", {"cuda_graphs": False}),
     (r"no overlap|overlap off", {"overlap_grad_reduce": False, "overlap_param_gather": False}),
 )  # fmt: skip
 """What notes say about kernels and overlap, and the settings of the profile for it."""
@@ -236,6 +239,8 @@ def _logits(size: float) -> dict[str, object]:
     return {"logit_bytes": size, "split_logit_bytes": size, "compiled_logit_bytes": size}
 
 
+_TE_CROSS_ENTROPY = r"cross[ -]entropy fusion te\b|\bte(\b|'s)[^;,.]{0,12}cross[ -]entropy"
+"""Transformer Engine's cross entropy; Megatron's own fusion, `native`, is the profiles' default."""
 _CHUNKED_LOGITS: dict[str, object] = {**_logits(0.5), "gathers_logits": False}
 _CHUNKED_LOSS = (
     r"chunked[ _-](loss|logits|cross|nll)|loss (is )?computed in chunks|fused[ _]linear[ _]c|"
@@ -258,7 +263,7 @@ NOTE_STATE_TYPES: tuple[tuple[str, dict[str, object]], ...] = (
     (r"liger (ce|cross[- ]entropy)", _logits(2.0)),  # replaced by gradients
     (_CHUNKED_LOSS, _CHUNKED_LOGITS),
     (r"fused[ -]?cross[ -]entropy", _logits(4.0)),
-    (r"cross[ -]entropy fusion", _logits(2.0)),  # replaced by gradients
+    (_TE_CROSS_ENTROPY, _logits(2.0)),  # replaced by gradients
     (r"own cuda kernels|fused kernels",
      {**_logits(2.0), "gathers_logits": False}),
     (r"(bf16|16-bit) grad", {"gradient_bytes": 2.0}),

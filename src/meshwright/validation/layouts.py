@@ -181,6 +181,12 @@ def _zero_stage(cells: Cells, profile: Profile) -> int:
     return zero
 
 
+def _count_copies(note: str) -> int:
+    """Copies of the sharded state (`--num-distributed-optimizer-instances`); 0 if not stated."""
+    found = re.search(r"(\d+) (?:distributed[- ])?optimizer instances|optimizer-instances[ =](\d+)", note)
+    return int(found[1] or found[2]) if found else 0
+
+
 def _sharding(cells: Cells, zero: int, dp: int, tp: int, cluster: Cluster) -> tuple[int, int]:
     """dp_shard and dp_replicate."""
     if zero == 0:
@@ -189,9 +195,9 @@ def _sharding(cells: Cells, zero: int, dp: int, tp: int, cluster: Cluster) -> tu
     found = re.search(r"(?:fsdp|dp_shard) ?= ?(\d+)|shard(?:ed|ing)? (?:size|degree|over) (\d+)", cells.note)
     if found:
         shard = int(found[1] or found[2])
-    elif copies := re.search(r"(\d+) (?:distributed[- ])?optimizer instances", cells.note):
-        shard = dp // max(1, int(copies[1]))
-        cells.remark(f"{copies[1]} copies of the optimizer state: shards of {shard} ranks")
+    elif (copies := _count_copies(cells.note)) and dp % copies == 0:
+        shard = dp // copies
+        cells.remark(f"{copies} copies of the optimizer state: shards of {shard} ranks")
     elif re.search(r"hsdp|hybrid.?shard", cells.note) and cluster.devices_per_node > tp:
         shard = cluster.devices_per_node // tp
         cells.remark(f"hybrid sharding read as {min(shard, dp)} ranks, those of a node")

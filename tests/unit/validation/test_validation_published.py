@@ -847,11 +847,19 @@ def test_memory_kind_is_read_from_note_and_framework(case, note, framework, kind
         ("nodes of 2 A100 SXM", 2),
         ("4 GPUs per node", 4),
         ("2 nodes x 4 RTX 5090 32 GB", 4),
+        ("4 H100s per node", 4),
+        ("4 h100/node", 4),
+        ("4 GPUs per Node", 4),
+        ("64 H100 with 4 GPUs per node", 4),
+        ("64 H100 (8 per node)", 8),
+        ("32 H100 (400 Gb/s per node)", 8),
+        ("64 H100 80GB with 4x400 Gb/s IB per node", 8),
+        ("512 A100 80GB with 4x200Gb IB per node", 8),
         ("4x200Gb IB per node", 8),
         ("2 nodes, 4xNDR400 per node", 8),
         ("1.6 Tb/s per node", 8),
     ],
 )
 def test_devices_of_a_node_are_read_from_the_note(case, note, size):
-    """Adapters are not devices: the last three keep the preset's 8."""
+    """Adapters and the devices of all nodes are not those of a node: the last seven keep the preset's 8."""
     assert case(note=note).workload.cluster.devices_per_node == size

@@ -56,7 +56,7 @@ class Workload:
     residual_bytes: float = 2.0
     """Bytes of an element of the residual stream, which a pipeline stage sends to the next."""
     optimizer: OptimizerRate | None = None
-    """Bytes and FLOPs of the optimizer per parameter; None: those of the profile."""
+    """Cost of the optimizer per parameter; None: that of the profile, with AdamW."""
     probed_job: Job | None = None
     """The job, if its cluster was probed."""
     transport: str = ""

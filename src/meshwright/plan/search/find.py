@@ -176,7 +176,7 @@ def find_layouts(
 def _compare_offloading(search: _Search, found: SearchResult) -> None:
     """Choose offload where it is faster than full activation checkpointing by more than a margin.
 
-    No published run backs the predictions of offloading, so a few percent do not decide.
+    Few runs back the predictions of offloading, so a few percent do not decide.
     """
     before = found.best[0]
     away = _Search(

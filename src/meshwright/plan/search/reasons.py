@@ -70,7 +70,7 @@ def _explain_best(requested: Job, found: SearchResult) -> str:
         text += "; one device is enough: communication would cost more than it saves"
     elif best.layout.world_size < devices:
         text += f"; the other {devices - best.layout.world_size} devices would not speed it up"
-    if best.layout.offload != "none" and found.objective != "memory":
+    if best.layout.offload != "none" and found.objective != "memory" and "offload" not in found.pins:
         without = found.without_offload_s
         slow = "nothing fits" if without is None else f"{format_seconds(without)} with recompute=full"
         text += f"; without offload {slow}. {NOT_BUILT}"

@@ -19,7 +19,8 @@ ADAM_STATE_BYTES = 8.0
 
 def streamed_weight_bytes(workload: Workload) -> float:
     """Bytes per weight that is copied from CPU memory: as it is stored there."""
-    return HALF_BYTES if workload.profile.memory.master_weights else float(FLOAT32_BYTES)
+    halved = workload.profile.memory.master_weights and workload.precision != "fp32"
+    return HALF_BYTES if halved else float(FLOAT32_BYTES)
 
 
 def optimizer_s(workload: Workload, device: Device, grid: Grid, updated: Floats) -> Floats:
@@ -38,8 +39,9 @@ def optimizer_s(workload: Workload, device: Device, grid: Grid, updated: Floats)
         on_device = on_device + updated * rate.flops / device.unquantized_flops_per_s
     if device.multiprocessors:
         on_device = on_device + updated * rules.clip_bytes / device.bytes_per_s
-    # The CPU's Adam of a rank's shard, then gradients and weights over the CPU link.
-    on_cpu = moved / (rules.cpu_adam_share * link) + updated * (HALF_BYTES + FLOAT32_BYTES) / link
+    # The CPU's Adam of a rank's shard; gradients to it, and weights from it unless every pass copies them.
+    weight = np.where(grid.offload == OFFLOAD_ALL, 0.0, streamed_weight_bytes(workload))
+    on_cpu = moved / (rules.cpu_adam_share * link) + updated * (FLOAT32_BYTES + weight) / link
     state = updated * (ADAM_STATE_BYTES if rate is None else rate.state_bytes)
     if device.multiprocessors:
         streamed = np.maximum(on_device, state / (STREAMED_SHARE * link))

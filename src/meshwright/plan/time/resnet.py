@@ -14,6 +14,7 @@ from meshwright.layout.placement import RANK_ORDER, Slots, tier_of
 from meshwright.layout.stages import local_parameters
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.plan.time.activation_bytes import count_passes
+from meshwright.plan.time.optimizer import STREAMED_SHARE
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
@@ -49,12 +50,15 @@ def estimate_resnet_step(
     rate = matmul_rate(cluster, job.train.precision) * CONVOLUTION_EFFICIENCY
     compute_s = _compute_s(job, micro_batches, touched_bytes, rate)
     cost = predict_optimizer(local_parameters(job, 0), job.train)
+    update_s = cost.moved_bytes / cluster.memory_bytes_per_s + cost.flops / rate
+    streams = job.layout.offload == "optimizer" and device == "cuda"
+    stream_s = streams * cost.state_bytes / (STREAMED_SHARE * cluster.host_bytes_per_s)
     reduced_s, control_s = _communication_s(cluster, tier_of(job, "control", slots) != "node", traffic)
     hidden_s = min(reduced_s * OVERLAP[device], compute_s * BACKWARD_SHARE / micro_batches)
     parts = {
         "compute": compute_s,
         "gradient reduction": reduced_s - hidden_s,
-        "optimizer": cost.moved_bytes / cluster.memory_bytes_per_s + cost.flops / rate,
+        "optimizer": max(update_s, stream_s),
         "step overhead": control_s,
     }
     return parts, {"data parallel": hidden_s}

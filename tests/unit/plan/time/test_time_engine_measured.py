@@ -25,7 +25,7 @@ ROWS = [
 
 
 UNEVEN = {"meshwright-h200-022": 0.25, "meshwright-h200-039": 0.3, "meshwright-h200-043": 0.25}
-"""Rows of steps that took their time by chance, waiting for the CPU: medians of 127 to 191, 168 to 289 and
+"""Rows of steps that vary by chance, because they wait for the CPU: medians of 127 to 191, 168 to 289 and
 209 to 312 ms."""
 
 

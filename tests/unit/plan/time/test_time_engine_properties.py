@@ -80,8 +80,12 @@ def test_no_device_exceeds_its_peak_or_is_faster_with_more_work(make_workload, l
         assert np.isfinite(step).all()
         assert (step >= least).all()
         longer = dataclasses.replace(given, seq_len=2 * given.seq_len)
-        # Waits for launches count as input gradients: longer weight gradients can fill a bubble instead.
-        assert (estimate_step(longer, legal_grid).step_s >= 0.995 * step).all()
+        # Waits for launches count as input gradients. Where the backward pass is split, longer weight
+        # gradients can fill a bubble instead.
+        split = np.isin(
+            legal_grid.schedule, [SCHEDULES.index(name) for name in ("zb-h1", "zbv", "dualpipe-v")]
+        )
+        assert (estimate_step(longer, legal_grid).step_s >= np.where(split, 0.995, 1) * step).all()
         assert (estimate_memory(longer, legal_grid).peak_bytes >= memory).all()
         more = dataclasses.replace(given, global_batch=2 * batch)
         assert (estimate_step(more, legal_grid).step_s >= step).all()
