@@ -26,6 +26,8 @@ MOST_LISTED = 12
 """Stages up to which layers are listed one by one."""
 MOST_OTHERS = 3
 """Next best layouts that are compared with the chosen one."""
+WORTH_NAMING = 0.05
+"""Share of the step that devices wait for kernel launches, from which a line says so."""
 WORTH_IT, NO_GAIN = 0.5, 1.05
 """Speed-up per device below which one device is suggested; speed-up that counts as none."""
 BEST = {
@@ -52,6 +54,7 @@ def explain_choice(requested: Job, found: SearchResult, neighbours: bool = False
         reasons = [_explain_best(requested, found), *alone, *_explain_others(found, neighbours)]
     reasons += [*_explain_micro_batch(requested, best), *explain_stages(requested, best)]
     reasons += [best.placement_reason] if best.placement_reason else []
+    reasons += _explain_launches(best)
     return [*reasons, *_explain_not_built(best.job), *_explain_job(best.job, best.micro_batches)]
 
 
@@ -118,6 +121,15 @@ def _explain_micro_batch(requested: Job, best: Prediction) -> list[str]:
         rule += ", a multiple of layout.pp of them"
     rule += " and divides the samples per rank" if requested.mixes_samples else ""
     return [f"micro_batch={best.layout.micro_batch}: {rule}"]
+
+
+def _explain_launches(best: Prediction) -> list[str]:
+    """A line where the CPU launches kernels more slowly than the devices run them."""
+    share = best.time.launch_wait_s / best.step_s
+    if share < WORTH_NAMING:
+        return []
+    fewer = "a larger micro-batch or less tp" if best.layout.tp > 1 else "a larger micro-batch"
+    return [f"devices wait for kernel launches in {share:.0%} of the step: {fewer} needs fewer per token"]
 
 
 def explain_stages(requested: Job, best: Prediction) -> list[str]:

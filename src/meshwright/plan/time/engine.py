@@ -73,6 +73,8 @@ class StepEstimate:
     """Tensor-parallel collectives of the head."""
     hidden_gather_s: Floats
     """The all-gather of ZeRO-1 and 2 in ``hidden``; the rest of it is gradient reduction."""
+    launch_wait_s: Floats
+    """Part of the compute in which devices wait for the CPU's kernel launches, on an average rank."""
 
     def times(self, factor: Floats) -> StepEstimate:
         """Every time, multiplied."""
@@ -89,6 +91,7 @@ class StepEstimate:
             embedding_tp=self.embedding_tp.times(factor),
             head_tp=self.head_tp.times(factor),
             hidden_gather_s=self.hidden_gather_s * factor,
+            launch_wait_s=self.launch_wait_s * factor,
         )
 
 
@@ -214,7 +217,7 @@ class _Step:
         hidden = {"data parallel": hidden_reduce_s + hidden_gather_s}
         return StepEstimate(
             total, parts, hidden, mean, passes, head, embedding, send_s, block_parts, embedding_tp, head_tp,
-            hidden_gather_s,
+            hidden_gather_s, self.launch_wait_s * count,
         )  # fmt: skip
 
     def _block_passes(self) -> tuple[Passes, PassParts]:
@@ -225,10 +228,12 @@ class _Step:
         tp, cp, ep = axes["tp"], axes["cp"], axes["ep"]
         cpu_launch_s = self._cpu_launch_s()
         with_launch = np.add if self.rules.blocking_launches else np.maximum
-        forward = with_launch(work.forward + tp.forward + cp.forward + ep.forward, cpu_launch_s)
+        ahead = work.forward + tp.forward + cp.forward + ep.forward
+        forward = with_launch(ahead, cpu_launch_s)
         backward_cpu_launch_s = cpu_launch_s * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + tp.backward + cp.backward + ep.backward
         back = with_launch(back_input + work.backward_weight, backward_cpu_launch_s)
+        self.launch_wait_s = (forward - ahead) + (back - back_input - work.backward_weight)
         fsdp = self._fsdp_s(forward, back)
         # Offload and all-gather use different links at the same time: the slower one counts.
         fsdp = dataclasses.replace(

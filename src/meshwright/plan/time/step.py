@@ -36,6 +36,8 @@ class StepTime:
     """Communication overlapped with compute."""
     pipeline: PipelineTime | None = None
     """The simulated schedule; None without a pipeline, and if the schedule is too large to generate."""
+    launch_wait_s: float = 0.0
+    """Part of the compute in which devices wait for the CPU's kernel launches, on an average rank."""
 
     @property
     def total_s(self) -> float:
@@ -89,7 +91,7 @@ def predict_layout(job: Job, micro_batches: int, step: StepEstimate, index: int)
     if pipeline is not None:
         parts["uneven stages"] = max(0.0, pipeline.work_s - micro_batches * float(step.passes.total[index]))
         parts["bubble"], parts["pipeline transfers"] = pipeline.bubble_s, pipeline.exposed_send_s
-    return StepTime(_without_zeros(parts), hidden, pipeline)
+    return StepTime(_without_zeros(parts), hidden, pipeline, float(step.launch_wait_s[index]))
 
 
 def _without_zeros(parts: dict[str, float]) -> dict[str, float]:

@@ -36,6 +36,23 @@ def test_reasons_count_idle_devices(make_job):
     assert "one device is enough" in first if used == 1 else f"the other {8 - used} devices" in first
 
 
+@pytest.mark.parametrize(
+    ("degrees", "wait_s", "line"),
+    [
+        ({"dp_replicate": 8}, 0.3, "in 30% of the step: a larger micro-batch needs fewer per token"),
+        ({"tp": 2}, 0.5, "in 50% of the step: a larger micro-batch or less tp needs fewer per token"),
+        ({"dp_replicate": 8}, 0.04, ""),
+    ],
+)
+def test_reasons_name_waits_for_kernel_launches(make_job, degrees, wait_s, line):
+    """From 5% of the step."""
+    job = make_job(model={"preset": "demo-2m"})
+    best = predict(job, Layout("given", micro_batch=1, **degrees))
+    best = dataclasses.replace(best, time=StepTime({"compute": 1.0}, launch_wait_s=wait_s))
+    lines = [one for one in explain_choice(job, SearchResult(job, best=[best])) if "kernel launches" in one]
+    assert lines == ([f"devices wait for kernel launches {line}"] if line else [])
+
+
 def test_reason_names_the_faster_layout_if_the_simpler_one_is_chosen(make_job):
     """Without a faster layout there is no such sentence."""
     job = make_job(model={"preset": "demo-2m"})
@@ -81,7 +98,8 @@ def test_reasons_name_zero_weight_padding(make_job):
 
 def test_given_layout_and_micro_batch_need_no_reason(make_job):
     job = make_job(layout={"dp_replicate": 2, "micro_batch": 2}, train={"block_backend": "eager"})
-    assert explain(job) == ["dp_replicate=2 micro_batch=2: given in the job"]
+    reasons = [reason for reason in explain(job) if "kernel launches" not in reason]
+    assert reasons == ["dp_replicate=2 micro_batch=2: given in the job"]
 
 
 def test_reason_names_the_rule_for_the_micro_batch(make_job):

@@ -38,6 +38,19 @@ def test_a_pass_of_a_short_block_takes_the_time_of_its_launches(make_workload, m
     assert float(block.total[0]) == pytest.approx(2 * launches(given, tp))
 
 
+def test_the_wait_for_launches_is_the_launch_time_beyond_the_work(make_workload, make_grid):
+    """Against the same step with CUDA graphs; a step with long blocks has none."""
+    grid = make_grid(tp=[8, 1], micro_batch=[1, 1])
+    short = make_workload("llama", seq_len=128, global_batch=8)
+    graphs = with_rules(short, cuda_graphs=True)
+    waits, none = (estimate_step(one, grid) for one in (short, graphs))
+    assert waits.launch_wait_s == pytest.approx(waits.parts["compute"] - none.parts["compute"])
+    assert (waits.launch_wait_s > 0.5 * waits.step_s).all()
+    assert none.launch_wait_s == pytest.approx(np.zeros(2), abs=1e-12)
+    long = estimate_step(make_workload("llama", seq_len=8192), make_grid(micro_batch=[4]))
+    assert long.launch_wait_s == pytest.approx(np.zeros(1), abs=1e-12)
+
+
 def test_transformer_engine_takes_longer_to_launch_than_plain_kernels(make_workload, launches):
     plain, engine = (launches(make_workload(profile=name)) for name in ("torchtitan", "megatron-core"))
     ratios = [PROFILES[name].time.cpu_launch_ratio for name in ("torchtitan", "megatron-core")]
