@@ -2,7 +2,8 @@
 
 The whole model is what each rank drew until November 2026: one generator per parameter, on one thread. Prints
 seconds and ratios for a whole model and for one of several ZeRO-3 shards, with one thread and with several.
-With a GPU the copies to it are included.
+With a GPU the copies to it are included. Last, the weights of a run that resumes, which a checkpoint
+overwrites: zeros that are copied to the device, as until then, and zeros that are allocated there.
 
     python benchmarks/initial_weights.py
     python benchmarks/initial_weights.py --model llama3-8b --threads 16    # needs 32 GB
@@ -21,7 +22,7 @@ import torch
 from meshwright.layout.parameters import list_parameters
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import fill
-from meshwright.models.weight_source import RandomWeights, parameter_seed
+from meshwright.models.weight_source import RandomWeights, WeightSource, ZeroWeights, parameter_seed
 from meshwright.spec.load import load_job
 from meshwright.spec.model import DecoderModel
 
@@ -41,11 +42,16 @@ def draw_whole(model: DecoderModel, device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def draw_shard(model: DecoderModel, device: torch.device, shards: int, threads: int) -> float:
+class CopiedZeros(ZeroWeights):
+    """Zeros that are made on the CPU and copied, as any other weights."""
+
+    is_zero = False
+
+
+def fill_shard(model: DecoderModel, device: torch.device, shards: int, weights: WeightSource) -> float:
     """Seconds for the first of several shards of rows."""
     with torch.device("meta"):
         network = Decoder(model, 128)
-    weights = RandomWeights(model, SEED, threads)
     began = time.perf_counter()
     fill(network, [name for name, _ in network.named_parameters()], weights, device, 0, shards)
     _wait(device)
@@ -73,9 +79,12 @@ def main() -> None:
     print(f"  whole, one generator per parameter   {whole:7.2f} s")
     for threads in sorted({1, options.threads}):
         for shards in SHARDS:
-            taken = draw_shard(model, device, shards, threads)
+            taken = fill_shard(model, device, shards, RandomWeights(model, SEED, threads))
             ratio = f"{whole / taken:5.1f} times faster"
             print(f"  1 of {shards:2} shards, {threads:2} threads           {taken:7.2f} s, {ratio}")
+    copied, allocated = (fill_shard(model, device, 1, kind(model)) for kind in (CopiedZeros, ZeroWeights))
+    ratio = f"{copied / allocated:.1f} times faster"
+    print(f"  resumed: copied {copied:.2f} s, allocated on the device {allocated:.2f} s, {ratio}")
 
 
 if __name__ == "__main__":
