@@ -141,6 +141,11 @@ def local_rows(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> int:
     return _local_tensor(job, rank, name, shape).rows
 
 
+def row_chunks(job: Job, rank: int, name: str, shape: tuple[int, ...], rows: range) -> tuple[Chunk, ...]:
+    """Some rows of the rank's local tensor; the first of them becomes row 0."""
+    return tuple(_select_rows(_local_tensor(job, rank, name, shape).chunks, rows.start, rows.stop))
+
+
 def shard_chunks(job: Job, rank: int, name: str, shape: tuple[int, ...]) -> tuple[Chunk, ...]:
     """The rank's optimizer shard of a parameter: the rows of its local tensor that ZeRO gives it."""
     local = _local_tensor(job, rank, name, shape)

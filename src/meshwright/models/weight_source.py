@@ -22,6 +22,8 @@ class WeightSource(ABC):
 
     is_zero: bool = False
     """Whether all weights are zero: then a device allocates them itself, and nothing is copied to it."""
+    makes_rows: bool = False
+    """Whether some rows cost less than the whole parameter. Otherwise a shard is cut out of the whole one."""
 
     @abstractmethod
     def full_tensor(self, name: str) -> Tensor:
@@ -38,6 +40,8 @@ class RandomWeights(WeightSource):
     Convolutions, which have four dims, are initialised after He et al. (2015) with their fan-out. Random
     numbers are drawn on the CPU for every device, so that a run on GPUs starts from the same weights.
     """
+
+    makes_rows = True
 
     def __init__(self, model: Model, seed: int, threads: int = 1) -> None:
         self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -26,11 +28,20 @@ class ShardedWeights(WeightSource):
 
     def __init__(self, weights: WeightSource, local_shards: LocalShards) -> None:
         self._weights, self._local_shards = weights, local_shards
-        self.is_zero = weights.is_zero
+        self.is_zero, self.makes_rows = weights.is_zero, weights.makes_rows
 
     def full_tensor(self, name: str) -> Tensor:
         """The shard of a parameter."""
+        if self.makes_rows:
+            return self.rows(name, 0, self._local_shards.num_rows(name))
         return self._local_shards.shard(name, self._weights.full_tensor(name))
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Some rows of the shard."""
+        if self.makes_rows:
+            make = functools.partial(self._weights.rows, name)
+            return self._local_shards.shard_rows(name, range(first, last), make)
+        return super().rows(name, first, last)
 
 
 def build_model(job: Job, device: torch.device, weights: WeightSource | None = None) -> Decoder | ResNet:

@@ -7,12 +7,14 @@ proofs use this interface for both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from meshwright.layout.axes import EXPERT_AXIS, is_expert
 from meshwright.layout.parameters import list_parameters
-from meshwright.layout.state_chunks import expert_dim, local_chunks, local_rows
+from meshwright.layout.state_chunks import expert_dim, local_rows, row_chunks
 from meshwright.parallel.collectives import all_gather_rows
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor_collectives import TensorParallel
@@ -83,12 +85,32 @@ class LocalShards:
         """
         if self.num_shards(name) == 1:
             return full
+        return self.shard_rows(name, range(self.num_rows(name)), lambda first, last: full[first:last])
+
+    def num_rows(self, name: str) -> int:
+        """Rows of this rank's shard, padding included."""
         shape = self._shapes[name]
-        rows = local_rows(self._job, self._rank, name, shape)
-        parts = [full[chunk.tensor_slice.index] for chunk in local_chunks(self._job, self._rank, name, shape)]
-        columns = parts[0].shape[1:] if parts else shape[1:]
-        missing = rows - sum(len(part) for part in parts)
-        return torch.cat([*parts, *([full.new_zeros(missing, *columns)] if missing else ())])
+        return shape[0] if self.num_shards(name) == 1 else local_rows(self._job, self._rank, name, shape)
+
+    def shard_rows(self, name: str, rows: range, full_rows: Callable[[int, int], Tensor]) -> Tensor:
+        """Some rows of this rank's shard.
+
+        Args:
+            name: The parameter.
+            rows: Which rows of the shard.
+            full_rows: Gives rows of the full tensor, from the first to before the last.
+        """
+        if self.num_shards(name) == 1:
+            return full_rows(rows.start, rows.stop)
+        parts, shape = [], self._shapes[name]
+        for chunk in row_chunks(self._job, self._rank, name, shape, rows):
+            first, *columns = chunk.tensor_slice.index
+            parts.append(full_rows(first.start, first.stop)[(slice(None), *columns)])
+        missing = len(rows) - sum(len(part) for part in parts)
+        if missing or not parts:
+            some = parts[0] if parts else full_rows(0, 0)
+            parts.append(some.new_zeros(missing, *some.shape[1:]))
+        return torch.cat(parts)
 
     def all_gather(self, name: str, local_tensor: Tensor) -> Tensor:
         """The full tensor of which each rank has a shard. All ranks of the group call it."""
