@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
@@ -28,20 +26,20 @@ class ShardedWeights(WeightSource):
 
     def __init__(self, weights: WeightSource, local_shards: LocalShards) -> None:
         self._weights, self._local_shards = weights, local_shards
-        self.is_zero, self.makes_rows = weights.is_zero, weights.makes_rows
+        self.is_zero = weights.is_zero
 
     def full_tensor(self, name: str) -> Tensor:
         """The shard of a parameter."""
-        if self.makes_rows:
-            return self.rows(name, 0, self._local_shards.num_rows(name))
-        return self._local_shards.shard(name, self._weights.full_tensor(name))
+        return self.rows(name, 0, self._local_shards.num_rows(name))
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Some rows of the shard."""
-        if self.makes_rows:
-            make = functools.partial(self._weights.rows, name)
-            return self._local_shards.shard_rows(name, range(first, last), make)
-        return super().rows(name, first, last)
+        whole = None if self._weights.makes_rows else self._weights.full_tensor(name)
+
+        def full_rows(start: int, stop: int) -> Tensor:
+            return self._weights.rows(name, start, stop) if whole is None else whole[start:stop]
+
+        return self._local_shards.shard_rows(name, range(first, last), full_rows)
 
 
 def build_model(job: Job, device: torch.device, weights: WeightSource | None = None) -> Decoder | ResNet:

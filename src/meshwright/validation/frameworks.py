@@ -203,6 +203,8 @@ _FUSED_ATTENTION = (
 _UNFUSED_ATTENTION = (
     r"(no|without) (flash|fused)[ _-]?att|flash_?att\w* ?= ?(false|off)|unfused att|eager att"
 )
+_TE_CROSS_ENTROPY = r"cross[ -]entropy fusion te\b|\bte(\b|'s)[^;,.]{0,12}cross[ -]entropy"
+"""Transformer Engine's cross entropy; Megatron's own fusion, `native`, is the profiles' default."""
 NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"\bliger\b|own cuda kernels|fused kernels",
      {"fused_norms": True, "fused_rope": True, "fused_activation": True, "loss_bytes": 12.0}),
@@ -211,7 +213,7 @@ NOTE_SETTINGS: tuple[tuple[str, dict[str, object]], ...] = (
     (r"fused[ _-]?(rope|rotary)", {"fused_rope": True}),
     (r"fused[ _-]?(swiglu|geglu|silu|activation|gate)", {"fused_activation": True}),
     (r"fused[ _-]?(linear )?cross[ _-]entropy", {"loss_bytes": 12.0}),
-    (r"cross[ -]entropy fusion te\b", {"loss_bytes": 12.0}),
+    (_TE_CROSS_ENTROPY, {"loss_bytes": 12.0}),
     (r"unfused norm|no fused (rms|layer)?[ -]?norm|fused_(rms|layer)_?norm ?= ?false",
      {"fused_norms": False}),
     (_FUSED_ATTENTION, {"flash_attention": True}),
@@ -239,8 +241,6 @@ def _logits(size: float) -> dict[str, object]:
     return {"logit_bytes": size, "split_logit_bytes": size, "compiled_logit_bytes": size}
 
 
-_TE_CROSS_ENTROPY = r"cross[ -]entropy fusion te\b|\bte(\b|'s)[^;,.]{0,12}cross[ -]entropy"
-"""Transformer Engine's cross entropy; Megatron's own fusion, `native`, is the profiles' default."""
 _CHUNKED_LOGITS: dict[str, object] = {**_logits(0.5), "gathers_logits": False}
 _CHUNKED_LOSS = (
     r"chunked[ _-](loss|logits|cross|nll)|loss (is )?computed in chunks|fused[ _]linear[ _]c|"

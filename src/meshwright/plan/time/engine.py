@@ -188,7 +188,7 @@ class _Step:
 
     def estimate(self) -> StepEstimate:
         """Add up."""
-        passes, block_parts = self._block_passes()
+        passes, block_parts, launch_wait_s = self._block_passes()
         head, embedding, head_tp, embedding_tp = self._head_and_embedding()
         mean = passes.times(self.layers) + (head + embedding).times(1 / self.grid.pp)
         slow_s = self._slowest_s(passes, head, embedding, mean)
@@ -217,11 +217,11 @@ class _Step:
         hidden = {"data parallel": hidden_reduce_s + hidden_gather_s}
         return StepEstimate(
             total, parts, hidden, mean, passes, head, embedding, send_s, block_parts, embedding_tp, head_tp,
-            hidden_gather_s, self.launch_wait_s * count,
+            hidden_gather_s, launch_wait_s * count,
         )  # fmt: skip
 
-    def _block_passes(self) -> tuple[Passes, PassParts]:
-        """An average block with exposed communication, and what is not compute in it."""
+    def _block_passes(self) -> tuple[Passes, PassParts, Floats]:
+        """A block with exposed communication, what in it is not compute, and its wait for launches."""
         work, full = self.work, self.grid.recompute == FULL
         axes = {"tp": self._tensor_parallel(), "cp": self._context_parallel(), "ep": self._expert_parallel()}
         axes = {name: axis.repeated(full) for name, axis in axes.items()}
@@ -233,7 +233,7 @@ class _Step:
         backward_cpu_launch_s = cpu_launch_s * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + tp.backward + cp.backward + ep.backward
         back = with_launch(back_input + work.backward_weight, backward_cpu_launch_s)
-        self.launch_wait_s = (forward - ahead) + (back - back_input - work.backward_weight)
+        launch_wait_s = (forward - ahead) + (back - back_input - work.backward_weight)
         fsdp = self._fsdp_s(forward, back)
         # Offload and all-gather use different links at the same time: the slower one counts.
         fsdp = dataclasses.replace(
@@ -244,7 +244,7 @@ class _Step:
         passes = Passes(
             forward + fsdp.forward, back - work.backward_weight + fsdp.backward, work.backward_weight
         )
-        return passes, PassParts.of({**axes, "dp_shard": fsdp}, self.recompute_s)
+        return passes, PassParts.of({**axes, "dp_shard": fsdp}, self.recompute_s), launch_wait_s
 
     def _cpu_launch_s(self) -> Floats:
         """CPU launch time per pass through a block; 0 where the pass already includes it (CPU, probed)."""

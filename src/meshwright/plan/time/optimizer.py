@@ -14,13 +14,17 @@ HALF_BYTES = 2.0
 STREAMED_SHARE = 0.84
 """Bandwidth of a CPU link per direction while buckets of state are copied in and out, over the preset's: 39
 to 46 GB/s in steps of 0.7, 1.5 and 1.7 G parameters on an H200."""
-ADAM_STATE_BYTES = 8.0
 
 
 def streamed_weight_bytes(workload: Workload) -> float:
     """Bytes per weight that is copied from CPU memory: as it is stored there."""
     halved = workload.profile.memory.master_weights and workload.precision != "fp32"
     return HALF_BYTES if halved else float(FLOAT32_BYTES)
+
+
+def streamed_s(update_s: Floats | float, state_bytes: Floats | float, link_bytes_per_s: float) -> Floats:
+    """An update on the device, while its state is copied in and out over the CPU link."""
+    return np.maximum(update_s, state_bytes / (STREAMED_SHARE * link_bytes_per_s))
 
 
 def optimizer_s(workload: Workload, device: Device, grid: Grid, updated: Floats) -> Floats:
@@ -42,9 +46,9 @@ def optimizer_s(workload: Workload, device: Device, grid: Grid, updated: Floats)
     # The CPU's Adam of a rank's shard; gradients to it, and weights from it unless every pass copies them.
     weight = np.where(grid.offload == OFFLOAD_ALL, 0.0, streamed_weight_bytes(workload))
     on_cpu = moved / (rules.cpu_adam_share * link) + updated * (FLOAT32_BYTES + weight) / link
-    state = updated * (ADAM_STATE_BYTES if rate is None else rate.state_bytes)
+    state = updated * (2 * workload.profile.memory.moment_bytes if rate is None else rate.state_bytes)
     if device.multiprocessors:
-        streamed = np.maximum(on_device, state / (STREAMED_SHARE * link))
+        streamed = streamed_s(on_device, state, link)
     else:
         streamed = on_device + 4 * state / device.bytes_per_s  # read and written, in and out
     offloaded = np.where(

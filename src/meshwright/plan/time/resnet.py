@@ -14,7 +14,7 @@ from meshwright.layout.placement import RANK_ORDER, Slots, tier_of
 from meshwright.layout.stages import local_parameters
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.plan.time.activation_bytes import count_passes
-from meshwright.plan.time.optimizer import STREAMED_SHARE
+from meshwright.plan.time.optimizer import streamed_s
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
@@ -51,14 +51,14 @@ def estimate_resnet_step(
     compute_s = _compute_s(job, micro_batches, touched_bytes, rate)
     cost = predict_optimizer(local_parameters(job, 0), job.train)
     update_s = cost.moved_bytes / cluster.memory_bytes_per_s + cost.flops / rate
-    streams = job.layout.offload == "optimizer" and device == "cuda"
-    stream_s = streams * cost.state_bytes / (STREAMED_SHARE * cluster.host_bytes_per_s)
+    if job.layout.offload == "optimizer" and device == "cuda":
+        update_s = float(streamed_s(update_s, cost.state_bytes, cluster.host_bytes_per_s))
     reduced_s, control_s = _communication_s(cluster, tier_of(job, "control", slots) != "node", traffic)
     hidden_s = min(reduced_s * OVERLAP[device], compute_s * BACKWARD_SHARE / micro_batches)
     parts = {
         "compute": compute_s,
         "gradient reduction": reduced_s - hidden_s,
-        "optimizer": max(update_s, stream_s),
+        "optimizer": update_s,
         "step overhead": control_s,
     }
     return parts, {"data parallel": hidden_s}
